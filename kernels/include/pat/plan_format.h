@@ -1,0 +1,132 @@
+// CONTRACT between scheduler/ (writes), kernels/ and reference.py (read): the decode plan.
+//
+// A plan is one flat int32 buffer. Its sections lie at offsets that depend only on the capacities
+// (PlanLayout), so a CUDA graph that captured the addresses stays valid when a new plan is written into
+// the same buffer. A plan does not depend on the number of KV heads: every KV head executes the same work
+// items, and worker w of KV head h is CTA w * num_kv_heads + h (heads innermost, so that all heads of a
+// token range are read together).
+//
+//   header         PlanHeader
+//   worker_begin   int32[num_workers + 1]   worker w executes work items [worker_begin[w], worker_begin[w+1])
+//   work_items     WorkItem[num_work_items]
+//   item_requests  ItemRequest[num_item_requests]   the requests of each work item
+//   gather_spans   GatherSpan[num_gather_spans]     how the slot buffer of shared KV is filled
+//   merges         MergeEntry[num_merges]           requests whose output is made of partials
+//
+// Terms. request: index into the batch of this step. position: index of a KV token in its request. slot:
+// index into the KV pool. query row: one (request, query head within the group) pair; row r of a work item
+// is request r / group_size, head r % group_size of the KV head's group.
+// partial: normalised fp32 output and natural-log LSE of one query head over one KV range.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
+inline constexpr int32_t kPlanVersion = 1;
+
+// WorkItem::kv_end of the piece that ends where its request ends: read from seq_lens when it executes, so
+// that a private tail grows without a new plan.
+inline constexpr int32_t kOpenEnd = -1;
+// WorkItem::kv_request of a shared range: kv_begin/kv_end index the plan's slot buffer, not a request.
+inline constexpr int32_t kSharedKv = -1;
+// ItemRequest::partial_slot of a request with a single partial: stored to the output directly.
+inline constexpr int32_t kDirectStore = -1;
+
+struct PlanHeader {
+  int32_t magic;
+  int32_t version;
+  int32_t num_requests;
+  int32_t group_size;  // query heads per KV head
+  int32_t num_workers;
+  int32_t num_work_items;
+  int32_t num_item_requests;
+  int32_t num_gather_spans;
+  int32_t num_merges;
+  int32_t num_partials;      // partial slots in use: [0, num_partials)
+  int32_t num_shared_slots;  // entries of the slot buffer in use
+  int32_t reserved[5];
+};
+
+// One CTA-sized piece of work: the query rows of `num_requests` requests against one KV range.
+struct WorkItem {
+  int32_t tile;           // index into kTileTable; num_requests * group_size <= block_q
+  int32_t num_requests;
+  int32_t request_begin;  // into item_requests
+  int32_t kv_request;     // request whose own row of req_to_token is read live, or kSharedKv
+  int32_t kv_begin;       // position in kv_request, or index into the slot buffer
+  int32_t kv_end;         // exclusive; kOpenEnd: seq_lens[kv_request]. May not exceed kv_begin: empty range
+  int32_t reserved[2];
+};
+
+struct ItemRequest {
+  int32_t request;
+  int32_t partial_slot;  // or kDirectStore
+};
+
+// slots[slot_begin + i] = req_to_token[row of request][kv_begin + i] for i in [0, num_tokens). Executed when
+// the plan is made, never live: the row of a finished request may be rewritten under a running step.
+struct GatherSpan {
+  int32_t request;
+  int32_t kv_begin;
+  int32_t num_tokens;
+  int32_t slot_begin;
+};
+
+// Output of `request` = LSE-weighted sum of partials [partial_begin, partial_begin + num_partials), in this
+// order (root to leaf, then ascending position). num_partials == 0: nothing to attend to; output 0, LSE -inf.
+struct MergeEntry {
+  int32_t request;
+  int32_t partial_begin;
+  int32_t num_partials;
+  int32_t reserved;
+};
+
+static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
+static_assert(sizeof(WorkItem) == 8 * sizeof(int32_t));
+static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
+static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
+static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
+
+struct PlanCapacity {
+  int32_t num_workers = 0;
+  int32_t num_work_items = 0;
+  int32_t num_item_requests = 0;
+  int32_t num_gather_spans = 0;
+  int32_t num_merges = 0;
+};
+
+// Section offsets in int32 units, each a multiple of kPlanAlignment.
+struct PlanLayout {
+  static constexpr int64_t kPlanAlignment = 32;  // 128 bytes: one L2 line
+
+  int64_t header;
+  int64_t worker_begin;
+  int64_t work_items;
+  int64_t item_requests;
+  int64_t gather_spans;
+  int64_t merges;
+  int64_t size;  // of the whole buffer
+
+  static constexpr PlanLayout of(const PlanCapacity& capacity) {
+    PlanLayout layout{};
+    int64_t next = 0;
+    auto section = [&next](int64_t count, int64_t bytes_each) {
+      const int64_t offset = next;
+      const int64_t length = count * (bytes_each / static_cast<int64_t>(sizeof(int32_t)));
+      next = (offset + length + kPlanAlignment - 1) / kPlanAlignment * kPlanAlignment;
+      return offset;
+    };
+    layout.header = section(1, sizeof(PlanHeader));
+    layout.worker_begin = section(int64_t{capacity.num_workers} + 1, sizeof(int32_t));
+    layout.work_items = section(capacity.num_work_items, sizeof(WorkItem));
+    layout.item_requests = section(capacity.num_item_requests, sizeof(ItemRequest));
+    layout.gather_spans = section(capacity.num_gather_spans, sizeof(GatherSpan));
+    layout.merges = section(capacity.num_merges, sizeof(MergeEntry));
+    layout.size = next;
+    return layout;
+  }
+};
+
+}  // namespace pat
