@@ -1,0 +1,79 @@
+# Every command sets up what it needs, once, and reuses it: a virtual environment with SGLang in
+# .venv (or .venv-VERSION for `make test SGLANG=VERSION`), and the package built into it.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+DEFAULT_SGLANG := $(shell sed -n 's/^sglang = \["sglang==\(.*\)"\]$$/\1/p' pyproject.toml)
+SGLANG ?= $(DEFAULT_SGLANG)
+VENV := .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
+RUN := $(VENV)/bin/python
+# The first of these that is usable; `make PYTHON=/path/to/python` overrides it.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p .ci/check_python.py >/dev/null 2>&1 && { echo $$p; exit; }; done; echo python3)
+
+# uv installs in a tenth of pip's time; it comes from pip, outside of the environments it fills.
+UV_DIR := build/uv
+UV := $(UV_DIR)/bin/uv
+INSTALL := $(UV) pip install --quiet --python $(RUN)
+
+CPP_SOURCES := $(shell find scheduler kernels/include -type f)
+CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help setup demo test lint format bench-scheduler clean
+
+help:
+	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
+	@echo 'make test             everything that runs without a GPU (ARGS="..." goes to pytest)'
+	@echo 'make lint             ruff, mypy, clang-format'
+	@echo 'make format           let ruff and clang-format rewrite what they can'
+	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
+	@echo 'make setup            only the environment; make clean removes every environment'
+	@echo 'SGLANG=VERSION        run against another SGLang; the default is $(DEFAULT_SGLANG)'
+
+demo: setup
+	@$(RUN) -m sglang_pat.demo $(ARGS)
+
+test: setup
+	$(RUN) -m pytest $(ARGS)
+
+lint: setup
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: setup
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
+
+bench-scheduler: setup
+	@$(RUN) benchmarks/bench_scheduler.py $(ARGS)
+
+clean:
+	rm -rf build .venv .venv-*
+
+# --- set-up: stamps, so that each step runs again only when what it depends on has changed ---
+
+setup: $(VENV)/.package-built
+
+$(VENV)/.package-built: $(VENV)/.dependencies-installed $(CPP_SOURCES)
+	@echo "Building the scheduler into $(VENV)"
+	@$(INSTALL) --no-deps --no-build-isolation -Cbuild-dir=build/scheduler$(VENV) --editable .
+	@touch $@
+
+$(VENV)/.dependencies-installed: pyproject.toml | $(UV) $(RUN)
+	@echo "Installing SGLang $(SGLANG) into $(VENV) (first time: several GB, a minute or more)"
+	@$(INSTALL) --requirements pyproject.toml --extra test --extra bench --extra dev \
+		--group pyproject.toml:build "sglang==$(SGLANG)"
+	@touch $@
+
+$(RUN): | $(UV)
+	@$(PYTHON) .ci/check_python.py
+	@$(UV) venv --quiet --seed --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)
+
+$(UV):
+	@$(PYTHON) .ci/check_python.py
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --target $(UV_DIR) 'uv>=0.8'
