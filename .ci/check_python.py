@@ -26,4 +26,4 @@ def problem() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(problem())
+    sys.exit(problem() or 0)
