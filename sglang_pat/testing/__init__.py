@@ -1,0 +1,1 @@
+"""Aids for tests, the demo and benchmarks. Nothing here is imported by the plug-in itself."""
