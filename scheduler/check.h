@@ -1,0 +1,22 @@
+// PAT_CHECK: input checks that name the offending value. Throws std::invalid_argument (ValueError in Python).
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+
+namespace pat {
+
+template <typename... Parts>
+[[noreturn]] void throw_invalid(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+}  // namespace pat
+
+// The message parts are evaluated only on failure.
+#define PAT_CHECK(condition, ...)                    \
+  do {                                               \
+    if (!(condition)) ::pat::throw_invalid(__VA_ARGS__); \
+  } while (false)

@@ -1,0 +1,59 @@
+// Stage 4: packs and pieces -> the plan of plan_format.h.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kv_split.h"
+#include "packing.h"
+#include "pat/plan_format.h"
+
+namespace pat {
+
+// KV tokens of one KV head that one step reads, at planning time. Every later step adds the growth of seq_lens
+// to each of the three.
+struct KvTokens {
+  int64_t query_centric = 0;  // every request reads its own KV: sum of seq_lens
+  int64_t planned = 0;        // loads of all work items; a range is counted once per tile that reads it
+  int64_t lower_bound = 0;    // every distinct token once
+};
+
+class DecodePlan {
+ public:
+  // Throws std::length_error if partials or shared slots do not fit into int32.
+  void assemble(int32_t num_requests, int32_t group_size, const Packing& packing, const Split& split);
+
+  // What a buffer must hold for this plan.
+  PlanCapacity required_capacity() const;
+  // Writes the plan at the offsets of `capacity`. Throws std::length_error, naming the section, and writes
+  // nothing if the plan needs more than that or `out` is shorter than the layout. Only the used part of each
+  // section is written.
+  void write(const PlanCapacity& capacity, std::span<int32_t> out) const;
+
+  const PlanHeader& header() const { return header_; }
+  const KvTokens& kv_tokens() const { return kv_tokens_; }
+
+  // Set by the scheduler, which knows the forest.
+  void set_kv_tokens(int64_t query_centric, int64_t lower_bound) {
+    kv_tokens_.query_centric = query_centric;
+    kv_tokens_.lower_bound = lower_bound;
+  }
+
+ private:
+  void assign_partials(const Packing& packing, const Split& split);
+
+  PlanHeader header_{};
+  KvTokens kv_tokens_;
+  std::vector<int32_t> worker_begin_;
+  std::vector<WorkItem> work_items_;
+  std::vector<ItemRequest> item_requests_;
+  std::vector<GatherSpan> gather_spans_;
+  std::vector<MergeEntry> merges_;
+
+  std::vector<int32_t> slot_begin_;    // per pack: where its range begins in the slot buffer
+  std::vector<int32_t> num_partials_;  // per request
+  std::vector<int32_t> next_partial_;  // per request
+};
+
+}  // namespace pat

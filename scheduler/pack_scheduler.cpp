@@ -1,0 +1,81 @@
+#include "pack_scheduler.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+
+#include "check.h"
+
+namespace pat {
+
+namespace {
+
+class Stopwatch {
+ public:
+  int64_t lap() {
+    const auto now = std::chrono::steady_clock::now();
+    const auto elapsed = std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_);
+    last_ = now;
+    return elapsed.count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+PackScheduler::PackScheduler(const SchedulerConfig& config)
+    : config_(config),
+      tiles_(config.group_size, config.max_block_q),
+      packer_(config.policy, config.cost, tiles_),
+      splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens}, config.cost,
+                tiles_) {
+  PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ", config.growth_tokens);
+}
+
+void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_lens) {
+  Stopwatch stopwatch;
+  for (size_t request = 0; request < seq_lens.size(); ++request) {
+    PAT_CHECK(seq_lens[request] >= 0, "seq_lens must not be negative, got ", seq_lens[request], " for request ",
+              request);
+  }
+  forest_.build(paths, seq_lens);  // all input errors are found here, before the last plan is touched
+  times_.forest = stopwatch.lap();
+
+  packer_.pack(forest_, seq_lens, packing_);
+  times_.packing = stopwatch.lap();
+
+  splitter_.split(packing_, split_);
+  times_.split = stopwatch.lap();
+
+  plan_.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, packing_, split_);
+  int64_t query_centric = 0;
+  int64_t lower_bound = 0;
+  for (const ForestNode& node : forest_.nodes()) lower_bound += node.kv_end - node.kv_begin;
+  lengths_.clear();
+  for (size_t request = 0; request < seq_lens.size(); ++request) {
+    const int32_t seq_len = seq_lens[request];
+    query_centric += seq_len;
+    lower_bound += seq_len - forest_.private_begin(static_cast<int32_t>(request));
+    lengths_.push_back({.planned = seq_len, .longest = seq_len});
+  }
+  for (const Pack& pack : packing_.packs) {
+    if (!pack.is_private) continue;
+    LengthRange& range = lengths_[packing_.requests[pack.request_begin]];
+    range.longest += std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
+  }
+  plan_.set_kv_tokens(query_centric, lower_bound);
+  times_.assembly = stopwatch.lap();
+}
+
+bool PackScheduler::serves(std::span<const int32_t> seq_lens) const {
+  if (seq_lens.size() != lengths_.size()) return false;
+  bool all = true;  // no early exit: the loop vectorises, and it nearly always runs to the end
+  for (size_t i = 0; i < lengths_.size(); ++i) {
+    all &= seq_lens[i] >= lengths_[i].planned && seq_lens[i] <= lengths_[i].longest;
+  }
+  return all;
+}
+
+}  // namespace pat

@@ -1,0 +1,72 @@
+// The pipeline: paths and seq_lens -> plan, and whether the last plan still serves. No CUDA, no torch.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "cost_model.h"
+#include "decode_plan.h"
+#include "kv_split.h"
+#include "packing.h"
+#include "prefix_forest.h"
+#include "tile_selection.h"
+
+namespace pat {
+
+struct SchedulerConfig {
+  int32_t group_size;        // query heads per KV head
+  int32_t num_workers;       // CTAs per KV head
+  int32_t max_block_q;       // largest tile of the device
+  Policy policy;
+  int32_t min_piece_tokens;  // shortest piece that a cut makes
+  int32_t growth_tokens;     // a plan serves until a request is this much longer than when it was planned
+  CostModel cost;
+};
+
+// Wall time of the stages of the last plan(), in nanoseconds.
+struct StageTimes {
+  int64_t forest = 0;
+  int64_t packing = 0;
+  int64_t split = 0;
+  int64_t assembly = 0;
+};
+
+class PackScheduler {
+ public:
+  explicit PackScheduler(const SchedulerConfig& config);
+
+  // Builds a plan. Throws std::invalid_argument on bad input; the last plan then stays in force.
+  void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
+
+  // Whether the last plan is right and still balanced for these seq_lens, given the same batch: every request is
+  // at least as long as when it was planned, and at most growth_tokens longer. A request without a private
+  // range may not grow at all: no work item would read the new tokens.
+  bool serves(std::span<const int32_t> seq_lens) const;
+
+  const DecodePlan& last_plan() const { return plan_; }
+  const StageTimes& stage_times() const { return times_; }
+  const SchedulerConfig& config() const { return config_; }
+
+ private:
+  SchedulerConfig config_;
+  TileSelection tiles_;
+  Packer packer_;
+  KvSplitter splitter_;
+
+  PrefixForest forest_;
+  Packing packing_;
+  Split split_;
+  DecodePlan plan_;
+  StageTimes times_;
+
+  struct LengthRange {
+    int32_t planned;
+    int32_t longest;
+  };
+  std::vector<LengthRange> lengths_;  // per request of the last plan
+};
+
+}  // namespace pat

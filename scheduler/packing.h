@@ -1,0 +1,74 @@
+// Stage 2: forest -> packs. A pack is a set of requests that read one KV range together.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "cost_model.h"
+#include "prefix_forest.h"
+#include "tile_selection.h"
+
+namespace pat {
+
+// When a child's requests leave their parent's pack and read the parent's range in the child's pack instead.
+enum class Policy {
+  kMemory,        // where that moves fewer bytes; see CostModel
+  kPaper,         // PAT's Algorithm 1 as printed: where 4 * requests >= length of the parent's range
+  kPerNode,       // never: every forest node is a pack of its own
+  kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
+};
+
+// Throws std::invalid_argument naming the allowed values.
+Policy policy_from_name(std::string_view name);
+
+struct Pack {
+  int32_t kv_begin;  // positions, equal for all requests of the pack
+  int32_t kv_end;    // at planning time; a private pack is open: it ends where its request does
+  bool is_private;   // one request, read live from its own row
+  int32_t num_requests;
+  int32_t request_begin;  // into Packing::requests
+};
+
+// Packs in an order in which a request's packs ascend in position: ancestors before descendants, private last.
+struct Packing {
+  std::vector<Pack> packs;
+  std::vector<int32_t> requests;
+
+  std::span<const int32_t> requests_of(const Pack& pack) const {
+    return std::span(requests).subspan(pack.request_begin, pack.num_requests);
+  }
+};
+
+class Packer {
+ public:
+  Packer(Policy policy, const CostModel& cost, const TileSelection& tiles)
+      : policy_(policy), cost_(cost), tiles_(tiles) {}
+
+  // PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of several tiles: one decision
+  // per edge, parents before children. Linear in nodes + edges + packed requests.
+  void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
+
+ private:
+  struct NodeState {
+    int32_t pack_begin;  // where the node's pack begins: before the node itself if it was merged upwards
+    int32_t remaining;   // requests still in the node's pack
+    int32_t cursor;      // next free place in the pack's run of Packing::requests
+    bool left_parent;    // merged upwards: its requests are not in the parent's pack
+  };
+
+  void decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
+  void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
+  int64_t reading_cost(int32_t num_requests) const;
+  bool merges(int32_t parent_tokens, int32_t parent_requests, int32_t child_requests,
+              bool leaves_single_partial) const;
+
+  Policy policy_;
+  CostModel cost_;
+  TileSelection tiles_;
+  std::vector<NodeState> state_;
+  std::vector<int32_t> private_begin_;  // per request, after merging
+};
+
+}  // namespace pat
