@@ -1,0 +1,95 @@
+"""Typed stub of scheduler/bindings.cpp."""
+
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+_Int32 = npt.NDArray[np.int32]
+_Int64 = npt.NDArray[np.int64]
+
+PLAN_MAGIC: int
+PLAN_VERSION: int
+OPEN_END: int
+SHARED_KV: int
+DIRECT_STORE: int
+MAX_GROUP_SIZE: int
+TILE_TABLE: tuple[tuple[int, int, int], ...]
+"""(block_q, block_kv, num_warps) of every tile body, ascending in block_q."""
+
+class _Layout(TypedDict):
+    header: int
+    worker_begin: int
+    work_items: int
+    item_requests: int
+    gather_spans: int
+    merges: int
+    size: int
+
+class _StageTimes(TypedDict):
+    forest: int
+    packing: int
+    split: int
+    assembly: int
+
+class PlanCapacity:
+    """Entries that each section of a plan buffer can hold."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_work_items: int,
+        num_item_requests: int,
+        num_gather_spans: int,
+        num_merges: int,
+    ) -> None: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def num_work_items(self) -> int: ...
+    @property
+    def num_item_requests(self) -> int: ...
+    @property
+    def num_gather_spans(self) -> int: ...
+    @property
+    def num_merges(self) -> int: ...
+    def layout(self) -> _Layout:
+        """Section offsets and total size, in int32 units."""
+
+class PackScheduler:
+    """Paths and lengths in, plan out. Holds the last plan; not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        num_workers: int,
+        max_block_q: int,
+        policy: str,
+        min_piece_tokens: int,
+        growth_tokens: int,
+    ) -> None: ...
+    def plan(
+        self,
+        path_begin: _Int32,
+        node_id: _Int64,
+        kv_begin: _Int32,
+        kv_end: _Int32,
+        seq_lens: _Int32,
+    ) -> None:
+        """Build a plan. ValueError on bad input: the last plan then stays in force."""
+    def serves(self, seq_lens: _Int32) -> bool:
+        """Whether the last plan is right and balanced for the same batch with these lengths."""
+    def required_capacity(self) -> PlanCapacity: ...
+    def write(self, capacity: PlanCapacity, out: _Int32) -> None:
+        """Write the last plan into `out`. ValueError, and nothing written, if it does not fit."""
+    @property
+    def num_partials(self) -> int: ...
+    @property
+    def num_shared_slots(self) -> int: ...
+    @property
+    def kv_tokens(self) -> tuple[int, int, int]:
+        """(query_centric, planned, lower_bound) of the last plan, per KV head."""
+    @property
+    def stage_times_ns(self) -> _StageTimes: ...

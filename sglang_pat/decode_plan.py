@@ -1,0 +1,160 @@
+"""DecodePlan: the plan that the C++ scheduler wrote, and the buffer it lies in.
+
+Between the scheduler, which writes the buffer, and the executors, which read it. The format is
+`kernels/include/pat/plan_format.h`; this file only gives its sections names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_pat._scheduler import (
+    DIRECT_STORE,
+    OPEN_END,
+    PLAN_MAGIC,
+    PLAN_VERSION,
+    SHARED_KV,
+    TILE_TABLE,
+    PackScheduler,
+    PlanCapacity,
+)
+from sglang_pat.decode_batch import IntArray
+
+
+class PlanHeader(NamedTuple):
+    """`PlanHeader` of plan_format.h without its reserved words."""
+
+    magic: int
+    version: int
+    num_requests: int
+    group_size: int
+    num_workers: int
+    num_work_items: int
+    num_item_requests: int
+    num_gather_spans: int
+    num_merges: int
+    num_partials: int
+    num_shared_slots: int
+
+
+class KvTokens(NamedTuple):
+    """KV tokens of one KV head that one decode step reads.
+
+    query_centric: every request reads its own KV. planned: what the work items load; a range counts once
+    per tile that reads it. lower_bound: every distinct token once.
+    """
+
+    query_centric: int
+    planned: int
+    lower_bound: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePlan:
+    """A plan in its buffer. Valid until the next plan is written into that buffer.
+
+    The arrays are int32 views of the buffer, one row per entry, columns as in plan_format.h.
+    """
+
+    header: PlanHeader
+    worker_begin: IntArray  # [num_workers + 1]
+    work_items: IntArray  # [num_work_items, 8]
+    item_requests: IntArray  # [num_item_requests, 2]
+    gather_spans: IntArray  # [num_gather_spans, 4]
+    merges: IntArray  # [num_merges, 4]
+    kv_tokens: KvTokens  # at the lengths it was planned for
+
+    @classmethod
+    def parse(cls, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> DecodePlan:
+        """View a plan that was written with `capacity`. ValueError if the buffer holds none."""
+        layout = capacity.layout()
+        if len(buffer) < layout["size"]:
+            raise ValueError(f"a plan buffer of {layout['size']} int32 expected, got {len(buffer)}")
+        header = PlanHeader(*buffer[layout["header"] :][: len(PlanHeader._fields)].tolist())
+        if (header.magic, header.version) != (PLAN_MAGIC, PLAN_VERSION):
+            raise ValueError(
+                f"no plan of version {PLAN_VERSION} in this buffer: magic {header.magic:#x} (expected "
+                f"{PLAN_MAGIC:#x}), version {header.version}"
+            )
+
+        def section(offset: int, count: int, width: int) -> IntArray:
+            return buffer[offset : offset + count * width].reshape(count, width)
+
+        return cls(
+            header=header,
+            worker_begin=section(layout["worker_begin"], header.num_workers + 1, 1)[:, 0],
+            work_items=section(layout["work_items"], header.num_work_items, 8),
+            item_requests=section(layout["item_requests"], header.num_item_requests, 2),
+            gather_spans=section(layout["gather_spans"], header.num_gather_spans, 4),
+            merges=section(layout["merges"], header.num_merges, 4),
+            kv_tokens=kv_tokens,
+        )
+
+    def describe(self) -> str:
+        """The plan as text: one line per work item, with its worker, tile, KV range and requests."""
+        return "\n".join(self._describe_lines())
+
+    def _describe_lines(self) -> Iterator[str]:
+        h, tokens = self.header, self.kv_tokens
+        yield (
+            f"plan v{h.version}: {h.num_requests} requests, group size {h.group_size}, "
+            f"{h.num_work_items} work items on {h.num_workers} workers per KV head, "
+            f"{h.num_partials} partials, {h.num_shared_slots} shared slots"
+        )
+        yield (
+            f"KV tokens: {tokens.query_centric} query-centric, {tokens.planned} planned, "
+            f"{tokens.lower_bound} at least"
+        )
+        for worker in range(h.num_workers):
+            for item in range(self.worker_begin[worker], self.worker_begin[worker + 1]):
+                tile, count, first, kv_request, kv_begin, kv_end = self.work_items[item, :6].tolist()
+                source = "slots" if kv_request == SHARED_KV else f"request {kv_request} at"
+                end = "open" if kv_end == OPEN_END else kv_end
+                requests = self.item_requests[first : first + count]
+                stores = (
+                    f"{request}{'' if slot == DIRECT_STORE else f'->{slot}'}"
+                    for request, slot in requests.tolist()
+                )
+                yield (
+                    f"worker {worker}: item {item}, tile {TILE_TABLE[tile][0]} rows, "
+                    f"{source} [{kv_begin}, {end}), requests (->partial) {' '.join(stores)}"
+                )
+        for request, begin, count, _ in self.merges.tolist():
+            yield f"merge request {request}: partials [{begin}, {begin + count})"
+
+
+class PlanBuffer:
+    """The host buffer that plans are written into. Grows when a plan needs more."""
+
+    def __init__(self) -> None:
+        self.capacity = PlanCapacity(
+            num_workers=0, num_work_items=0, num_item_requests=0, num_gather_spans=0, num_merges=0
+        )
+        self.host: IntArray = np.empty(0, dtype=np.int32)
+
+    def write(self, scheduler: PackScheduler) -> DecodePlan:
+        """Write the scheduler's last plan and view it."""
+        self._ensure(scheduler.required_capacity())
+        scheduler.write(self.capacity, self.host)
+        return DecodePlan.parse(self.host, self.capacity, KvTokens(*scheduler.kv_tokens))
+
+    def _ensure(self, needed: PlanCapacity) -> None:
+        names = (
+            "num_workers",
+            "num_work_items",
+            "num_item_requests",
+            "num_gather_spans",
+            "num_merges",
+        )
+        if all(getattr(needed, name) <= getattr(self.capacity, name) for name in names):
+            return
+        # Twice what is needed now, so that a growing batch reallocates a logarithmic number of times.
+        grown = {
+            name: max(2 * getattr(needed, name), getattr(self.capacity, name)) for name in names
+        }
+        self.capacity = PlanCapacity(**grown)
+        self.host = np.zeros(self.capacity.layout()["size"], dtype=np.int32)

@@ -1,0 +1,310 @@
+"""PackAttention: the runtime API. plan() once per decode step, run() once per layer.
+
+Below it: the C++ scheduler, which plans, and an executor, which runs the plan. Above it: the SGLang
+backend, or any code that has radix paths and a paged KV pool.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_pat import reference, support
+from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler
+from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.decode_plan import DecodePlan, PlanBuffer
+
+# Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
+_CPU_WORKERS = 32
+_MIN_PIECE_TOKENS = 128
+_GROWTH_TOKENS = 256
+
+
+@dataclass(slots=True)
+class PlanStats:
+    """Counters of one PackAttention, summed over decode steps (calls of plan()).
+
+    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or a request became
+    shorter; "tail_growth": a request outgrew the length its tail was planned for. The kv_tokens_* fields are
+    those of `KvTokens` at the lengths of each step.
+    """
+
+    plans_built: int = 0
+    plans_reused: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    kv_tokens_query_centric: int = 0
+    kv_tokens_planned: int = 0
+    kv_tokens_lower_bound: int = 0
+
+
+class _Step(NamedTuple):
+    """What run() reads besides the plan: borrowed from plan()'s arguments."""
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: IntArray
+
+
+class PackAttention:
+    """Decode attention that reads every shared KV prefix once.
+
+        attention = PackAttention(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+        attention.plan(batch, req_to_token=..., req_pool_indices=..., seq_lens=...)   # each step
+        out = attention.run(q, k_cache, v_cache)                                      # each layer
+
+    Not thread-safe. The plan and its buffers belong to this object.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        policy: str = "memory",
+        num_workers: int | None = None,
+        growth_tokens: int = _GROWTH_TOKENS,
+    ) -> None:
+        """
+        num_qo_heads, num_kv_heads, head_dim: heads of this rank; num_qo_heads is a multiple of num_kv_heads.
+        dtype: of queries and KV. device: of all tensors. policy: how packs are formed (README).
+        num_workers: how many CTAs share the work of one KV head; None: from the device.
+        growth_tokens: a plan is reused until a request has grown by this many tokens.
+
+        Raises ValueError, naming the value and what is supported, for anything unsupported.
+        """
+        _check_heads(num_qo_heads, num_kv_heads)
+        if head_dim not in support.HEAD_DIMS:
+            raise support.unsupported("head_dim", head_dim)
+        if str(dtype).removeprefix("torch.") not in support.DTYPES:
+            raise support.unsupported("dtype of queries and KV cache", dtype)
+        if policy not in support.POLICIES:
+            raise support.unsupported("packing policy", policy)
+        self.num_qo_heads = num_qo_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = _canonical_device(device)
+        self.policy = policy
+        self.stats = PlanStats()
+        self._scheduler = PackScheduler(
+            group_size=num_qo_heads // num_kv_heads,
+            num_workers=_default_workers(self.device, num_kv_heads)
+            if num_workers is None
+            else num_workers,
+            max_block_q=TILE_TABLE[-1][0],
+            policy=policy,
+            min_piece_tokens=_MIN_PIECE_TOKENS,
+            growth_tokens=growth_tokens,
+        )
+        self._buffer = PlanBuffer()
+        self._plan: DecodePlan | None = None
+        self._key: Hashable = None
+        self._shared_slots = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._step: _Step | None = None
+        self._execution: reference.PlanExecution | None = None  # of this step, made by its first run()
+
+    def plan(
+        self,
+        batch: DecodeBatch,
+        *,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> DecodePlan:
+        """Prepare the next run()s: reuse the last plan, or build one. Host work only.
+
+        batch: the step as host data. req_to_token: int32 `[num_rows, max_context_len]`, the KV slot of every
+        position of every row. req_pool_indices: int64 or int32 `[num_requests]`, the row of each request.
+        seq_lens: int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The tensors lie on `device`, are
+        borrowed until the next plan(), and must not change before the last run() of the step.
+
+        The plan returned is a view, valid until the next plan() builds one. ValueError or TypeError on bad
+        input; the last plan then stays in force.
+        """
+        self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
+        cause, paths = self._replan_cause(batch)
+        if cause is None:
+            self.stats.plans_reused += 1
+        else:
+            self._build(batch, paths, req_to_token, req_pool_indices)
+            self.stats.plans_built += 1
+            self.stats.causes[cause] += 1
+        assert self._plan is not None
+        self._step = _Step(req_to_token, req_pool_indices, batch.seq_lens)
+        self._execution = None
+        planned = self._plan.kv_tokens
+        growth = int(batch.seq_lens.sum(dtype=np.int64)) - planned.query_centric
+        self.stats.kv_tokens_query_centric += planned.query_centric + growth
+        self.stats.kv_tokens_planned += planned.planned + growth
+        self.stats.kv_tokens_lower_bound += planned.lower_bound + growth
+        return self._plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        logit_cap: float = 0.0,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one layer under the last plan.
+
+        q: `[num_requests, num_qo_heads, head_dim]`. k_cache, v_cache: `[num_slots, num_kv_heads, head_dim]`,
+        SGLang's pool layout, this step's token already written. out: like q, written; allocated if None.
+        sm_scale: softmax scale, `head_dim ** -0.5` if None. logit_cap: `cap * tanh(logit / cap)` if positive.
+        All of dtype `dtype` on `device`.
+
+        Returns out, with `return_lse` also the float32 natural-log LSE `[num_requests, num_qo_heads]`, with which
+        results over disjoint KV can be merged. ValueError on bad input, RuntimeError without a plan; nothing is
+        written then.
+        """
+        if self._plan is None or self._step is None:
+            raise RuntimeError("run() needs a plan: call plan() first")
+        num_requests = self._plan.header.num_requests
+        self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            self._check_tensor(name, cache, (None, self.num_kv_heads, self.head_dim))
+        if k_cache.shape != v_cache.shape:
+            raise ValueError(
+                f"k_cache and v_cache must have the same shape, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            )
+        if out is not None:
+            self._check_tensor("out", out, (num_requests, self.num_qo_heads, self.head_dim))
+        if logit_cap < 0:
+            raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
+        scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
+        if self._execution is None:
+            self._execution = reference.PlanExecution(self._plan, self._shared_slots, *self._step)
+        result, lse = self._execution.run(q, k_cache, v_cache, scale, logit_cap)
+        out = result.to(self.dtype) if out is None else out.copy_(result)
+        return (out, lse.float()) if return_lse else out
+
+    def _replan_cause(self, batch: DecodeBatch) -> tuple[str | None, PrefixPaths | None]:
+        """Why the last plan does not serve, None if it does; and the paths, if they had to be read."""
+        paths = None
+        key = batch.key
+        if key is None:
+            paths = batch.read_paths()
+            key = _paths_key(paths)
+        if self._plan is None:
+            cause: str | None = "first"
+        elif key != self._key or len(batch.seq_lens) != self._plan.header.num_requests:
+            cause = "batch_changed"
+        elif self._scheduler.serves(batch.seq_lens):
+            cause = None
+        else:
+            cause = "tail_growth"
+        return cause, paths
+
+    def _build(
+        self,
+        batch: DecodeBatch,
+        paths: PrefixPaths | None,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> None:
+        if paths is None:
+            paths = batch.read_paths()
+        self._scheduler.plan(
+            paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
+        )
+        self._plan = self._buffer.write(self._scheduler)
+        self._shared_slots = reference.gather_slots(self._plan, req_to_token, req_pool_indices)
+        self._key = batch.key if batch.key is not None else _paths_key(paths)
+
+    def _check_step(
+        self,
+        batch: DecodeBatch,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        lens = batch.seq_lens
+        if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
+            raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
+        num_requests = len(lens)
+        ints = (torch.int64, torch.int32)
+        self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
+        for name, tensor in (("req_pool_indices", req_pool_indices), ("seq_lens", seq_lens)):
+            self._check_ids(name, tensor, 1, ints)
+            if len(tensor) != num_requests:
+                raise ValueError(
+                    f"{name} must have one entry per request, {num_requests}, got {len(tensor)}"
+                )
+        longest = int(lens.max(initial=0))
+        if longest > req_to_token.shape[1]:
+            raise ValueError(
+                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, got {longest}"
+            )
+
+    def _check_ids(
+        self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        if tensor.dtype not in dtypes or tensor.ndim != ndim:
+            allowed = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(f"{name} must be {ndim}-D {allowed}, got {_kind(tensor)}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+    def _check_tensor(
+        self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]
+    ) -> None:
+        matches = tensor.ndim == len(shape) and all(
+            want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+        )
+        if not matches:
+            expected = ", ".join("num_slots" if want is None else str(want) for want in shape)
+            raise ValueError(f"{name} must have shape [{expected}], got {list(tensor.shape)}")
+        if tensor.dtype != self.dtype:
+            raise ValueError(f"{name} must be {self.dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
+    if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads must be a positive multiple of num_kv_heads, got {num_qo_heads} and {num_kv_heads}"
+        )
+    if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
+        raise support.unsupported("query heads per KV head", num_qo_heads // num_kv_heads)
+
+
+def _canonical_device(device: torch.device | str) -> torch.device:
+    """`cuda` as the `cuda:N` that tensors report."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device}")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _default_workers(device: torch.device, num_kv_heads: int) -> int:
+    if device.type == "cpu":
+        return _CPU_WORKERS
+    num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, num_ctas // num_kv_heads)
+
+
+def _paths_key(paths: PrefixPaths) -> Hashable:
+    return tuple(
+        array.tobytes() for array in (paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end)
+    )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{value.ndim}-D {value.dtype}"
+    return type(value).__name__
