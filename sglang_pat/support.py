@@ -1,0 +1,75 @@
+"""What is supported: the one source of the README's table, `sglang-pat support` and refusals.
+
+Not a stage of the pipeline: every public entry that refuses an argument takes the words from here,
+so that no message can promise what the README does not, or the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SGLANG_VERSIONS = ("0.5.17", "0.5.23")
+DTYPES = ("float16", "bfloat16", "float32")
+HEAD_DIMS = (64, 128)
+MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/include/pat/tile_table.h
+POLICIES = ("memory", "paper", "per-node", "query-centric")
+
+REFUSED = "refused at start-up"
+PRIVATE_ROWS = "correct, but nothing is shared"
+SGLANG_BACKEND = "runs on SGLang's default backend"
+
+
+@dataclass(frozen=True, slots=True)
+class SupportRow:
+    """One line of the support table: what is supported, and what happens to everything else."""
+
+    topic: str
+    supported: str
+    everything_else: str
+
+
+def _any_of(values: tuple[object, ...]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+_MATRIX = (
+    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "refused if one of the hooks finds no target"),
+    SupportRow("Python", "3.11, 3.12", "refused by pip"),
+    SupportRow("device", "CPU and CUDA, both by the torch reference executor", REFUSED),
+    SupportRow("CUDA graphs", "none until the CUDA kernels are there", REFUSED),
+    SupportRow("forward mode", "decode", SGLANG_BACKEND),
+    SupportRow("attention", "MHA, GQA and MQA with causal self-attention; logit soft-cap", REFUSED),
+    SupportRow("head_dim", _any_of(HEAD_DIMS), REFUSED),
+    SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
+    SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
+    SupportRow("KV pool", "one pool for all layers, any page size", REFUSED),
+    SupportRow("sliding window", "none", REFUSED),
+    SupportRow("speculative decoding", "none", REFUSED),
+    SupportRow(
+        "prefix cache",
+        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core)",
+        PRIVATE_ROWS,
+    ),
+    SupportRow("packing policy", _any_of(POLICIES), REFUSED),
+)
+_BY_TOPIC = {row.topic: row for row in _MATRIX}
+
+
+def support_matrix() -> tuple[SupportRow, ...]:
+    """Every row of the support table, in the order in which the README shows them."""
+    return _MATRIX
+
+
+def unsupported(topic: str, value: object) -> ValueError:
+    """The error to raise for `value`: names it and what is supported under `topic`."""
+    return ValueError(
+        f"pat does not support {topic} = {value}; supported: {_BY_TOPIC[topic].supported}"
+    )
+
+
+def markdown_table() -> str:
+    """The table of the README."""
+    rows = [(row.topic, row.supported, row.everything_else) for row in _MATRIX]
+    head = ("", "Supported", "Anything else")
+    lines = [head, ("---",) * 3, *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
