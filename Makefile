@@ -76,4 +76,4 @@ $(RUN): | $(UV)
 
 $(UV):
 	@$(PYTHON) .ci/check_python.py
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --target $(UV_DIR) 'uv>=0.8'
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action ignore --target $(UV_DIR) 'uv>=0.8'
