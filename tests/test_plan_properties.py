@@ -1,0 +1,212 @@
+"""What every plan must satisfy, on thousands of random forests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from forests import ForestCase, forest_cases, make_case, three_level_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_pat._scheduler import (
+    DIRECT_STORE,
+    OPEN_END,
+    SHARED_KV,
+    TILE_TABLE,
+    PackScheduler,
+)
+from sglang_pat.decode_batch import PrefixPaths
+from sglang_pat.decode_plan import DecodePlan, PlanBuffer
+
+POLICIES = ("memory", "paper", "per-node", "query-centric")
+many = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def make_scheduler(
+    group_size: int = 4, num_workers: int = 33, policy: str = "memory", max_block_q: int = 0
+) -> PackScheduler:
+    return PackScheduler(
+        group_size=group_size,
+        num_workers=num_workers,
+        max_block_q=max_block_q or TILE_TABLE[-1][0],
+        policy=policy,
+        min_piece_tokens=128,
+        growth_tokens=256,
+    )
+
+
+def plan_case(scheduler: PackScheduler, case: ForestCase) -> DecodePlan:
+    paths = PrefixPaths.from_lists(case.paths)
+    scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, case.seq_lens)
+    return PlanBuffer().write(scheduler)
+
+
+def gathered_slots(plan: DecodePlan, case: ForestCase) -> np.ndarray:
+    slots = np.full(plan.header.num_shared_slots, -1, dtype=np.int32)
+    for request, kv_begin, num_tokens, slot_begin in plan.gather_spans.tolist():
+        assert num_tokens > 0
+        assert (slots[slot_begin : slot_begin + num_tokens] == -1).all(), "slots gathered twice"
+        slots[slot_begin : slot_begin + num_tokens] = case.tokens[request, kv_begin:][:num_tokens]
+    assert (slots >= 0).all(), "slots never gathered"
+    return slots
+
+
+def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> None:
+    """Every request reads each of its KV tokens exactly once, and nothing else."""
+    shared = gathered_slots(plan, case)
+    read: list[list[np.ndarray]] = [[] for _ in seq_lens]
+    for item in plan.work_items.tolist():
+        _, count, first, kv_request, kv_begin, kv_end = item[:6]
+        if kv_request == SHARED_KV:
+            slots = shared[kv_begin:kv_end]
+        else:
+            end = seq_lens[kv_request] if kv_end == OPEN_END else kv_end
+            slots = case.tokens[kv_request, kv_begin:end]
+        for request in plan.item_requests[first : first + count, 0].tolist():
+            read[request].append(slots)
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        have = np.concatenate([np.empty(0, np.int32), *read[request]])
+        np.testing.assert_array_equal(np.sort(have), np.sort(case.tokens[request, :seq_len]))
+
+
+def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None:
+    h = plan.header
+    # Work items: each on one worker, its rows within its tile, and in the smallest tile that holds them.
+    assert plan.worker_begin[0] == 0
+    assert plan.worker_begin[-1] == h.num_work_items
+    assert (np.diff(plan.worker_begin) >= 0).all()
+    covered = 0
+    for tile, count, first, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
+        rows = count * group_size
+        assert 0 < rows <= TILE_TABLE[tile][0]
+        assert tile == 0 or rows > TILE_TABLE[tile - 1][0]
+        assert first == covered
+        covered += count
+        assert kv_begin >= 0
+        assert kv_end > kv_begin or kv_end == OPEN_END
+        assert kv_request == SHARED_KV or count == 1
+    assert covered == h.num_item_requests
+
+    # Partials: dense and unique; merged in the order of the work items; single ones stored directly.
+    num_requests = len(case.seq_lens)
+    slots_of: list[list[int]] = [[] for _ in range(num_requests)]
+    for request, slot in plan.item_requests.tolist():
+        slots_of[request].append(slot)
+    used: list[int] = []
+    merged = {}
+    for request, begin, count, _ in plan.merges.tolist():
+        assert request not in merged
+        merged[request] = list(range(begin, begin + count))
+        used += merged[request]
+    assert used == list(range(h.num_partials))
+    for request, slots in enumerate(slots_of):
+        if len(slots) == 1:
+            assert slots == [DIRECT_STORE]
+            assert request not in merged
+        else:
+            assert slots == merged[request]
+
+
+def check_tokens(plan: DecodePlan, case: ForestCase) -> None:
+    tokens = plan.kv_tokens
+    assert tokens.query_centric == case.seq_lens.sum()
+    distinct = {
+        int(t) for row, n in zip(case.tokens, case.seq_lens, strict=True) for t in row[:n]
+    }
+    # A node whose holders all end inside it cannot occur, so every distinct token counts once.
+    assert tokens.lower_bound == len(distinct)
+    assert tokens.lower_bound <= tokens.planned <= tokens.query_centric
+    read = 0
+    for _, _, _, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
+        read += (case.seq_lens[kv_request] if kv_end == OPEN_END else kv_end) - kv_begin
+    assert tokens.planned == read
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(
+    case=forest_cases(),
+    group_size=st.integers(1, 16),
+    num_workers=st.sampled_from([1, 2, 7, 33, 132]),
+    max_block_q=st.sampled_from([tile[0] for tile in TILE_TABLE]),
+)
+def test_every_plan_is_right(
+    policy: str, case: ForestCase, group_size: int, num_workers: int, max_block_q: int
+) -> None:
+    scheduler = make_scheduler(group_size, num_workers, policy, max_block_q)
+    plan = plan_case(scheduler, case)
+    check_structure(plan, case, group_size)
+    check_coverage(plan, case, case.seq_lens)
+    check_tokens(plan, case)
+
+
+@many
+@given(case=forest_cases(spare_tokens=300), growth=st.integers(1, 300), data=st.data())
+def test_a_plan_serves_grown_requests(
+    case: ForestCase, growth: int, data: st.DataObject
+) -> None:
+    scheduler = make_scheduler()
+    plan = plan_case(scheduler, case)
+    grows = data.draw(
+        st.lists(st.booleans(), min_size=len(case.seq_lens), max_size=len(case.seq_lens))
+    )
+    grown = case.seq_lens + np.where(grows, growth, 0).astype(np.int32)
+    if scheduler.serves(grown):
+        assert growth <= 256 or not any(grows)
+        check_coverage(plan, case, grown)
+    else:
+        # Refused only where it must be: too long, or nothing in the plan reads the new tokens.
+        open_requests = set(plan.work_items[plan.work_items[:, 5] == OPEN_END, 3].tolist())
+        assert growth > 256 or any(g and r not in open_requests for r, g in enumerate(grows))
+    assert not scheduler.serves(grown[:-1])
+    if case.seq_lens[0] > 0:
+        shrunk = case.seq_lens.copy()
+        shrunk[0] -= 1
+        assert not scheduler.serves(shrunk)
+
+
+@many
+@given(case=forest_cases(), other=forest_cases())
+def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase) -> None:
+    fresh = PlanBuffer()
+    scheduler = make_scheduler()
+    plan_case(scheduler, case)
+    fresh.write(scheduler)
+    used = make_scheduler()
+    plan_case(used, other)  # leaves its state behind
+    plan_case(used, case)
+    again = PlanBuffer()
+    again.write(used)
+    assert fresh.host.tobytes() == again.host.tobytes()
+
+
+def test_a_thousand_requests() -> None:
+    case = three_level_case(1000)
+    for policy in POLICIES:
+        plan = plan_case(make_scheduler(policy=policy), case)
+        check_structure(plan, case, 4)
+        check_coverage(plan, case, case.seq_lens)
+        check_tokens(plan, case)
+
+
+def test_an_empty_batch_has_an_empty_plan() -> None:
+    plan = plan_case(make_scheduler(), make_case([], []))
+    assert plan.header.num_work_items == plan.header.num_merges == 0
+
+
+def test_a_padding_row_has_nothing_to_merge() -> None:
+    plan = plan_case(make_scheduler(), make_case([], [(-1, 0), (-1, 10)]))
+    assert plan.merges.tolist() == [[0, 0, 0, 0]]
+
+
+def test_work_is_balanced() -> None:
+    """No worker has more than its share by more than the shortest piece, and none of 33 idles."""
+    case = make_case([(-1, 9000)], [(0, 700 + 97 * r) for r in range(24)])
+    plan = plan_case(make_scheduler(), case)
+    loads = []
+    for worker in range(plan.header.num_workers):
+        items = plan.work_items[plan.worker_begin[worker] : plan.worker_begin[worker + 1]]
+        ends = np.where(items[:, 5] == OPEN_END, case.seq_lens[items[:, 3]], items[:, 5])
+        loads.append(int((ends - items[:, 4]).sum()))
+    assert min(loads) > 0
+    assert max(loads) <= np.mean(loads) + 128
