@@ -1,7 +1,6 @@
 """The console script `sglang-pat`: one subcommand per thing a user does outside of SGLang.
 
-Beside the pipeline. What a subcommand needs is imported when it runs, so that `sglang-pat --help`
-answers at once and without torch.
+Beside the pipeline. What only one subcommand needs is imported when that one runs.
 """
 
 from __future__ import annotations
