@@ -99,9 +99,10 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(), py::arg("seq_lens").noconvert())
       .def(
-          "serves",
+          "check_lengths",
           [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens) {
-            return self.serves(view(seq_lens, "seq_lens"));
+            const pat::LengthCheck check = self.check_lengths(view(seq_lens, "seq_lens"));
+            return py::make_tuple(check.served, check.total, check.longest);
           },
           py::arg("seq_lens").noconvert())
       .def("required_capacity",

@@ -69,13 +69,16 @@ void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_le
   times_.assembly = stopwatch.lap();
 }
 
-bool PackScheduler::serves(std::span<const int32_t> seq_lens) const {
-  if (seq_lens.size() != lengths_.size()) return false;
-  bool all = true;  // no early exit: the loop vectorises, and it nearly always runs to the end
-  for (size_t i = 0; i < lengths_.size(); ++i) {
-    all &= seq_lens[i] >= lengths_[i].planned && seq_lens[i] <= lengths_[i].longest;
+LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) const {
+  LengthCheck check{.served = seq_lens.size() == lengths_.size(), .total = 0, .longest = 0};
+  for (const int32_t seq_len : seq_lens) {
+    check.total += seq_len;
+    check.longest = std::max(check.longest, seq_len);
   }
-  return all;
+  for (size_t i = 0; check.served && i < lengths_.size(); ++i) {
+    check.served = seq_lens[i] >= lengths_[i].planned && seq_lens[i] <= lengths_[i].longest;
+  }
+  return check;
 }
 
 }  // namespace pat

@@ -34,6 +34,12 @@ struct StageTimes {
   int64_t assembly = 0;
 };
 
+struct LengthCheck {
+  bool served;      // by the last plan
+  int64_t total;    // sum of the lengths
+  int32_t longest;  // 0 without requests
+};
+
 class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
@@ -41,10 +47,10 @@ class PackScheduler {
   // Builds a plan. Throws std::invalid_argument on bad input; the last plan then stays in force.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
-  // Whether the last plan is right and still balanced for these seq_lens, given the same batch: every request is
-  // at least as long as when it was planned, and at most growth_tokens longer. A request without a private
+  // Whether the last plan is right and still balanced for these lengths, given the same batch: every request
+  // is at least as long as when it was planned, and at most growth_tokens longer. A request without a private
   // range may not grow at all: no work item would read the new tokens.
-  bool serves(std::span<const int32_t> seq_lens) const;
+  LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
   const DecodePlan& last_plan() const { return plan_; }
   const StageTimes& stage_times() const { return times_; }

@@ -79,8 +79,9 @@ class PackScheduler:
         seq_lens: _Int32,
     ) -> None:
         """Build a plan. ValueError on bad input: the last plan then stays in force."""
-    def serves(self, seq_lens: _Int32) -> bool:
-        """Whether the last plan is right and balanced for the same batch with these lengths."""
+    def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
+        """(whether the last plan is right and balanced for the same batch with these lengths, their sum,
+        the longest)."""
     def required_capacity(self) -> PlanCapacity: ...
     def write(self, capacity: PlanCapacity, out: _Int32) -> None:
         """Write the last plan into `out`. ValueError, and nothing written, if it does not fit."""

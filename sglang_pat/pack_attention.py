@@ -94,14 +94,12 @@ class PackAttention:
         self.device = _canonical_device(device)
         self.policy = policy
         self.stats = PlanStats()
-        self._scheduler = PackScheduler(
+        if num_workers is None:
+            num_workers = _default_workers(self.device, num_kv_heads)
+        self._scheduler = new_scheduler(
             group_size=num_qo_heads // num_kv_heads,
-            num_workers=_default_workers(self.device, num_kv_heads)
-            if num_workers is None
-            else num_workers,
-            max_block_q=TILE_TABLE[-1][0],
+            num_workers=num_workers,
             policy=policy,
-            min_piece_tokens=_MIN_PIECE_TOKENS,
             growth_tokens=growth_tokens,
         )
         self._buffer = PlanBuffer()
@@ -130,7 +128,12 @@ class PackAttention:
         input; the last plan then stays in force.
         """
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
-        cause, paths = self._replan_cause(batch)
+        served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
+        if longest > req_to_token.shape[1]:
+            raise ValueError(
+                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, got {longest}"
+            )
+        cause, paths = self._replan_cause(batch, served)
         if cause is None:
             self.stats.plans_reused += 1
         else:
@@ -141,8 +144,8 @@ class PackAttention:
         self._step = _Step(req_to_token, req_pool_indices, batch.seq_lens)
         self._execution = None
         planned = self._plan.kv_tokens
-        growth = int(batch.seq_lens.sum(dtype=np.int64)) - planned.query_centric
-        self.stats.kv_tokens_query_centric += planned.query_centric + growth
+        growth = total - planned.query_centric
+        self.stats.kv_tokens_query_centric += total
         self.stats.kv_tokens_planned += planned.planned + growth
         self.stats.kv_tokens_lower_bound += planned.lower_bound + growth
         return self._plan
@@ -190,7 +193,9 @@ class PackAttention:
         out = result.to(self.dtype) if out is None else out.copy_(result)
         return (out, lse.float()) if return_lse else out
 
-    def _replan_cause(self, batch: DecodeBatch) -> tuple[str | None, PrefixPaths | None]:
+    def _replan_cause(
+        self, batch: DecodeBatch, lengths_served: bool
+    ) -> tuple[str | None, PrefixPaths | None]:
         """Why the last plan does not serve, None if it does; and the paths, if they had to be read."""
         paths = None
         key = batch.key
@@ -201,7 +206,7 @@ class PackAttention:
             cause: str | None = "first"
         elif key != self._key or len(batch.seq_lens) != self._plan.header.num_requests:
             cause = "batch_changed"
-        elif self._scheduler.serves(batch.seq_lens):
+        elif lengths_served:
             cause = None
         else:
             cause = "tail_growth"
@@ -242,11 +247,6 @@ class PackAttention:
                 raise ValueError(
                     f"{name} must have one entry per request, {num_requests}, got {len(tensor)}"
                 )
-        longest = int(lens.max(initial=0))
-        if longest > req_to_token.shape[1]:
-            raise ValueError(
-                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, got {longest}"
-            )
 
     def _check_ids(
         self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]
@@ -270,6 +270,24 @@ class PackAttention:
             raise ValueError(f"{name} must be {self.dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def new_scheduler(
+    *,
+    group_size: int,
+    num_workers: int,
+    policy: str = "memory",
+    growth_tokens: int = _GROWTH_TOKENS,
+) -> PackScheduler:
+    """A scheduler with the constants that PackAttention uses."""
+    return PackScheduler(
+        group_size=group_size,
+        num_workers=num_workers,
+        max_block_q=TILE_TABLE[-1][0],
+        policy=policy,
+        min_piece_tokens=_MIN_PIECE_TOKENS,
+        growth_tokens=growth_tokens,
+    )
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
