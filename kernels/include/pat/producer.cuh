@@ -1,0 +1,263 @@
+// The producer warps of pack_decode: walk the worker's items and keep the KV ring and the query ring full, across
+// items, so that the consumers find the next item's data already there.
+//
+// Latency is hidden three times: descriptors are read for 32 items at once (one per lane), slots four stages ahead,
+// and KV as far ahead as the ring is long.
+#pragma once
+
+#include "pat/decode_params.h"
+#include "pat/index_array.cuh"
+#include "pat/work_queue.cuh"
+
+namespace pat {
+
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+// A work item with its KV range resolved against live lengths. Each lane holds one.
+struct ItemSource {
+  const int32_t* slots;  // of the range's first token
+  int32_t num_tokens;
+  int32_t tile;
+  int32_t num_requests;
+  int32_t request_begin;
+
+  __device__ static ItemSource load(const DecodeParams& params, int index) {
+    const WorkItem& item = params.plan.work_items[index];
+    const int4 head = reinterpret_cast<const int4*>(&item)[0];
+    const int2 range = reinterpret_cast<const int2*>(&item)[2];
+    ItemSource source{.slots = params.shared_slots + range.x,
+                      .num_tokens = range.y - range.x,
+                      .tile = head.x,
+                      .num_requests = head.y,
+                      .request_begin = head.z};
+    const int kv_request = head.w;
+    if (kv_request != kSharedKv) {
+      const int64_t row = load_index(params.req_pool_indices, kv_request);
+      source.slots = params.req_to_token + row * params.req_to_token_stride + range.x;
+      if (range.y == kOpenEnd) {
+        source.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - range.x;
+      }
+    }
+    source.num_tokens = max(source.num_tokens, 0);
+    return source;
+  }
+
+  __device__ ItemSource of_lane(int lane) const {
+    return {.slots = reinterpret_cast<const int32_t*>(
+                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
+            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
+            .tile = __shfl_sync(kFullWarp, tile, lane),
+            .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
+            .request_begin = __shfl_sync(kFullWarp, request_begin, lane)};
+  }
+};
+
+// Slots of up to 4 stages: lane l holds token l of each.
+struct SlotBatch {
+  static constexpr int kStages = 4;
+  static constexpr int kTokens = kStages * kStageTokens;
+  int32_t slots[kStages];
+
+  __device__ __forceinline__ void load(const int32_t* source, int num_tokens, int lane) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      const int token = i * kStageTokens + lane;
+      slots[i] = token < num_tokens ? source[token] : 0;
+    }
+  }
+
+  __device__ __forceinline__ int32_t pop_front() {
+    const int32_t front = slots[0];
+#pragma unroll
+    for (int i = 0; i + 1 < kStages; ++i) slots[i] = slots[i + 1];
+    return front;
+  }
+};
+
+// How the 32 lanes of a warp cover rows of head_dim elements with 16-byte copies.
+template <int kHeadDim>
+struct RowCopy {
+  static constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
+  static constexpr int kRowsPerCopy = 32 / kChunks;
+  static constexpr int kPeriod = 8 / kRowsPerCopy;  // copies after which the swizzle repeats
+
+  int row;  // of the first copy
+  int chunk;
+
+  __device__ explicit RowCopy(int lane) : row(lane / kChunks), chunk(lane % kChunks) {}
+};
+
+// Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would turn
+// probability 0 into NaN.
+template <int kHeadDim, bool kWholeStage>
+__device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
+                                           int32_t lane_slot, int num_tokens,
+                                           const RowCopy<kHeadDim>& copy) {
+  using Copy = RowCopy<kHeadDim>;
+  uint32_t offsets[Copy::kPeriod];
+#pragma unroll
+  for (int i = 0; i < Copy::kPeriod; ++i) {
+    offsets[i] =
+        shared + swizzled_offset(kStageTokens, i * Copy::kRowsPerCopy + copy.row, copy.chunk);
+  }
+#pragma unroll
+  for (int i = 0; i < kStageTokens / Copy::kRowsPerCopy; ++i) {
+    const int token = i * Copy::kRowsPerCopy + copy.row;
+    const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
+    const char* source = cache + static_cast<uint64_t>(slot) * slot_bytes;
+    const uint32_t target = offsets[i % Copy::kPeriod] + i / Copy::kPeriod * 8 * kPanelRowBytes;
+    if constexpr (kWholeStage) {
+      ptx::copy_async_16(target, source);
+    } else {
+      ptx::copy_async_16_or_zero(target, source, token < num_tokens);
+    }
+  }
+}
+
+// Loads one operand of every item of a worker; the K producer also loads queries and writes the records.
+template <typename T, int kHeadDim, bool kIsKey>
+class Producer {
+ public:
+  using Storage = SharedStorage<kHeadDim>;
+
+  __device__ Producer(const DecodeParams& params, Storage& storage, int kv_head, int lane)
+      : params_(params),
+        storage_(storage),
+        lane_(lane),
+        kv_head_(kv_head),
+        rows_(params.group_size),
+        copy_(lane) {
+    const void* base = kIsKey ? params.k_cache : params.v_cache;
+    cache_ =
+        static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
+    slot_bytes_ = kIsKey ? params.k_slot_bytes : params.v_slot_bytes;
+  }
+
+  __device__ void run(int item_begin, int item_end) {
+    for (int begin = item_begin; begin < item_end; begin += 32) {
+      const int count = min(32, item_end - begin);
+      run_batch(ItemSource::load(params_, begin + min(lane_, count - 1)), count);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void run_batch(const ItemSource& lane_source, int count) {
+    ItemSource source = lane_source.of_lane(0);
+    SlotBatch slots, next_slots;
+    next_slots.load(source.slots, source.num_tokens, lane_);
+    load_requests(source);
+    for (int i = 0; i < count; ++i) {
+      const ItemSource next = lane_source.of_lane(min(i + 1, count - 1));
+      if constexpr (kIsKey) {
+        publish(source);
+        load_requests(next);
+      }
+      if (source.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
+      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
+        slots = next_slots;
+        const int left = source.num_tokens - first;
+        if (left > SlotBatch::kTokens) {
+          next_slots.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
+                          lane_);
+        } else {
+          next_slots.load(next.slots, next.num_tokens, lane_);
+        }
+#pragma unroll 1  // unrolled, the copies would fill the instruction cache
+        for (int token = 0; token < min(left, SlotBatch::kTokens); token += kStageTokens) {
+          fill_stage(slots.pop_front(), left - token);
+        }
+      }
+      source = next;
+    }
+  }
+
+  __device__ __forceinline__ void fill_stage(int32_t lane_slot, int num_tokens) {
+    const int stage = ring_.stage;
+    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
+    const uint32_t target =
+        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Storage::kOperandBytes);
+    if (num_tokens >= kStageTokens) {
+      copy_stage<kHeadDim, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+    } else {
+      copy_stage<kHeadDim, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+    }
+    ptx::barrier_arrive_after_copies(ptx::shared_address(&storage_.kv_full[stage]));
+    ring_.advance();
+  }
+
+  // Requests of an item, two per lane: a tile has at most 64 of them.
+  __device__ __forceinline__ void load_requests(const ItemSource& source) {
+    if constexpr (kIsKey) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int index = i * 32 + lane_;
+        requests_[i] = {0, 0};
+        if (index < source.num_requests) {
+          requests_[i] = reinterpret_cast<const int2*>(
+              params_.plan.item_requests)[source.request_begin + index];
+        }
+      }
+    }
+  }
+
+  // Queries and record of an item, whose requests have been loaded.
+  __device__ __forceinline__ void publish(const ItemSource& source) {
+    const int units = tile_units(source.tile);
+    const int first_unit = queries_.first_unit(units);
+    for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
+      ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]),
+                        ((unit / kQueryUnits) & 1) ^ 1);
+    }
+
+    const int num_rows = source.num_requests * params_.group_size;
+    ItemRecord& record = storage_.records[queries_.record()];
+    if (lane_ == 0) {
+      record.tile = source.tile;
+      record.num_rows = num_rows;
+      record.num_tokens = source.num_tokens;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int index = i * 32 + lane_;
+      if (index < source.num_requests) {
+        record.requests[index] = {.request = requests_[i].x, .partial_slot = requests_[i].y};
+      }
+    }
+
+    const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
+    const char* queries = static_cast<const char*>(params_.q) + copy_.chunk * kChunkBytes;
+    const int tile_rows = units * kUnitRows;
+    for (int row = copy_.row; row < tile_rows; row += RowCopy<kHeadDim>::kRowsPerCopy) {
+      const int index = rows_.request(row);
+      const int low = __shfl_sync(kFullWarp, requests_[0].x, index % 32);
+      const int high = __shfl_sync(kFullWarp, requests_[1].x, index % 32);
+      const int64_t request = index < 32 ? low : high;
+      const int head = kv_head_ * params_.group_size + rows_.head(row);
+      const char* row_source =
+          queries + (request * params_.q_stride + head * kHeadDim) * static_cast<int>(sizeof(T));
+      const bool valid = row < num_rows;
+      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy_.chunk),
+                                 valid ? row_source : queries, valid);
+    }
+
+    const uint32_t full = ptx::shared_address(&storage_.queries_full[queries_.record()]);
+    ptx::barrier_arrive_after_copies(full);
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(full);  // releases the record, which all lanes wrote
+    queries_.advance(units);
+  }
+
+  const DecodeParams& params_;
+  Storage& storage_;
+  const int lane_;
+  const int kv_head_;
+  const QueryRows rows_;
+  const RowCopy<kHeadDim> copy_;
+  const char* cache_;  // of this lane's chunk, slot 0
+  uint32_t slot_bytes_;
+  RingPosition<Storage::kStages> ring_;
+  QueryPosition queries_;
+  int2 requests_[2];
+};
+
+}  // namespace pat

@@ -1,0 +1,32 @@
+// Launchers of the kernels around pack_decode.
+#include <algorithm>
+
+#include "gather_slots.cuh"
+#include "launch.h"
+#include "launch_config.cuh"
+#include "merge_partials.cuh"
+
+namespace pat {
+
+cudaError_t launch_gather_slots(const GatherParams& params, cudaStream_t stream) {
+  int num_sms = 0;
+  const cudaError_t error = multiprocessor_count(&num_sms);
+  if (error != cudaSuccess) return error;
+  return launch(&gather_slots_kernel, params, dim3(num_sms, 8), kGatherThreads, 0,
+                /*overlap=*/false, stream);
+}
+
+cudaError_t launch_merge_partials(const MergeParams& params, cudaStream_t stream) {
+  int num_sms = 0;
+  const cudaError_t error = multiprocessor_count(&num_sms);
+  if (error != cudaSuccess) return error;
+  constexpr int kCtasPerSm = 8;
+  const int64_t rows = int64_t{params.max_merges} * params.num_q_heads;
+  const int64_t ctas =
+      std::min<int64_t>((rows + kMergeWarps - 1) / kMergeWarps, num_sms * kCtasPerSm);
+  if (ctas == 0) return cudaSuccess;
+  return launch(&merge_partials_kernel<Element, kHeadDim>, params,
+                dim3(static_cast<unsigned>(ctas)), kMergeWarps * 32, 0, /*overlap=*/true, stream);
+}
+
+}  // namespace pat

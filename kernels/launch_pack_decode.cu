@@ -1,0 +1,15 @@
+// Launcher of pack_decode without logit soft-cap; the other one is compiled beside it, in its own file.
+#include "launch.h"
+#include "launch_pack_decode.cuh"
+
+namespace pat {
+
+cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, int num_ctas,
+                                        cudaStream_t stream);
+
+cudaError_t launch_pack_decode(const DecodeParams& params, int num_ctas, cudaStream_t stream) {
+  if (params.logit_cap != 0.f) return launch_pack_decode_soft_cap(params, num_ctas, stream);
+  return launch_pack_decode_variant<false>(params, num_ctas, stream);
+}
+
+}  // namespace pat

@@ -1,0 +1,11 @@
+// Launcher of pack_decode with logit soft-cap.
+#include "launch_pack_decode.cuh"
+
+namespace pat {
+
+cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, int num_ctas,
+                                        cudaStream_t stream) {
+  return launch_pack_decode_variant<true>(params, num_ctas, stream);
+}
+
+}  // namespace pat

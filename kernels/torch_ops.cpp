@@ -1,0 +1,247 @@
+// The kernels as torch operators: the only file that knows torch. Checks every tensor, then launches on torch's
+// current stream. Nothing is launched when a check fails.
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <optional>
+
+#include "launch.h"
+#include "pat/tile_table.h"
+
+#if !defined(PAT_NAMESPACE) || !defined(PAT_SCALAR_TYPE) || !defined(PAT_HEAD_DIM)
+#error "PAT_NAMESPACE, PAT_SCALAR_TYPE (Half or BFloat16) and PAT_HEAD_DIM must be defined"
+#endif
+
+namespace pat {
+namespace {
+
+constexpr at::ScalarType kElement = at::ScalarType::PAT_SCALAR_TYPE;
+constexpr int64_t kHeadDim = PAT_HEAD_DIM;
+constexpr int64_t kAlignment = 16;  // bytes per asynchronous copy
+
+void check_launch(cudaError_t error, const char* kernel) {
+  TORCH_CHECK(error == cudaSuccess, kernel, " failed to launch: ", cudaGetErrorString(error));
+}
+
+void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& plan) {
+  TORCH_CHECK_VALUE(tensor.device() == plan.device(), name, " must be on ", plan.device(),
+                    " like the plan, got ", tensor.device());
+}
+
+void check_type(const at::Tensor& tensor, const char* name, at::ScalarType type, int64_t dims) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == type && tensor.dim() == dims, name, " must be ", dims,
+                    "-D ", type, ", got ", tensor.dim(), "-D ", tensor.scalar_type());
+}
+
+void check_contiguous(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous, got sizes ", tensor.sizes(),
+                    " and strides ", tensor.strides());
+}
+
+// [rows, heads, D] whose rows may lie apart, but whose heads and columns are dense.
+void check_rows(const at::Tensor& tensor, const char* name, int64_t heads) {
+  check_type(tensor, name, kElement, 3);
+  TORCH_CHECK_VALUE(tensor.size(1) == heads && tensor.size(2) == kHeadDim, name,
+                    " must have shape [n, ", heads, ", ", kHeadDim, "], got ", tensor.sizes());
+  const bool dense = tensor.stride(2) == 1 && tensor.stride(1) == kHeadDim;
+  TORCH_CHECK_VALUE(dense, name, " must have dense heads, got strides ", tensor.strides());
+  const int64_t row_bytes = tensor.stride(0) * tensor.element_size();
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  TORCH_CHECK_VALUE(address % kAlignment == 0 && row_bytes % kAlignment == 0, name,
+                    " must be aligned to ", kAlignment, " bytes, got address ", address,
+                    " and row stride ", row_bytes, " bytes");
+}
+
+uint32_t slot_bytes(const at::Tensor& cache, const char* name) {
+  const int64_t bytes = cache.stride(0) * cache.element_size();
+  TORCH_CHECK_VALUE(bytes > 0 && bytes <= UINT32_MAX, name, " must have a slot stride of at most ",
+                    UINT32_MAX, " bytes, got ", bytes);
+  return static_cast<uint32_t>(bytes);
+}
+
+IndexArray index_array(const at::Tensor& tensor, const char* name, const at::Tensor& plan) {
+  check_device(tensor, name, plan);
+  const bool is_int64 = tensor.scalar_type() == at::kLong;
+  TORCH_CHECK_VALUE((is_int64 || tensor.scalar_type() == at::kInt) && tensor.dim() == 1, name,
+                    " must be 1-D int32 or int64, got ", tensor.dim(), "-D ", tensor.scalar_type());
+  check_contiguous(tensor, name);
+  return {.data = tensor.const_data_ptr(), .is_int64 = is_int64};
+}
+
+void check_req_to_token(const at::Tensor& tensor, const at::Tensor& plan) {
+  check_device(tensor, "req_to_token", plan);
+  check_type(tensor, "req_to_token", at::kInt, 2);
+  TORCH_CHECK_VALUE(tensor.stride(1) == 1, "req_to_token must have dense rows, got strides ",
+                    tensor.strides());
+}
+
+PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
+  TORCH_CHECK_VALUE(plan.is_cuda(), "plan must be on a CUDA device, got ", plan.device());
+  check_type(plan, "plan", at::kInt, 1);
+  check_contiguous(plan, "plan");
+  TORCH_CHECK_VALUE(capacity.size() == 5, "capacity must have 5 entries (PlanCapacity), got ",
+                    capacity.size());
+  const PlanLayout layout = PlanLayout::of({.num_workers = static_cast<int32_t>(capacity[0]),
+                                            .num_work_items = static_cast<int32_t>(capacity[1]),
+                                            .num_item_requests = static_cast<int32_t>(capacity[2]),
+                                            .num_gather_spans = static_cast<int32_t>(capacity[3]),
+                                            .num_merges = static_cast<int32_t>(capacity[4])});
+  TORCH_CHECK_VALUE(plan.size(0) >= layout.size, "plan must hold ", layout.size,
+                    " entries for capacity ", capacity, ", got ", plan.size(0));
+  const int32_t* base = plan.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(base) % kAlignment == 0, "plan must be aligned to ",
+                    kAlignment, " bytes, got address ", reinterpret_cast<uintptr_t>(base));
+  return {.header = reinterpret_cast<const PlanHeader*>(base + layout.header),
+          .worker_begin = base + layout.worker_begin,
+          .work_items = reinterpret_cast<const WorkItem*>(base + layout.work_items),
+          .item_requests = reinterpret_cast<const ItemRequest*>(base + layout.item_requests),
+          .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
+          .merges = reinterpret_cast<const MergeEntry*>(base + layout.merges)};
+}
+
+void gather_slots(const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& req_to_token,
+                  const at::Tensor& req_pool_indices, at::Tensor& shared_slots) {
+  const PlanView view = plan_view(plan, capacity);
+  check_req_to_token(req_to_token, plan);
+  check_device(shared_slots, "shared_slots", plan);
+  check_type(shared_slots, "shared_slots", at::kInt, 1);
+  check_contiguous(shared_slots, "shared_slots");
+  const c10::cuda::CUDAGuard guard(plan.device());
+  check_launch(launch_gather_slots(
+                   {.plan = view,
+                    .req_to_token = req_to_token.const_data_ptr<int32_t>(),
+                    .req_to_token_stride = req_to_token.stride(0),
+                    .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
+                    .shared_slots = shared_slots.mutable_data_ptr<int32_t>()},
+                   c10::cuda::getCurrentCUDAStream()),
+               "gather_slots");
+}
+
+void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+            const at::Tensor& plan, at::IntArrayRef capacity, int64_t num_workers,
+            const at::Tensor& shared_slots, const at::Tensor& req_to_token,
+            const at::Tensor& req_pool_indices, const at::Tensor& seq_lens, at::Tensor& out,
+            const std::optional<at::Tensor>& out_lse, at::Tensor& partial_out,
+            at::Tensor& partial_lse, double sm_scale, double logit_cap) {
+  const PlanView view = plan_view(plan, capacity);
+  TORCH_CHECK_VALUE(num_workers >= 1 && num_workers <= capacity[0],
+                    "num_workers must be 1 to the plan's capacity ", capacity[0], ", got ",
+                    num_workers);
+  TORCH_CHECK_VALUE(k_cache.dim() == 3 && k_cache.size(1) >= 1,
+                    "k_cache must be [num_slots, num_kv_heads, ", kHeadDim, "], got ",
+                    k_cache.sizes());
+  const int64_t num_requests = q.size(0), num_q_heads = q.size(1), num_kv_heads = k_cache.size(1);
+  TORCH_CHECK_VALUE(num_q_heads % num_kv_heads == 0 && num_q_heads / num_kv_heads <= kMaxGroupSize,
+                    "query heads must be 1 to ", kMaxGroupSize, " times the KV heads, got ",
+                    num_q_heads, " and ", num_kv_heads);
+  check_rows(q, "q", num_q_heads);
+  check_rows(k_cache, "k_cache", num_kv_heads);
+  check_rows(v_cache, "v_cache", num_kv_heads);
+  check_rows(out, "out", num_q_heads);
+  TORCH_CHECK_VALUE(out.size(0) == num_requests, "out must have ", num_requests,
+                    " rows like q, got ", out.size(0));
+  check_contiguous(out, "out");
+  check_type(partial_out, "partial_out", at::kFloat, 3);
+  TORCH_CHECK_VALUE(partial_out.size(1) == num_q_heads && partial_out.size(2) == kHeadDim,
+                    "partial_out must have shape [n, ", num_q_heads, ", ", kHeadDim, "], got ",
+                    partial_out.sizes());
+  check_contiguous(partial_out, "partial_out");
+  check_type(partial_lse, "partial_lse", at::kFloat, 2);
+  check_contiguous(partial_lse, "partial_lse");
+  TORCH_CHECK_VALUE(
+      partial_lse.size(0) == partial_out.size(0) && partial_lse.size(1) == num_q_heads,
+      "partial_lse must have shape [", partial_out.size(0), ", ", num_q_heads, "], got ",
+      partial_lse.sizes());
+  if (out_lse.has_value()) {
+    check_type(*out_lse, "out_lse", at::kFloat, 2);
+    check_contiguous(*out_lse, "out_lse");
+    check_device(*out_lse, "out_lse", plan);
+    TORCH_CHECK_VALUE(out_lse->size(0) == num_requests && out_lse->size(1) == num_q_heads,
+                      "out_lse must have shape [", num_requests, ", ", num_q_heads, "], got ",
+                      out_lse->sizes());
+  }
+  for (const auto& [tensor, name] : {std::pair{&q, "q"},
+                                     {&k_cache, "k_cache"},
+                                     {&v_cache, "v_cache"},
+                                     {&out, "out"},
+                                     {&partial_out, "partial_out"},
+                                     {&partial_lse, "partial_lse"}}) {
+    check_device(*tensor, name, plan);
+  }
+  check_device(shared_slots, "shared_slots", plan);
+  check_type(shared_slots, "shared_slots", at::kInt, 1);
+  check_req_to_token(req_to_token, plan);
+  TORCH_CHECK_VALUE(req_pool_indices.size(0) >= num_requests && seq_lens.size(0) >= num_requests,
+                    "req_pool_indices and seq_lens must have an entry for each of the ",
+                    num_requests, " requests, got ", req_pool_indices.size(0), " and ",
+                    seq_lens.size(0));
+  TORCH_CHECK_VALUE(sm_scale > 0 && std::isfinite(sm_scale), "sm_scale must be positive, got ",
+                    sm_scale);
+  TORCH_CHECK_VALUE(logit_cap >= 0 && std::isfinite(logit_cap),
+                    "logit_cap must be 0 (none) or positive, got ", logit_cap);
+
+  const c10::cuda::CUDAGuard guard(plan.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  float* lse = out_lse.has_value() ? out_lse->mutable_data_ptr<float>() : nullptr;
+  check_launch(launch_pack_decode(
+                   {.plan = view,
+                    .q = q.const_data_ptr(),
+                    .q_stride = q.stride(0),
+                    .k_cache = k_cache.const_data_ptr(),
+                    .v_cache = v_cache.const_data_ptr(),
+                    .k_slot_bytes = slot_bytes(k_cache, "k_cache"),
+                    .v_slot_bytes = slot_bytes(v_cache, "v_cache"),
+                    .shared_slots = shared_slots.const_data_ptr<int32_t>(),
+                    .req_to_token = req_to_token.const_data_ptr<int32_t>(),
+                    .req_to_token_stride = req_to_token.stride(0),
+                    .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
+                    .seq_lens = index_array(seq_lens, "seq_lens", plan),
+                    .out = out.mutable_data_ptr(),
+                    .out_lse = lse,
+                    .partial_out = partial_out.mutable_data_ptr<float>(),
+                    .partial_lse = partial_lse.mutable_data_ptr<float>(),
+                    .num_kv_heads = static_cast<int32_t>(num_kv_heads),
+                    .group_size = static_cast<int32_t>(num_q_heads / num_kv_heads),
+                    .sm_scale = static_cast<float>(sm_scale),
+                    .logit_cap = static_cast<float>(logit_cap)},
+                   static_cast<int>(num_workers * num_kv_heads), stream),
+               "pack_decode");
+  check_launch(launch_merge_partials({.plan = view,
+                                      .partial_out = partial_out.const_data_ptr<float>(),
+                                      .partial_lse = partial_lse.const_data_ptr<float>(),
+                                      .out = out.mutable_data_ptr(),
+                                      .out_lse = lse,
+                                      .num_q_heads = static_cast<int32_t>(num_q_heads),
+                                      .max_merges = static_cast<int32_t>(capacity[4])},
+                                     stream),
+               "merge_partials");
+}
+
+}  // namespace
+}  // namespace pat
+
+// Expands PAT_NAMESPACE before torch pastes it into identifiers.
+#define PAT_LIBRARY(name, module) TORCH_LIBRARY(name, module)
+#define PAT_LIBRARY_IMPL(name, key, module) TORCH_LIBRARY_IMPL(name, key, module)
+
+PAT_LIBRARY(PAT_NAMESPACE, module) {
+  module.def(
+      "gather_slots(Tensor plan, int[] capacity, Tensor req_to_token, Tensor req_pool_indices, "
+      "Tensor(a!) shared_slots) -> ()");
+  module.def(
+      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor plan, int[] capacity, int "
+      "num_workers, "
+      "Tensor shared_slots, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
+      "Tensor(a!) out, "
+      "Tensor(b!)? out_lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, float sm_scale, float "
+      "logit_cap) "
+      "-> ()");
+}
+
+PAT_LIBRARY_IMPL(PAT_NAMESPACE, CUDA, module) {
+  module.impl("gather_slots", &pat::gather_slots);
+  module.impl("decode", &pat::decode);
+}
