@@ -2,9 +2,10 @@
 
     python benchmarks/bench_scheduler.py [--json FILE]
 
-Every batch has three-level paths: one system prompt, a document per 16 requests, a turn per request. "cold
-plan" is PackScheduler.plan(), paths in, plan assembled; "write" copies it into the plan buffer; "unchanged
-step" is PackAttention.plan() when the last plan is reused, with everything Python does around it.
+Every batch has three-level paths: one system prompt, a document per 16 requests, a turn per
+request. "cold plan" is PackScheduler.plan(), paths in, plan assembled; "write" copies it into the
+plan buffer; "unchanged step" is PackAttention.plan() when the last plan is reused, with everything
+Python does around it.
 """
 
 from __future__ import annotations

@@ -20,13 +20,15 @@ using Array = py::array_t<T, py::array::c_style>;
 template <typename T>
 std::span<const T> view(const Array<T>& array, const char* name) {
   if (array.ndim() != 1) {
-    throw py::value_error(std::string(name) + " must have 1 dimension, got " + std::to_string(array.ndim()));
+    throw py::value_error(std::string(name) + " must have 1 dimension, got " +
+                          std::to_string(array.ndim()));
   }
   return {array.data(), static_cast<size_t>(array.size())};
 }
 
 void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
-          const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end, const Array<int32_t>& seq_lens) {
+          const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end,
+          const Array<int32_t>& seq_lens) {
   const pat::PathsView paths{.path_begin = view(path_begin, "path_begin"),
                              .node_id = view(node_id, "node_id"),
                              .kv_begin = view(kv_begin, "kv_begin"),
@@ -66,26 +68,27 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("TILE_TABLE") = py::tuple(tiles);
 
   py::class_<pat::PlanCapacity>(m, "PlanCapacity")
-      .def(py::init([](int32_t workers, int32_t work_items, int32_t item_requests, int32_t gather_spans,
-                       int32_t merges) {
+      .def(py::init([](int32_t workers, int32_t work_items, int32_t item_requests,
+                       int32_t gather_spans, int32_t merges) {
              return pat::PlanCapacity{.num_workers = workers,
                                       .num_work_items = work_items,
                                       .num_item_requests = item_requests,
                                       .num_gather_spans = gather_spans,
                                       .num_merges = merges};
            }),
-           py::kw_only(), py::arg("num_workers"), py::arg("num_work_items"), py::arg("num_item_requests"),
-           py::arg("num_gather_spans"), py::arg("num_merges"))
+           py::kw_only(), py::arg("num_workers"), py::arg("num_work_items"),
+           py::arg("num_item_requests"), py::arg("num_gather_spans"), py::arg("num_merges"))
       .def_readonly("num_workers", &pat::PlanCapacity::num_workers)
       .def_readonly("num_work_items", &pat::PlanCapacity::num_work_items)
       .def_readonly("num_item_requests", &pat::PlanCapacity::num_item_requests)
       .def_readonly("num_gather_spans", &pat::PlanCapacity::num_gather_spans)
       .def_readonly("num_merges", &pat::PlanCapacity::num_merges)
-      .def("layout", [](const pat::PlanCapacity& self) { return layout_dict(pat::PlanLayout::of(self)); });
+      .def("layout",
+           [](const pat::PlanCapacity& self) { return layout_dict(pat::PlanLayout::of(self)); });
 
   py::class_<pat::PackScheduler>(m, "PackScheduler")
-      .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q, const std::string& policy,
-                       int32_t min_piece_tokens, int32_t growth_tokens) {
+      .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
+                       const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
@@ -97,7 +100,8 @@ PYBIND11_MODULE(_scheduler, m) {
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
            py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"))
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
-           py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(), py::arg("seq_lens").noconvert())
+           py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
+           py::arg("seq_lens").noconvert())
       .def(
           "check_lengths",
           [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens) {
@@ -109,20 +113,23 @@ PYBIND11_MODULE(_scheduler, m) {
            [](const pat::PackScheduler& self) { return self.last_plan().required_capacity(); })
       .def(
           "write",
-          [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity, Array<int32_t> out) {
+          [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,
+             Array<int32_t> out) {
             view(out, "out");
             self.last_plan().write(capacity, {out.mutable_data(), static_cast<size_t>(out.size())});
           },
           py::arg("capacity"), py::arg("out").noconvert())
-      .def_property_readonly("num_partials",
-                             [](const pat::PackScheduler& self) { return self.last_plan().header().num_partials; })
+      .def_property_readonly(
+          "num_partials",
+          [](const pat::PackScheduler& self) { return self.last_plan().header().num_partials; })
       .def_property_readonly(
           "num_shared_slots",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_shared_slots; })
       .def_property_readonly("kv_tokens",
                              [](const pat::PackScheduler& self) {
                                const pat::KvTokens& tokens = self.last_plan().kv_tokens();
-                               return py::make_tuple(tokens.query_centric, tokens.planned, tokens.lower_bound);
+                               return py::make_tuple(tokens.query_centric, tokens.planned,
+                                                     tokens.lower_bound);
                              })
       .def_property_readonly("stage_times_ns", [](const pat::PackScheduler& self) {
         py::dict times;

@@ -11,8 +11,8 @@ namespace {
 
 int32_t checked_int32(int64_t value, const char* what) {
   if (value > std::numeric_limits<int32_t>::max()) {
-    throw std::length_error(std::string(what) + " of this plan do not fit into int32: " +
-                            std::to_string(value));
+    throw std::length_error(std::string(what) +
+                            " of this plan do not fit into int32: " + std::to_string(value));
   }
   return static_cast<int32_t>(value);
 }
@@ -20,13 +20,15 @@ int32_t checked_int32(int64_t value, const char* what) {
 void check_section(const char* name, int32_t needed, int32_t capacity) {
   if (needed > capacity) {
     throw std::length_error(std::string("plan buffer too small: ") + name + " needs " +
-                            std::to_string(needed) + " entries, capacity is " + std::to_string(capacity));
+                            std::to_string(needed) + " entries, capacity is " +
+                            std::to_string(capacity));
   }
 }
 
 template <typename T>
 void copy_section(const std::vector<T>& section, int64_t offset, std::span<int32_t> out) {
-  if (!section.empty()) std::memcpy(out.data() + offset, section.data(), section.size() * sizeof(T));
+  if (!section.empty())
+    std::memcpy(out.data() + offset, section.data(), section.size() * sizeof(T));
 }
 
 }  // namespace
@@ -131,8 +133,9 @@ void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) con
   check_section("merges", header_.num_merges, capacity.num_merges);
   const PlanLayout layout = PlanLayout::of(capacity);
   if (static_cast<int64_t>(out.size()) < layout.size) {
-    throw std::length_error("plan buffer too small: the layout needs " + std::to_string(layout.size) +
-                            " int32, the buffer has " + std::to_string(out.size()));
+    throw std::length_error("plan buffer too small: the layout needs " +
+                            std::to_string(layout.size) + " int32, the buffer has " +
+                            std::to_string(out.size()));
   }
   std::memcpy(out.data() + layout.header, &header_, sizeof(header_));
   copy_section(worker_begin_, layout.worker_begin, out);

@@ -15,14 +15,15 @@ namespace pat {
 // to each of the three.
 struct KvTokens {
   int64_t query_centric = 0;  // every request reads its own KV: sum of seq_lens
-  int64_t planned = 0;        // loads of all work items; a range is counted once per tile that reads it
-  int64_t lower_bound = 0;    // every distinct token once
+  int64_t planned = 0;  // loads of all work items; a range is counted once per tile that reads it
+  int64_t lower_bound = 0;  // every distinct token once
 };
 
 class DecodePlan {
  public:
   // Throws std::length_error if partials or shared slots do not fit into int32.
-  void assemble(int32_t num_requests, int32_t group_size, const Packing& packing, const Split& split);
+  void assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
+                const Split& split);
 
   // What a buffer must hold for this plan.
   PlanCapacity required_capacity() const;

@@ -9,9 +9,10 @@ namespace pat {
 KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles)
     : config_(config), cost_(cost), tiles_(tiles) {
   PAT_CHECK(config.num_workers >= 1, "num_workers must be at least 1, got ", config.num_workers);
-  PAT_CHECK(config.min_piece_tokens >= kCutGranularity && config.min_piece_tokens % kCutGranularity == 0,
-            "min_piece_tokens must be a positive multiple of ", kCutGranularity, ", got ",
-            config.min_piece_tokens);
+  PAT_CHECK(
+      config.min_piece_tokens >= kCutGranularity && config.min_piece_tokens % kCutGranularity == 0,
+      "min_piece_tokens must be a positive multiple of ", kCutGranularity, ", got ",
+      config.min_piece_tokens);
 }
 
 void KvSplitter::list_tiles(const Packing& packing) {
@@ -21,14 +22,14 @@ void KvSplitter::list_tiles(const Packing& packing) {
     for (int32_t done = 0; done < pack.num_requests; done += tiles_.requests_per_tile()) {
       const int32_t num_requests = std::min(tiles_.requests_per_tile(), pack.num_requests - done);
       const int32_t tile = tiles_.select(num_requests);
-      list_.push_back(
-          {.pack = static_cast<int32_t>(p),
-           .tile = tile,
-           .request_begin = pack.request_begin + done,
-           .num_requests = num_requests,
-           .num_tokens = pack.kv_end - pack.kv_begin,
-           .rate = cost_.rate(kTileTable[tile].block_q),
-           .fixed = CostModel::kRateUnit * (int64_t{cost_.piece} + num_requests * tiles_.group_size())});
+      list_.push_back({.pack = static_cast<int32_t>(p),
+                       .tile = tile,
+                       .request_begin = pack.request_begin + done,
+                       .num_requests = num_requests,
+                       .num_tokens = pack.kv_end - pack.kv_begin,
+                       .rate = cost_.rate(kTileTable[tile].block_q),
+                       .fixed = CostModel::kRateUnit *
+                                (int64_t{cost_.piece} + num_requests * tiles_.group_size())});
     }
   }
 }
@@ -64,11 +65,13 @@ int32_t KvSplitter::deal(int64_t budget, PieceFn&& piece) const {
 
 int64_t KvSplitter::smallest_budget() const {
   int64_t total = 0;
-  int64_t uncuttable = 0;  // a worker must be able to take the longest piece that no cut can shorten
+  int64_t uncuttable =
+      0;  // a worker must be able to take the longest piece that no cut can shorten
   for (const Tile& tile : list_) {
     total += tile.fixed + tile.num_tokens * tile.rate;
-    uncuttable = std::max(
-        uncuttable, tile.fixed + std::min(tile.num_tokens, 2 * config_.min_piece_tokens) * tile.rate);
+    uncuttable =
+        std::max(uncuttable,
+                 tile.fixed + std::min(tile.num_tokens, 2 * config_.min_piece_tokens) * tile.rate);
   }
   const auto fits = [this](int64_t budget) {
     return deal(budget, [](const Tile&, int32_t, int32_t, int32_t) {}) <= config_.num_workers;
@@ -80,7 +83,8 @@ int64_t KvSplitter::smallest_budget() const {
     low = high;
     high = low + std::max<int64_t>(low / 8, CostModel::kRateUnit * int64_t{kCutGranularity});
   } while (!fits(high));
-  while (high - low > CostModel::kRateUnit * int64_t{kCutGranularity} / 4 && high - low > low / 256) {
+  while (high - low > CostModel::kRateUnit * int64_t{kCutGranularity} / 4 &&
+         high - low > low / 256) {
     const int64_t middle = low + (high - low) / 2;
     (fits(middle) ? high : low) = middle;
   }
@@ -94,7 +98,8 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   if (list_.empty()) return;
   int32_t last_worker = 0;
   const auto emit = [&](const Tile& tile, int32_t offset, int32_t tokens, int32_t worker) {
-    while (last_worker < worker) out.worker_begin[++last_worker] = static_cast<int32_t>(out.pieces.size());
+    while (last_worker < worker)
+      out.worker_begin[++last_worker] = static_cast<int32_t>(out.pieces.size());
     const int32_t kv_begin = packing.packs[tile.pack].kv_begin + offset;
     out.pieces.push_back({.pack = tile.pack,
                           .tile = tile.tile,

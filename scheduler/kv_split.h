@@ -13,10 +13,12 @@
 namespace pat {
 
 struct SplitConfig {
-  int32_t num_workers;       // CTAs per KV head
-  int32_t min_piece_tokens;  // no cut makes a piece shorter than this; a multiple of kCutGranularity
+  int32_t num_workers;  // CTAs per KV head
+  int32_t
+      min_piece_tokens;  // no cut makes a piece shorter than this; a multiple of kCutGranularity
 };
-inline constexpr int32_t kCutGranularity = 64;  // cuts lie at multiples of this from the pack's beginning
+inline constexpr int32_t kCutGranularity =
+    64;  // cuts lie at multiples of this from the pack's beginning
 
 // Some requests of one pack against one range of its KV: what one worker executes in one go.
 struct Piece {
@@ -29,8 +31,9 @@ struct Piece {
 };
 
 struct Split {
-  std::vector<Piece> pieces;          // in the order of the packs: a request's pieces ascend in position
-  std::vector<int32_t> worker_begin;  // [num_workers + 1]: worker w executes a contiguous run of pieces
+  std::vector<Piece> pieces;  // in the order of the packs: a request's pieces ascend in position
+  std::vector<int32_t>
+      worker_begin;  // [num_workers + 1]: worker w executes a contiguous run of pieces
 };
 
 class KvSplitter {

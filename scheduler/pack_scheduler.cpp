@@ -29,18 +29,20 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
     : config_(config),
       tiles_(config.group_size, config.max_block_q),
       packer_(config.policy, config.cost, tiles_),
-      splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens}, config.cost,
-                tiles_) {
-  PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ", config.growth_tokens);
+      splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
+                config.cost, tiles_) {
+  PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ",
+            config.growth_tokens);
 }
 
 void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_lens) {
   Stopwatch stopwatch;
   for (size_t request = 0; request < seq_lens.size(); ++request) {
-    PAT_CHECK(seq_lens[request] >= 0, "seq_lens must not be negative, got ", seq_lens[request], " for request ",
-              request);
+    PAT_CHECK(seq_lens[request] >= 0, "seq_lens must not be negative, got ", seq_lens[request],
+              " for request ", request);
   }
-  forest_.build(paths, seq_lens);  // all input errors are found here, before the last plan is touched
+  forest_.build(paths,
+                seq_lens);  // all input errors are found here, before the last plan is touched
   times_.forest = stopwatch.lap();
 
   packer_.pack(forest_, seq_lens, packing_);
@@ -63,7 +65,8 @@ void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_le
   for (const Pack& pack : packing_.packs) {
     if (!pack.is_private) continue;
     LengthRange& range = lengths_[packing_.requests[pack.request_begin]];
-    range.longest += std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
+    range.longest +=
+        std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
   }
   plan_.set_kv_tokens(query_centric, lower_bound);
   times_.assembly = stopwatch.lap();

@@ -17,12 +17,13 @@
 namespace pat {
 
 struct SchedulerConfig {
-  int32_t group_size;        // query heads per KV head
-  int32_t num_workers;       // CTAs per KV head
-  int32_t max_block_q;       // largest tile of the device
+  int32_t group_size;   // query heads per KV head
+  int32_t num_workers;  // CTAs per KV head
+  int32_t max_block_q;  // largest tile of the device
   Policy policy;
   int32_t min_piece_tokens;  // shortest piece that a cut makes
-  int32_t growth_tokens;     // a plan serves until a request is this much longer than when it was planned
+  int32_t
+      growth_tokens;  // a plan serves until a request is this much longer than when it was planned
   CostModel cost;
 };
 

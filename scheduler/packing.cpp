@@ -26,7 +26,8 @@ bool Packer::merges(int32_t parent_tokens, int32_t parent_requests, int32_t chil
   // Merging makes the child's pack read the parent's range as well, and leaves the parent's pack smaller.
   const int32_t staying = parent_requests - child_requests;
   const int64_t added_reading =
-      parent_tokens * (reading_cost(child_requests) + reading_cost(staying) - reading_cost(parent_requests));
+      parent_tokens *
+      (reading_cost(child_requests) + reading_cost(staying) - reading_cost(parent_requests));
   // Each row of the child has one partial less; two less if its output is then stored directly.
   const int64_t saved_partials =
       int64_t{child_requests} * tiles_.group_size() * (leaves_single_partial ? 2 : 1);
@@ -49,8 +50,10 @@ void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
 
 void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_lens) {
   for (const ForestNode& node : forest.nodes()) {
-    NodeState state{
-        .pack_begin = node.kv_begin, .remaining = node.num_holders, .cursor = 0, .left_parent = false};
+    NodeState state{.pack_begin = node.kv_begin,
+                    .remaining = node.num_holders,
+                    .cursor = 0,
+                    .left_parent = false};
     if (node.parent >= 0) {
       NodeState& parent = state_[node.parent];
       if (merges(node.kv_begin - parent.pack_begin, parent.remaining, node.num_holders, false)) {
@@ -92,7 +95,8 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   for (const int32_t request : forest.requests_in_tree_order()) {
     // Up the path: a request is missing from a node's pack if the range below took it along.
     bool taken = private_begin_[request] < forest.private_begin(request);
-    for (int32_t n = state_.empty() ? -1 : forest.anchor(request); n >= 0; n = forest.nodes()[n].parent) {
+    for (int32_t n = state_.empty() ? -1 : forest.anchor(request); n >= 0;
+         n = forest.nodes()[n].parent) {
       if (!taken) out.requests[state_[n].cursor++] = request;
       taken = state_[n].left_parent;
     }

@@ -14,9 +14,9 @@ namespace pat {
 
 // When a child's requests leave their parent's pack and read the parent's range in the child's pack instead.
 enum class Policy {
-  kMemory,        // where that moves fewer bytes; see CostModel
-  kPaper,         // PAT's Algorithm 1 as printed: where 4 * requests >= length of the parent's range
-  kPerNode,       // never: every forest node is a pack of its own
+  kMemory,   // where that moves fewer bytes; see CostModel
+  kPaper,    // PAT's Algorithm 1 as printed: where 4 * requests >= length of the parent's range
+  kPerNode,  // never: every forest node is a pack of its own
   kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
 };
 
@@ -52,10 +52,11 @@ class Packer {
 
  private:
   struct NodeState {
-    int32_t pack_begin;  // where the node's pack begins: before the node itself if it was merged upwards
-    int32_t remaining;   // requests still in the node's pack
-    int32_t cursor;      // next free place in the pack's run of Packing::requests
-    bool left_parent;    // merged upwards: its requests are not in the parent's pack
+    int32_t
+        pack_begin;  // where the node's pack begins: before the node itself if it was merged upwards
+    int32_t remaining;  // requests still in the node's pack
+    int32_t cursor;     // next free place in the pack's run of Packing::requests
+    bool left_parent;   // merged upwards: its requests are not in the parent's pack
   };
 
   void decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);

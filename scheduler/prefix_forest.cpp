@@ -18,19 +18,22 @@ uint64_t mix(uint64_t x) {  // splitmix64's finaliser: node ids are often consec
 }
 
 void check_shapes(const PathsView& paths, size_t num_requests) {
-  PAT_CHECK(paths.path_begin.size() == num_requests + 1, "path_begin must have num_requests + 1 = ",
-            num_requests + 1, " entries, got ", paths.path_begin.size());
+  PAT_CHECK(paths.path_begin.size() == num_requests + 1,
+            "path_begin must have num_requests + 1 = ", num_requests + 1, " entries, got ",
+            paths.path_begin.size());
   const size_t num_path_nodes = paths.node_id.size();
   PAT_CHECK(paths.kv_begin.size() == num_path_nodes && paths.kv_end.size() == num_path_nodes,
             "node_id, kv_begin and kv_end must have the same length, got ", num_path_nodes, ", ",
             paths.kv_begin.size(), " and ", paths.kv_end.size());
-  PAT_CHECK(paths.path_begin.front() == 0, "path_begin must start at 0, got ", paths.path_begin.front());
+  PAT_CHECK(paths.path_begin.front() == 0, "path_begin must start at 0, got ",
+            paths.path_begin.front());
   for (size_t i = 0; i < num_requests; ++i) {
     PAT_CHECK(paths.path_begin[i] <= paths.path_begin[i + 1], "path_begin must not decrease, got ",
               paths.path_begin[i + 1], " after ", paths.path_begin[i], " at request ", i);
   }
-  PAT_CHECK(static_cast<size_t>(paths.path_begin.back()) == num_path_nodes, "path_begin must end at ",
-            num_path_nodes, ", the number of path nodes, got ", paths.path_begin.back());
+  PAT_CHECK(static_cast<size_t>(paths.path_begin.back()) == num_path_nodes,
+            "path_begin must end at ", num_path_nodes, ", the number of path nodes, got ",
+            paths.path_begin.back());
 }
 
 }  // namespace
@@ -44,18 +47,20 @@ void PrefixForest::build(const PathsView& paths, std::span<const int32_t> seq_le
 
 int32_t PrefixForest::find_or_add(int64_t id, int32_t parent, int32_t kv_begin, int32_t kv_end,
                                   int32_t request) {
-  PAT_CHECK(id >= 0, "node ids must not be negative, got ", id, " on the path of request ", request);
+  PAT_CHECK(id >= 0, "node ids must not be negative, got ", id, " on the path of request ",
+            request);
   const size_t mask = id_table_.size() - 1;
   size_t bucket = mix(static_cast<uint64_t>(id)) & mask;
   while (id_table_[bucket] >= 0) {
     const PathNode& node = path_nodes_[id_table_[bucket]];
     if (node.id == id) {
-      PAT_CHECK(node.kv_begin == kv_begin && node.kv_end == kv_end, "paths disagree about node ", id, ": [",
-                kv_begin, ", ", kv_end, ") for request ", request, ", [", node.kv_begin, ", ", node.kv_end,
-                ") for an earlier one");
+      PAT_CHECK(node.kv_begin == kv_begin && node.kv_end == kv_end, "paths disagree about node ",
+                id, ": [", kv_begin, ", ", kv_end, ") for request ", request, ", [", node.kv_begin,
+                ", ", node.kv_end, ") for an earlier one");
       PAT_CHECK(node.parent == parent, "node ", id, " has different parents: node ",
                 parent < 0 ? -1 : path_nodes_[parent].id, " for request ", request, ", node ",
-                node.parent < 0 ? -1 : path_nodes_[node.parent].id, " for an earlier one (-1: none)");
+                node.parent < 0 ? -1 : path_nodes_[node.parent].id,
+                " for an earlier one (-1: none)");
       return id_table_[bucket];
     }
     bucket = (bucket + 1) & mask;
@@ -78,12 +83,14 @@ void PrefixForest::read_paths(const PathsView& paths, std::span<const int32_t> s
       const int32_t kv_begin = paths.kv_begin[i];
       const int32_t kv_end = paths.kv_end[i];
       PAT_CHECK(parent >= 0 || kv_begin == 0, "the path of request ", request,
-                " does not start at a root: its first node, ", paths.node_id[i], ", begins at position ",
-                kv_begin, " instead of 0");
-      PAT_CHECK(kv_begin >= path_end, "overlapping spans on the path of request ", request, ": node ",
-                paths.node_id[i], " begins at position ", kv_begin, ", the node before it ends at ", path_end);
-      PAT_CHECK(kv_begin <= path_end, "gap on the path of request ", request, ": node ", paths.node_id[i],
-                " begins at position ", kv_begin, ", the node before it ends at ", path_end);
+                " does not start at a root: its first node, ", paths.node_id[i],
+                ", begins at position ", kv_begin, " instead of 0");
+      PAT_CHECK(kv_begin >= path_end, "overlapping spans on the path of request ", request,
+                ": node ", paths.node_id[i], " begins at position ", kv_begin,
+                ", the node before it ends at ", path_end);
+      PAT_CHECK(kv_begin <= path_end, "gap on the path of request ", request, ": node ",
+                paths.node_id[i], " begins at position ", kv_begin, ", the node before it ends at ",
+                path_end);
       PAT_CHECK(kv_end > kv_begin, "empty span on the path of request ", request, ": node ",
                 paths.node_id[i], " is [", kv_begin, ", ", kv_end, ")");
       parent = find_or_add(paths.node_id[i], parent, kv_begin, kv_end, request);

@@ -17,7 +17,8 @@ struct PathsView {
 
 // A KV range that at least two requests of the batch share.
 struct ForestNode {
-  int32_t parent;  // index of the enclosing shared node, smaller than this node's own; -1 for a root
+  int32_t
+      parent;  // index of the enclosing shared node, smaller than this node's own; -1 for a root
   int32_t kv_begin;
   int32_t kv_end;
   int32_t num_holders;
@@ -57,7 +58,8 @@ class PrefixForest {
     int32_t num_holders;
   };
 
-  int32_t find_or_add(int64_t id, int32_t parent, int32_t kv_begin, int32_t kv_end, int32_t request);
+  int32_t find_or_add(int64_t id, int32_t parent, int32_t kv_begin, int32_t kv_end,
+                      int32_t request);
   void read_paths(const PathsView& paths, std::span<const int32_t> seq_lens);
   void keep_shared_nodes();
   void order_requests();

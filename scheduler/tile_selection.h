@@ -12,8 +12,8 @@ class TileSelection {
  public:
   // max_block_q: the largest body that the device has; must be one of the table's.
   TileSelection(int32_t group_size, int32_t max_block_q) : group_size_(group_size) {
-    PAT_CHECK(group_size >= 1 && group_size <= kMaxGroupSize, "group_size must be 1 to ", kMaxGroupSize,
-              " query heads per KV head, got ", group_size);
+    PAT_CHECK(group_size >= 1 && group_size <= kMaxGroupSize, "group_size must be 1 to ",
+              kMaxGroupSize, " query heads per KV head, got ", group_size);
     for (int32_t tile = 0; tile < kNumTiles; ++tile) {
       if (kTileTable[tile].block_q == max_block_q) largest_ = tile;
     }

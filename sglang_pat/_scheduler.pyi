@@ -80,8 +80,9 @@ class PackScheduler:
     ) -> None:
         """Build a plan. ValueError on bad input: the last plan then stays in force."""
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
-        """(whether the last plan is right and balanced for the same batch with these lengths, their sum,
-        the longest)."""
+        """(whether the last plan is right and balanced for the same batch with these lengths, their
+        sum, the longest).
+        """
     def required_capacity(self) -> PlanCapacity: ...
     def write(self, capacity: PlanCapacity, out: _Int32) -> None:
         """Write the last plan into `out`. ValueError, and nothing written, if it does not fit."""

@@ -19,8 +19,8 @@ IntArray = npt.NDArray[np.int32]
 class PathNode(NamedTuple):
     """One radix-tree node on a request's path: KV positions `[kv_begin, kv_end)`.
 
-    Two requests share the KV of a node iff both paths hold the same `node_id`, a non-negative integer
-    that is unique within a batch.
+    Two requests share the KV of a node iff both paths hold the same `node_id`, a non-negative
+    integer that is unique within a batch.
     """
 
     node_id: int
@@ -32,12 +32,14 @@ class PathNode(NamedTuple):
 class PrefixPaths:
     """The root-to-leaf paths of a batch, flattened (CSR).
 
-    Request `i` holds nodes `path_begin[i]` to `path_begin[i + 1]` of the three node arrays, in path order: the
-    first node starts at position 0 and every next one where the previous ended. A request without shared KV
-    has an empty path. What lies behind the path's end is private to the request.
+    Request `i` holds nodes `path_begin[i]` to `path_begin[i + 1]` of the three node arrays, in path
+    order: the first node starts at position 0 and every next one where the previous ended. A
+    request without shared KV has an empty path. What lies behind the path's end is private to the
+    request.
 
-    Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32, all
-    `[num_path_nodes]`. The C++ scheduler checks the contents and names the first request that is wrong.
+    Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
+    all `[num_path_nodes]`. The C++ scheduler checks the contents and names the first request that
+    is wrong.
     """
 
     path_begin: IntArray
@@ -48,7 +50,8 @@ class PrefixPaths:
     @classmethod
     def from_lists(cls, paths: Iterable[Sequence[PathNode | tuple[int, int, int]]]) -> PrefixPaths:
         """Flatten one list of nodes per request."""
-        path_begin, flat = [0], []
+        path_begin = [0]
+        flat: list[PathNode | tuple[int, int, int]] = []
         for path in paths:
             flat.extend(path)
             path_begin.append(len(flat))
@@ -73,10 +76,12 @@ class PrefixPaths:
 class DecodeBatch:
     """One decode step, in batch order.
 
-    seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0 marks a
+    seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
+    marks a
         padding row: its output is 0 and its LSE -inf.
     paths: the batch's paths, or a function that reads them: it is called only when a plan is built.
-    key: equal keys promise equal paths, rows and order, so that a plan may be reused while `seq_lens` grow.
+    key: equal keys promise equal paths, rows and order, so that a plan may be reused while
+    `seq_lens` grow.
         None: the paths themselves are compared.
     """
 

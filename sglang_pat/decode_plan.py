@@ -44,8 +44,8 @@ class PlanHeader(NamedTuple):
 class KvTokens(NamedTuple):
     """KV tokens of one KV head that one decode step reads.
 
-    query_centric: every request reads its own KV. planned: what the work items load; a range counts once
-    per tile that reads it. lower_bound: every distinct token once.
+    query_centric: every request reads its own KV. planned: what the work items load; a range counts
+    once per tile that reads it. lower_bound: every distinct token once.
     """
 
     query_centric: int
@@ -77,8 +77,8 @@ class DecodePlan:
         header = PlanHeader(*buffer[layout["header"] :][: len(PlanHeader._fields)].tolist())
         if (header.magic, header.version) != (PLAN_MAGIC, PLAN_VERSION):
             raise ValueError(
-                f"no plan of version {PLAN_VERSION} in this buffer: magic {header.magic:#x} (expected "
-                f"{PLAN_MAGIC:#x}), version {header.version}"
+                f"no plan of version {PLAN_VERSION} in this buffer: version {header.version}, "
+                f"magic {header.magic:#x}, expected {PLAN_MAGIC:#x}"
             )
 
         def section(offset: int, count: int, width: int) -> IntArray:
@@ -95,7 +95,7 @@ class DecodePlan:
         )
 
     def describe(self) -> str:
-        """The plan as text: one line per work item, with its worker, tile, KV range and requests."""
+        """The plan as text: one line per work item: worker, tile, KV range, requests."""
         return "\n".join(self._describe_lines())
 
     def _describe_lines(self) -> Iterator[str]:
@@ -111,7 +111,9 @@ class DecodePlan:
         )
         for worker in range(h.num_workers):
             for item in range(self.worker_begin[worker], self.worker_begin[worker + 1]):
-                tile, count, first, kv_request, kv_begin, kv_end = self.work_items[item, :6].tolist()
+                tile, count, first, kv_request, kv_begin, kv_end = self.work_items[
+                    item, :6
+                ].tolist()
                 source = "slots" if kv_request == SHARED_KV else f"request {kv_request} at"
                 end = "open" if kv_end == OPEN_END else kv_end
                 requests = self.item_requests[first : first + count]
@@ -152,7 +154,8 @@ class PlanBuffer:
         )
         if all(getattr(needed, name) <= getattr(self.capacity, name) for name in names):
             return
-        # Twice what is needed now, so that a growing batch reallocates a logarithmic number of times.
+        # Twice what is needed now, so that a growing batch reallocates a logarithmic number of
+        # times.
         grown = {
             name: max(2 * getattr(needed, name), getattr(self.capacity, name)) for name in names
         }

@@ -29,9 +29,9 @@ _GROWTH_TOKENS = 256
 class PlanStats:
     """Counters of one PackAttention, summed over decode steps (calls of plan()).
 
-    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or a request became
-    shorter; "tail_growth": a request outgrew the length its tail was planned for. The kv_tokens_* fields are
-    those of `KvTokens` at the lengths of each step.
+    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or a request
+    became shorter; "tail_growth": a request outgrew the length its tail was planned for. The
+    kv_tokens_* fields are those of `KvTokens` at the lengths of each step.
     """
 
     plans_built: int = 0
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
 class PackAttention:
     """Decode attention that reads every shared KV prefix once.
 
-        attention = PackAttention(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+        attention = PackAttention(32, 8, 128, dtype=torch.bfloat16)   # heads, KV heads, head_dim
         attention.plan(batch, req_to_token=..., req_pool_indices=..., seq_lens=...)   # each step
         out = attention.run(q, k_cache, v_cache)                                      # each layer
 
@@ -72,8 +72,10 @@ class PackAttention:
         num_workers: int | None = None,
         growth_tokens: int = _GROWTH_TOKENS,
     ) -> None:
-        """
-        num_qo_heads, num_kv_heads, head_dim: heads of this rank; num_qo_heads is a multiple of num_kv_heads.
+        """Refuse what is unsupported, and size everything else from the device.
+
+        num_qo_heads, num_kv_heads, head_dim: heads of this rank; num_qo_heads is a multiple of
+        num_kv_heads.
         dtype: of queries and KV. device: of all tensors. policy: how packs are formed (README).
         num_workers: how many CTAs share the work of one KV head; None: from the device.
         growth_tokens: a plan is reused until a request has grown by this many tokens.
@@ -107,7 +109,8 @@ class PackAttention:
         self._key: Hashable = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=self.device)
         self._step: _Step | None = None
-        self._execution: reference.PlanExecution | None = None  # of this step, made by its first run()
+        # Of this step; made by its first run().
+        self._execution: reference.PlanExecution | None = None
 
     def plan(
         self,
@@ -119,19 +122,22 @@ class PackAttention:
     ) -> DecodePlan:
         """Prepare the next run()s: reuse the last plan, or build one. Host work only.
 
-        batch: the step as host data. req_to_token: int32 `[num_rows, max_context_len]`, the KV slot of every
-        position of every row. req_pool_indices: int64 or int32 `[num_requests]`, the row of each request.
-        seq_lens: int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The tensors lie on `device`, are
-        borrowed until the next plan(), and must not change before the last run() of the step.
+        batch: the step as host data. req_to_token: int32 `[num_rows, max_context_len]`, the KV slot
+        of every position of every row. req_pool_indices: int64 or int32 `[num_requests]`, the row
+        of each request.
+        seq_lens: int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The tensors lie on
+        `device`, are borrowed until the next plan(), and must not change before the last run() of
+        the step.
 
-        The plan returned is a view, valid until the next plan() builds one. ValueError or TypeError on bad
-        input; the last plan then stays in force.
+        The plan returned is a view, valid until the next plan() builds one. ValueError or TypeError
+        on bad input; the last plan then stays in force.
         """
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
         if longest > req_to_token.shape[1]:
             raise ValueError(
-                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, got {longest}"
+                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, "
+                f"got {longest}"
             )
         cause, paths = self._replan_cause(batch, served)
         if cause is None:
@@ -163,14 +169,15 @@ class PackAttention:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the last plan.
 
-        q: `[num_requests, num_qo_heads, head_dim]`. k_cache, v_cache: `[num_slots, num_kv_heads, head_dim]`,
-        SGLang's pool layout, this step's token already written. out: like q, written; allocated if None.
-        sm_scale: softmax scale, `head_dim ** -0.5` if None. logit_cap: `cap * tanh(logit / cap)` if positive.
-        All of dtype `dtype` on `device`.
+        q: `[num_requests, num_qo_heads, head_dim]`. k_cache, v_cache: `[num_slots, num_kv_heads,
+        head_dim]`, SGLang's pool layout, this step's token already written. out: like q, written;
+        allocated if None.
+        sm_scale: softmax scale, `head_dim ** -0.5` if None. logit_cap: `cap * tanh(logit / cap)` if
+        positive. All of dtype `dtype` on `device`.
 
-        Returns out, with `return_lse` also the float32 natural-log LSE `[num_requests, num_qo_heads]`, with which
-        results over disjoint KV can be merged. ValueError on bad input, RuntimeError without a plan; nothing is
-        written then.
+        Returns out, with `return_lse` also the float32 natural-log LSE `[num_requests,
+        num_qo_heads]`, with which results over disjoint KV can be merged. ValueError on bad input,
+        RuntimeError without a plan; nothing is written then.
         """
         if self._plan is None or self._step is None:
             raise RuntimeError("run() needs a plan: call plan() first")
@@ -180,7 +187,8 @@ class PackAttention:
             self._check_tensor(name, cache, (None, self.num_kv_heads, self.head_dim))
         if k_cache.shape != v_cache.shape:
             raise ValueError(
-                f"k_cache and v_cache must have the same shape, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+                f"k_cache and v_cache must have the same shape, got {list(k_cache.shape)} and "
+                f"{list(v_cache.shape)}"
             )
         if out is not None:
             self._check_tensor("out", out, (num_requests, self.num_qo_heads, self.head_dim))
@@ -196,7 +204,7 @@ class PackAttention:
     def _replan_cause(
         self, batch: DecodeBatch, lengths_served: bool
     ) -> tuple[str | None, PrefixPaths | None]:
-        """Why the last plan does not serve, None if it does; and the paths, if they had to be read."""
+        """Why the last plan does not serve (None: it does); the paths if they had to be read."""
         paths = None
         key = batch.key
         if key is None:
@@ -257,9 +265,7 @@ class PackAttention:
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
 
-    def _check_tensor(
-        self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]
-    ) -> None:
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
         matches = tensor.ndim == len(shape) and all(
             want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
         )
@@ -293,7 +299,8 @@ def new_scheduler(
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
     if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(
-            f"num_qo_heads must be a positive multiple of num_kv_heads, got {num_qo_heads} and {num_kv_heads}"
+            "num_qo_heads must be a positive multiple of num_kv_heads, "
+            f"got {num_qo_heads} and {num_kv_heads}"
         )
     if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
         raise support.unsupported("query heads per KV head", num_qo_heads // num_kv_heads)

@@ -1,8 +1,9 @@
-"""Executes a decode plan in plain torch, on any device: the oracle of the kernels, and the backend of
-machines without a GPU.
+"""Executes a decode plan in plain torch, on any device: the oracle of the kernels, and the backend
+of machines without a GPU.
 
-It reads the plan and nothing else: slots of shared ranges through the plan's slot buffer, private ranges
-live, partials and merges as the plan says. `dense_attention` knows no plan: the oracle of the oracle.
+It reads the plan and nothing else: slots of shared ranges through the plan's slot buffer, private
+ranges live, partials and merges as the plan says. `dense_attention` knows no plan: the oracle of
+the oracle.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV
 from sglang_pat.decode_batch import IntArray
 from sglang_pat.decode_plan import DecodePlan
 
-# KV elements that one batched product gathers at most, so that memory stays bounded for long contexts.
+_Int64Array = npt.NDArray[np.int64]
+
+# KV elements that one batched product gathers at most, so that memory stays bounded for long
+# contexts.
 _MAX_GATHERED_ELEMENTS = 1 << 25
 
 
@@ -37,7 +42,7 @@ def gather_slots(
 
 @dataclass(frozen=True, slots=True)
 class _ItemGroup:
-    """Work items of similar size, executed as one batched product. Padding repeats valid entries."""
+    """Work items of similar size, executed as one batched product. Padding repeats valid ones."""
 
     slots: torch.Tensor  # int64 [items, tokens]
     token_mask: torch.Tensor  # bool [items, tokens]: False in the padding
@@ -61,7 +66,7 @@ class PlanExecution:
         req_pool_indices: torch.Tensor,
         seq_lens: IntArray,
     ) -> None:
-        """`seq_lens`: this step's lengths on the host; the other tensors as in PackAttention.plan."""
+        """`seq_lens`: this step's lengths on the host; the rest as in PackAttention.plan."""
         self._plan = plan
         device = req_to_token.device
         merges = torch.from_numpy(plan.merges.astype(np.int64)).to(device)
@@ -69,8 +74,8 @@ class PlanExecution:
         self._partial_owner = torch.repeat_interleave(
             torch.arange(len(merges), device=device), merges[:, 2]
         )
-        items = plan.work_items
-        kv_begin, kv_end = items[:, 4].astype(np.int64), items[:, 5].astype(np.int64)
+        items = plan.work_items.astype(np.int64)
+        kv_begin, kv_end = items[:, 4], items[:, 5]
         is_open = kv_end == OPEN_END
         kv_end[is_open] = seq_lens[items[is_open, 3]]
         num_tokens = np.maximum(kv_end - kv_begin, 0)
@@ -79,9 +84,8 @@ class PlanExecution:
         group_key = items[:, 0] * 64 + length_class
         self._groups = [
             self._group(
-                np.flatnonzero((group_key == key) & (num_tokens > 0)),
-                kv_begin,
-                num_tokens,
+                items[(group_key == key) & (num_tokens > 0)],
+                num_tokens[(group_key == key) & (num_tokens > 0)],
                 shared_slots,
                 req_to_token,
                 req_pool_indices,
@@ -91,33 +95,33 @@ class PlanExecution:
 
     def _group(
         self,
-        items: IntArray,
-        kv_begin: IntArray,
-        num_tokens: IntArray,
+        work_items: _Int64Array,
+        num_tokens: _Int64Array,
         shared_slots: torch.Tensor,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> _ItemGroup:
         device = req_to_token.device
-        work_items = self._plan.work_items[items]
 
-        def to_device(array: IntArray) -> torch.Tensor:
+        def to_device(array: _Int64Array) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
 
-        lengths = to_device(num_tokens[items])[:, None]
-        offsets = torch.arange(int(num_tokens[items].max()), device=device)[None, :]
-        positions = to_device(kv_begin[items])[:, None] + torch.minimum(offsets, lengths - 1)
-        kv_request = to_device(work_items[:, 3].astype(np.int64))
+        lengths = to_device(num_tokens)[:, None]
+        offsets = torch.arange(int(num_tokens.max()), device=device)[None, :]
+        positions = to_device(work_items[:, 4])[:, None] + torch.minimum(offsets, lengths - 1)
+        kv_request = to_device(work_items[:, 3])
         is_shared = kv_request == SHARED_KV
         slots = torch.empty_like(positions)
         slots[is_shared] = shared_slots[positions[is_shared]]
         rows = req_pool_indices[kv_request[~is_shared]].long()
         slots[~is_shared] = req_to_token[rows[:, None], positions[~is_shared]].long()
 
-        num_requests = work_items[:, 1].astype(np.int64)
+        num_requests = work_items[:, 1]
         columns = np.arange(num_requests.max())[None, :]
         entries = work_items[:, 2:3] + np.minimum(columns, num_requests[:, None] - 1)
-        requests, partial_slots = np.moveaxis(self._plan.item_requests[entries].astype(np.int64), 2, 0)
+        requests, partial_slots = np.moveaxis(
+            self._plan.item_requests[entries].astype(np.int64), 2, 0
+        )
         valid = columns < num_requests[:, None]
         is_direct = partial_slots == DIRECT_STORE
         return _ItemGroup(
@@ -137,8 +141,9 @@ class PlanExecution:
         sm_scale: float,
         logit_cap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer: output `[num_requests, num_qo_heads, head_dim]` and natural-log LSE
-        `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for float64 inputs).
+        """Attention of one layer: output `[num_requests, num_qo_heads, head_dim]` and natural-log
+        LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
+        float64 inputs).
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
@@ -210,8 +215,8 @@ def merge_partials(
     """LSE-weighted sum of partials (online softmax; flash-decoding's reduction).
 
     partial_out `[num_partials, heads, head_dim]`, partial_lse `[num_partials, heads]`; owner int64
-    `[num_partials]`: which of the `num_merges` results a partial belongs to. A result without partials, or
-    with only empty ones, is 0 with LSE -inf.
+    `[num_partials]`: which of the `num_merges` results a partial belongs to. A result without
+    partials, or with only empty ones, is 0 with LSE -inf.
     """
     heads = partial_lse.shape[1]
     index = owner[:, None].expand(-1, heads)
@@ -238,8 +243,8 @@ def dense_attention(
     logit_cap: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention request by request, with no plan. Shapes as in PackAttention.run; computes and
-    returns in `dtype`.
+    """Decode attention request by request, with no plan. Shapes as in PackAttention.run; computes
+    and returns in `dtype`.
     """
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     out = q.new_zeros(q.shape, dtype=dtype)

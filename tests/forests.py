@@ -41,8 +41,9 @@ def make_case(
 ) -> ForestCase:
     """nodes: (parent index or -1, length); requests: (node index or -1, private length).
 
-    A path of -1 with private length 0 is a padding row. Slots are scattered over the pool; slot 0 is used by
-    nobody. `spare_tokens` more private tokens per request are laid out, for requests that grow.
+    A path of -1 with private length 0 is a padding row. Slots are scattered over the pool; slot 0
+    is used by nobody. `spare_tokens` more private tokens per request are laid out, for requests
+    that grow.
     """
     ids = node_ids or [3 * i + 1 for i in range(len(nodes))]
     spans: list[PathNode] = []
@@ -79,9 +80,7 @@ def make_case(
 
 
 @st.composite
-def forest_cases(
-    draw: st.DrawFn, max_requests: int = 40, spare_tokens: int = 0
-) -> ForestCase:
+def forest_cases(draw: st.DrawFn, max_requests: int = 40, spare_tokens: int = 0) -> ForestCase:
     num_nodes = draw(st.integers(0, 12))
     nodes = [(draw(st.integers(-1, index - 1)), draw(LENGTHS)) for index in range(num_nodes)]
     request = st.tuples(st.integers(-1, num_nodes - 1), st.one_of(st.just(0), LENGTHS))

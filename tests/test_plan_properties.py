@@ -77,7 +77,8 @@ def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> 
 
 def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None:
     h = plan.header
-    # Work items: each on one worker, its rows within its tile, and in the smallest tile that holds them.
+    # Work items: each on one worker, its rows within its tile, and in the smallest tile that holds
+    # them.
     assert plan.worker_begin[0] == 0
     assert plan.worker_begin[-1] == h.num_work_items
     assert (np.diff(plan.worker_begin) >= 0).all()
@@ -93,7 +94,8 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
         assert kv_request == SHARED_KV or count == 1
     assert covered == h.num_item_requests
 
-    # Partials: dense and unique; merged in the order of the work items; single ones stored directly.
+    # Partials: dense and unique; merged in the order of the work items; single ones stored
+    # directly.
     num_requests = len(case.seq_lens)
     slots_of: list[list[int]] = [[] for _ in range(num_requests)]
     for request, slot in plan.item_requests.tolist():
@@ -116,9 +118,7 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
 def check_tokens(plan: DecodePlan, case: ForestCase) -> None:
     tokens = plan.kv_tokens
     assert tokens.query_centric == case.seq_lens.sum()
-    distinct = {
-        int(t) for row, n in zip(case.tokens, case.seq_lens, strict=True) for t in row[:n]
-    }
+    distinct = {int(t) for row, n in zip(case.tokens, case.seq_lens, strict=True) for t in row[:n]}
     # A node whose holders all end inside it cannot occur, so every distinct token counts once.
     assert tokens.lower_bound == len(distinct)
     assert tokens.lower_bound <= tokens.planned <= tokens.query_centric
@@ -148,9 +148,7 @@ def test_every_plan_is_right(
 
 @many
 @given(case=forest_cases(spare_tokens=300), growth=st.integers(1, 300), data=st.data())
-def test_a_plan_serves_grown_requests(
-    case: ForestCase, growth: int, data: st.DataObject
-) -> None:
+def test_a_plan_serves_grown_requests(case: ForestCase, growth: int, data: st.DataObject) -> None:
     scheduler = make_scheduler()
     plan = plan_case(scheduler, case)
     grows = data.draw(

@@ -1,0 +1,114 @@
+"""The plan buffer: the format both sides agree on, and what happens when a plan does not fit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from forests import make_case, three_level_case
+from test_plan_properties import make_scheduler, plan_case
+
+from sglang_pat._scheduler import PLAN_MAGIC, PLAN_VERSION, TILE_TABLE, PackScheduler, PlanCapacity
+from sglang_pat.decode_plan import DecodePlan, KvTokens, PlanBuffer
+
+SECTIONS = ("num_workers", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
+
+
+def test_sections_start_on_cache_lines_and_do_not_overlap() -> None:
+    capacity = PlanCapacity(
+        num_workers=33, num_work_items=7, num_item_requests=19, num_gather_spans=3, num_merges=5
+    )
+    layout = capacity.layout()
+    offsets = list(layout.values())
+    assert all(offset % 32 == 0 for offset in offsets)
+    needed = [16, 34, 7 * 8, 19 * 2, 3 * 4, 5 * 4]
+    for (begin, end), length in zip(pairwise(offsets), needed, strict=True):
+        assert end - begin >= length
+
+
+@pytest.mark.parametrize("short", SECTIONS)
+def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_written(short: str) -> None:
+    scheduler = make_scheduler()
+    plan_case(scheduler, three_level_case(40))
+    needed = scheduler.required_capacity()
+    sizes = {name: getattr(needed, name) for name in SECTIONS}
+    capacity = PlanCapacity(**{**sizes, short: sizes[short] - 1})
+    out = np.full(needed.layout()["size"], 7, dtype=np.int32)
+    section = short.removeprefix("num_")
+    with pytest.raises(ValueError, match=f"{section} needs {sizes[short]} entries, capacity is"):
+        scheduler.write(capacity, out)
+    assert (out == 7).all()
+    with pytest.raises(ValueError, match="the buffer has 100"):
+        scheduler.write(needed, out[:100])
+
+
+def test_the_buffer_grows_and_keeps_its_capacity() -> None:
+    scheduler, buffer = make_scheduler(), PlanBuffer()
+    plan_case(scheduler, three_level_case(64))
+    buffer.write(scheduler)
+    grown = buffer.host
+    plan_case(scheduler, make_case([], [(-1, 5)]))
+    plan = buffer.write(scheduler)
+    assert buffer.host is grown
+    assert plan.header.num_work_items == 1
+
+
+def test_a_buffer_without_a_plan_is_recognised() -> None:
+    scheduler = make_scheduler()
+    plan_case(scheduler, three_level_case(4))
+    capacity = scheduler.required_capacity()
+    buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
+    tokens = KvTokens(0, 0, 0)
+    with pytest.raises(ValueError, match="no plan of version"):
+        DecodePlan.parse(buffer, capacity, tokens)
+    scheduler.write(capacity, buffer)
+    assert DecodePlan.parse(buffer, capacity, tokens).header[:2] == (PLAN_MAGIC, PLAN_VERSION)
+    with pytest.raises(ValueError, match="got 3"):
+        DecodePlan.parse(buffer[:3], capacity, tokens)
+
+
+def test_every_tile_of_the_table_is_chosen() -> None:
+    """A tile that no pack can select would be dead code in the kernels."""
+    chosen = set()
+    for rows in (16, *(tile[0] for tile in TILE_TABLE)):
+        case = make_case([(-1, 600)], [(0, 9)] * rows)
+        plan = plan_case(make_scheduler(group_size=1), case)
+        chosen |= set(plan.work_items[:, 0].tolist())
+    assert chosen == set(range(len(TILE_TABLE)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"group_size": 0}, "group_size must be 1 to 16 query heads per KV head, got 0"),
+        ({"group_size": 17}, "group_size must be 1 to 16 query heads per KV head, got 17"),
+        ({"max_block_q": 48}, "max_block_q must be the block_q of a tile .* got 48"),
+        (
+            {"policy": "best"},
+            "policy must be one of memory, paper, per-node, query-centric, got best",
+        ),
+        ({"min_piece_tokens": 100}, "min_piece_tokens must be a positive multiple of 64, got 100"),
+        ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
+        ({"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_scheduler_configurations(config: dict[str, object], message: str) -> None:
+    good = {
+        "group_size": 4,
+        "num_workers": 33,
+        "max_block_q": TILE_TABLE[-1][0],
+        "policy": "memory",
+        "min_piece_tokens": 128,
+        "growth_tokens": 256,
+    }
+    with pytest.raises(ValueError, match=message):
+        PackScheduler(**{**good, **config})  # type: ignore[arg-type]
+
+
+def test_array_dtypes_are_not_converted() -> None:
+    one = np.zeros(1, dtype=np.int32)
+    with pytest.raises(TypeError):
+        make_scheduler().plan(one, np.zeros(1, dtype=np.int32), one, one, one)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seq_lens must have 1 dimension, got 2"):
+        make_scheduler().check_lengths(np.zeros((1, 1), dtype=np.int32))
