@@ -1,0 +1,285 @@
+"""Compiles the kernels on first use, from the package's sources into the user's cache.
+
+Called by PackAttention for a CUDA device and by `sglang-pat build`. A library's path contains a
+hash of everything it is made from, and libraries appear by renaming: what exists is complete and
+current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import functools
+import hashlib
+import importlib.resources
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sglang_pat import support
+from sglang_pat.decode_kernels import DecodeKernels
+from sglang_pat.kernel_config import KernelConfig, parse_arch
+
+_CUDA_SOURCES = ("launch_pack_decode.cu", "launch_pack_decode_soft_cap.cu", "launch_helpers.cu")
+_TORCH_SOURCE = "torch_ops.cpp"
+_SOURCE_SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
+_OLDEST_NVCC = (12, 3)  # C++20 and programmatic dependent launch in graphs
+_LIBRARY = "kernels.so"
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels cannot be compiled here. The message says what is missing and how to get it."""
+
+
+@functools.cache
+def load_kernels(config: KernelConfig) -> DecodeKernels:
+    """The operators of `config`, compiled if need be. Once per process and config."""
+    library = build(config)
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    return DecodeKernels(getattr(torch.ops, config.namespace), config)
+
+
+def build(config: KernelConfig, *, cache: Path | None = None, verbose: bool = False) -> Path:
+    """Compile `config` unless the cache holds it, and return the library's path.
+
+    Safe to call from any number of processes at once: one compiles, the others wait for it. A build
+    that was killed leaves nothing that blocks the next. verbose: compile anew and print the
+    compiler's resource report. KernelBuildError if there is no usable compiler, or if it fails.
+    """
+    toolchain = Toolchain.find()
+    cache = default_cache() if cache is None else cache
+    key = f"{config.name}-{_content_hash(config, toolchain)}"
+    library = cache / key / _LIBRARY
+    if library.exists() and not verbose:
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / f"{key}.lock"):
+        for abandoned in cache.glob(f"{key}.build-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        if library.exists():
+            if not verbose:
+                return library
+            shutil.rmtree(library.parent)
+        print(
+            f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {library.parent}",
+            file=sys.stderr,
+            flush=True,
+        )
+        start = time.monotonic()
+        work = Path(tempfile.mkdtemp(prefix=f"{key}.build-", dir=cache))
+        try:
+            report = _compile(config, toolchain, work)
+            work.rename(library.parent)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+        if verbose:
+            print(report)
+    return library
+
+
+def default_cache() -> Path:
+    """Where libraries are kept: `sglang-pat` in XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-pat"
+
+
+def source_folder() -> Path:
+    """The kernel sources, in an installed package as in an editable one."""
+    folder = importlib.resources.files("sglang_pat") / "kernels"
+    for path in (Path(str(folder)), Path(__file__).parent.parent / "kernels"):
+        if (path / _TORCH_SOURCE).exists():
+            return path
+    raise KernelBuildError(f"this installation of sglang-pat has no kernel sources in {folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """The compilers, and which versions they say they are."""
+
+    nvcc: Path
+    cxx: str
+    cuda_home: Path
+    versions: str
+
+    @classmethod
+    def find(cls) -> Toolchain:
+        """KernelBuildError, saying what to install, if something is missing or does not fit."""
+        if torch.version.cuda is None:
+            raise KernelBuildError(
+                f"this torch ({torch.__version__}) has no CUDA: install a CUDA build of torch"
+            )
+        cuda_home = _find_cuda_home()
+        nvcc = cuda_home / "bin" / "nvcc"
+        cxx = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+        if cxx is None:
+            raise KernelBuildError("no C++ compiler found: install g++, or set CXX")
+        report = _run([str(nvcc), "--version"])
+        release = re.search(r"release (\d+)\.(\d+)", report)
+        if release is None:
+            raise KernelBuildError(f"{nvcc} --version names no release:\n{report}")
+        found = f"{release[1]}.{release[2]}"
+        version = int(release[1]), int(release[2])
+        if version < _OLDEST_NVCC:
+            oldest = f"{_OLDEST_NVCC[0]}.{_OLDEST_NVCC[1]}"
+            raise KernelBuildError(f"{nvcc} is CUDA {found}; {oldest} or newer needed")
+        if version[0] != int(torch.version.cuda.split(".")[0]):
+            raise KernelBuildError(
+                f"{nvcc} is CUDA {found}, but torch {torch.__version__} is built for "
+                f"CUDA {torch.version.cuda}: install that CUDA toolkit, or point CUDA_HOME to it"
+            )
+        return cls(nvcc, cxx, cuda_home, report + _run([cxx, "--version"]))
+
+
+def _find_cuda_home() -> Path:
+    tried = []
+    on_path = shutil.which("nvcc")
+    for candidate in (
+        os.environ.get("CUDA_HOME"),
+        None if on_path is None else str(Path(on_path).resolve().parent.parent),
+        "/usr/local/cuda",
+    ):
+        if candidate is not None:
+            tried.append(candidate)
+            home = Path(candidate)
+            if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+                return home
+    raise KernelBuildError(
+        f"no nvcc with headers found (tried PATH and {', '.join(tried)}): install the CUDA toolkit "
+        f"{torch.version.cuda}, or set CUDA_HOME"
+    )
+
+
+def _content_hash(config: KernelConfig, toolchain: Toolchain) -> str:
+    digest = hashlib.sha256()
+    folder = source_folder()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _SOURCE_SUFFIXES:
+            digest.update(str(path.relative_to(folder)).encode())
+            digest.update(path.read_bytes())
+    identity = (*_commands(config, toolchain, folder, Path("out")), toolchain.versions)
+    digest.update(repr((identity, torch.__version__, platform.machine())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _commands(
+    config: KernelConfig, toolchain: Toolchain, sources: Path, work: Path
+) -> tuple[list[list[str]], list[str]]:
+    """The compile commands, which may run at once, and the link command after them."""
+    torch_folder = Path(torch.__file__).parent
+    includes = [f"-I{sources}", f"-I{sources / 'include'}"]
+    common = [*config.defines, *includes, "-std=c++20", "-O3"]
+    nvcc = [
+        str(toolchain.nvcc),
+        *common,
+        f"-gencode={config.code_generation}",
+        "-Xcompiler=-fPIC",
+        "-Xptxas=-v",
+        "-lineinfo",
+        f"-ccbin={toolchain.cxx}",
+    ]
+    objects = [work / f"{Path(name).stem}.o" for name in (*_CUDA_SOURCES, _TORCH_SOURCE)]
+    compiles = [
+        [*nvcc, "-c", str(sources / name), "-o", str(target)]
+        for name, target in zip(_CUDA_SOURCES, objects, strict=False)
+    ]
+    abi = int(torch.compiled_with_cxx11_abi())
+    compiles.append(
+        [
+            toolchain.cxx,
+            *common,
+            "-fPIC",
+            f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+            f"-isystem{torch_folder / 'include'}",
+            f"-isystem{toolchain.cuda_home / 'include'}",
+            "-c",
+            str(sources / _TORCH_SOURCE),
+            "-o",
+            str(objects[-1]),
+        ]
+    )
+    link = [toolchain.cxx, "-shared", "-o", str(work / _LIBRARY), *map(str, objects)]
+    link += [f"-L{torch_folder / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
+    # The static runtime: no second libcudart to be found at load time.
+    link += [f"-L{toolchain.cuda_home / lib}" for lib in ("lib64", "lib")]
+    link += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    return compiles, link
+
+
+def _compile(config: KernelConfig, toolchain: Toolchain, work: Path) -> str:
+    """Compile and link into `work`. Returns what the compilers printed."""
+    compiles, link = _commands(config, toolchain, source_folder(), work)
+    with ThreadPoolExecutor(min(len(compiles), os.cpu_count() or 1)) as pool:
+        reports = list(pool.map(_run, compiles))
+    _run(link)
+    return "".join(reports)
+
+
+def _run(command: list[str]) -> str:
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if result.returncode:
+        tail = "\n".join(result.stdout.splitlines()[-40:])
+        raise KernelBuildError(f"this command failed:\n  {' '.join(command)}\n{tail}")
+    return result.stdout
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. The system releases it however the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `sglang-pat build`."""
+    parser.add_argument(
+        "--arch",
+        action="append",
+        required=True,
+        help="compute capability, e.g. 9.0; may be repeated",
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=["float16", "bfloat16"],
+        help="of queries and KV cache; default bfloat16; may be repeated",
+    )
+    parser.add_argument(
+        "--head-dim",
+        action="append",
+        type=int,
+        choices=support.HEAD_DIMS,
+        help="default 128; may be repeated",
+    )
+    parser.add_argument("--cache", type=Path, default=None, help=f"default {default_cache()}")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="compile anew and print registers and spills"
+    )
+    parser.set_defaults(run=_build_command)
+
+
+def _build_command(arguments: argparse.Namespace) -> int:
+    try:
+        for arch in arguments.arch:
+            for dtype in arguments.dtype or ["bfloat16"]:
+                for head_dim in arguments.head_dim or [128]:
+                    config = KernelConfig(getattr(torch, dtype), head_dim, parse_arch(arch))
+                    print(build(config, cache=arguments.cache, verbose=arguments.verbose))
+    except (KernelBuildError, ValueError) as error:
+        print(f"sglang-pat build: {error}", file=sys.stderr)
+        return 1
+    return 0
