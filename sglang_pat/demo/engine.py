@@ -32,7 +32,8 @@ def serve(model_path: Path, backend: str, requests: list[Request], *, on_cpu: bo
     """Start an engine with `backend`, send every request at its time, and shut the engine down."""
     import sglang
 
-    with console.status(f"Starting sglang.Engine(attention_backend={backend!r})"):
+    console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
+    with console.status("loading SGLang and the model"):
         began = time.perf_counter()
         engine = sglang.Engine(
             model_path=str(model_path),
@@ -47,7 +48,7 @@ def serve(model_path: Path, backend: str, requests: list[Request], *, on_cpu: bo
             log_level="error",
         )
     try:
-        console.print(f"Engine with {backend} ready after {time.perf_counter() - began:.0f} s")
+        console.print(f"Ready after {time.perf_counter() - began:.0f} s")
         began = time.perf_counter()
         tokens = engine.loop.run_until_complete(_send(engine, backend, requests))
         return Served(tokens, time.perf_counter() - began)
