@@ -76,8 +76,9 @@ PYBIND11_MODULE(_scheduler, m) {
                                       .num_gather_spans = gather_spans,
                                       .num_merges = merges};
            }),
-           py::kw_only(), py::arg("num_workers"), py::arg("num_work_items"),
-           py::arg("num_item_requests"), py::arg("num_gather_spans"), py::arg("num_merges"))
+           py::kw_only(), py::arg("num_workers") = 0, py::arg("num_work_items") = 0,
+           py::arg("num_item_requests") = 0, py::arg("num_gather_spans") = 0,
+           py::arg("num_merges") = 0)
       .def_readonly("num_workers", &pat::PlanCapacity::num_workers)
       .def_readonly("num_work_items", &pat::PlanCapacity::num_work_items)
       .def_readonly("num_item_requests", &pat::PlanCapacity::num_item_requests)

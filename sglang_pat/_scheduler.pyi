@@ -38,11 +38,11 @@ class PlanCapacity:
     def __init__(
         self,
         *,
-        num_workers: int,
-        num_work_items: int,
-        num_item_requests: int,
-        num_gather_spans: int,
-        num_merges: int,
+        num_workers: int = 0,
+        num_work_items: int = 0,
+        num_item_requests: int = 0,
+        num_gather_spans: int = 0,
+        num_merges: int = 0,
     ) -> None: ...
     @property
     def num_workers(self) -> int: ...

@@ -1,7 +1,7 @@
-"""DecodeBatch: what one decode step asks for, as host data.
+"""What one decode step asks for: DecodeBatch on the host, Step on the device.
 
-First stage of the Python side: adapters (`sglang_radix.py`, or a user's own code) produce it,
-`PackAttention.plan` consumes it. Nothing here lives on a device.
+First stage of the Python side: adapters (`sglang_radix.py`, or a user's own code) produce the
+batch, `PackAttention.plan` consumes it and hands the step to its executor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 IntArray = npt.NDArray[np.int32]
 
@@ -92,3 +93,12 @@ class DecodeBatch:
     def read_paths(self) -> PrefixPaths:
         """The paths, read now if they were given as a function."""
         return self.paths() if callable(self.paths) else self.paths
+
+
+class Step(NamedTuple):
+    """What an executor reads besides the plan, borrowed from the caller of `PackAttention.plan`."""
+
+    req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
+    req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
+    seq_lens: torch.Tensor  # int64 or int32 [num_requests]
+    host_seq_lens: IntArray  # the same lengths

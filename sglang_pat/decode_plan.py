@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from sglang_pat._scheduler import (
     DIRECT_STORE,
     OPEN_END,
@@ -129,35 +127,26 @@ class DecodePlan:
             yield f"merge request {request}: partials [{begin}, {begin + count})"
 
 
-class PlanBuffer:
-    """The host buffer that plans are written into. Grows when a plan needs more."""
+CAPACITY_FIELDS = (
+    "num_workers",
+    "num_work_items",
+    "num_item_requests",
+    "num_gather_spans",
+    "num_merges",
+)
 
-    def __init__(self) -> None:
-        self.capacity = PlanCapacity(
-            num_workers=0, num_work_items=0, num_item_requests=0, num_gather_spans=0, num_merges=0
-        )
-        self.host: IntArray = np.empty(0, dtype=np.int32)
 
-    def write(self, scheduler: PackScheduler) -> DecodePlan:
-        """Write the scheduler's last plan and view it."""
-        self._ensure(scheduler.required_capacity())
-        scheduler.write(self.capacity, self.host)
-        return DecodePlan.parse(self.host, self.capacity, KvTokens(*scheduler.kv_tokens))
+def fits(needed: PlanCapacity, capacity: PlanCapacity) -> bool:
+    """Whether a buffer of `capacity` holds a plan that needs `needed`."""
+    return all(getattr(needed, name) <= getattr(capacity, name) for name in CAPACITY_FIELDS)
 
-    def _ensure(self, needed: PlanCapacity) -> None:
-        names = (
-            "num_workers",
-            "num_work_items",
-            "num_item_requests",
-            "num_gather_spans",
-            "num_merges",
-        )
-        if all(getattr(needed, name) <= getattr(self.capacity, name) for name in names):
-            return
-        # Twice what is needed now, so that a growing batch reallocates a logarithmic number of
-        # times.
-        grown = {
-            name: max(2 * getattr(needed, name), getattr(self.capacity, name)) for name in names
-        }
-        self.capacity = PlanCapacity(**grown)
-        self.host = np.zeros(self.capacity.layout()["size"], dtype=np.int32)
+
+def grown(needed: PlanCapacity) -> PlanCapacity:
+    """Twice what is needed: a growing batch then reallocates a logarithmic number of times."""
+    return PlanCapacity(**{name: 2 * getattr(needed, name) for name in CAPACITY_FIELDS})
+
+
+def write_plan(scheduler: PackScheduler, capacity: PlanCapacity, buffer: IntArray) -> DecodePlan:
+    """Write the scheduler's last plan and view it. ValueError if it does not fit."""
+    scheduler.write(capacity, buffer)
+    return DecodePlan.parse(buffer, capacity, KvTokens(*scheduler.kv_tokens))

@@ -6,18 +6,23 @@ backend, or any code that has radix paths and a paged KV pool.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
-from sglang_pat import reference, support
+from sglang_pat import support
 from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler
-from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths
-from sglang_pat.decode_plan import DecodePlan, PlanBuffer
+from sglang_pat.cuda_executor import CudaExecutor, Reservation
+from sglang_pat.decode_batch import DecodeBatch, PrefixPaths, Step
+from sglang_pat.decode_plan import DecodePlan
+from sglang_pat.reference import ReferenceExecutor
+
+logger = logging.getLogger(__name__)
 
 # Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
 _CPU_WORKERS = 32
@@ -42,12 +47,25 @@ class PlanStats:
     kv_tokens_lower_bound: int = 0
 
 
-class _Step(NamedTuple):
-    """What run() reads besides the plan: borrowed from plan()'s arguments."""
+class Executor(Protocol):
+    """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels."""
 
-    req_to_token: torch.Tensor
-    req_pool_indices: torch.Tensor
-    seq_lens: IntArray
+    name: str
+
+    def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan: ...
+
+    def begin_step(self, step: Step) -> None: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sm_scale: float,
+        logit_cap: float,
+    ) -> None: ...
 
 
 class PackAttention:
@@ -71,6 +89,9 @@ class PackAttention:
         policy: str = "memory",
         num_workers: int | None = None,
         growth_tokens: int = _GROWTH_TOKENS,
+        executor: Literal["auto", "cuda", "reference"] = "auto",
+        max_requests: int | None = None,
+        max_shared_slots: int = 1 << 20,
     ) -> None:
         """Refuse what is unsupported, and size everything else from the device.
 
@@ -79,6 +100,12 @@ class PackAttention:
         dtype: of queries and KV. device: of all tensors. policy: how packs are formed (README).
         num_workers: how many CTAs share the work of one KV head; None: from the device.
         growth_tokens: a plan is reused until a request has grown by this many tokens.
+        executor: "cuda" runs the kernels, "reference" plain torch; "auto" takes the kernels on a
+        CUDA device unless dtype is float32, which they do not have. max_requests, max_shared_slots:
+        with max_requests, the buffers of the kernels are allocated here and never move, so that
+        run() can be captured in a CUDA graph: plan(), then replay, with other plans. A plan that
+        needs more raises PlanOverflowError. max_shared_slots bounds the KV tokens of all shared
+        ranges of a batch. Without max_requests, buffers grow.
 
         Raises ValueError, naming the value and what is supported, for anything unsupported.
         """
@@ -104,13 +131,9 @@ class PackAttention:
             policy=policy,
             growth_tokens=growth_tokens,
         )
-        self._buffer = PlanBuffer()
+        self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
         self._plan: DecodePlan | None = None
         self._key: Hashable = None
-        self._shared_slots = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._step: _Step | None = None
-        # Of this step; made by its first run().
-        self._execution: reference.PlanExecution | None = None
 
     def plan(
         self,
@@ -130,7 +153,8 @@ class PackAttention:
         the step.
 
         The plan returned is a view, valid until the next plan() builds one. ValueError or TypeError
-        on bad input; the last plan then stays in force.
+        on bad input; the last plan then stays in force. PlanOverflowError if a reservation is too
+        small; there is no plan then.
         """
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
@@ -140,15 +164,15 @@ class PackAttention:
                 f"got {longest}"
             )
         cause, paths = self._replan_cause(batch, served)
+        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         if cause is None:
             self.stats.plans_reused += 1
         else:
-            self._build(batch, paths, req_to_token, req_pool_indices)
+            self._build(batch, paths, step)
             self.stats.plans_built += 1
             self.stats.causes[cause] += 1
         assert self._plan is not None
-        self._step = _Step(req_to_token, req_pool_indices, batch.seq_lens)
-        self._execution = None
+        self._executor.begin_step(step)
         planned = self._plan.kv_tokens
         growth = total - planned.query_centric
         self.stats.kv_tokens_query_centric += total
@@ -179,7 +203,7 @@ class PackAttention:
         num_qo_heads]`, with which results over disjoint KV can be merged. ValueError on bad input,
         RuntimeError without a plan; nothing is written then.
         """
-        if self._plan is None or self._step is None:
+        if self._plan is None:
             raise RuntimeError("run() needs a plan: call plan() first")
         num_requests = self._plan.header.num_requests
         self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
@@ -195,11 +219,39 @@ class PackAttention:
         if logit_cap < 0:
             raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
         scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
-        if self._execution is None:
-            self._execution = reference.PlanExecution(self._plan, self._shared_slots, *self._step)
-        result, lse = self._execution.run(q, k_cache, v_cache, scale, logit_cap)
-        out = result.to(self.dtype) if out is None else out.copy_(result)
-        return (out, lse.float()) if return_lse else out
+        out = torch.empty_like(q) if out is None else out
+        lse = None
+        if return_lse:
+            lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
+        self._executor.run(q, k_cache, v_cache, out, lse, scale, logit_cap)
+        return out if lse is None else (out, lse)
+
+    @property
+    def executor(self) -> str:
+        """What runs the plans: "cuda" or "reference"."""
+        return self._executor.name
+
+    def _make_executor(
+        self, name: str, num_workers: int, max_requests: int | None, max_shared_slots: int
+    ) -> Executor:
+        on_gpu = self.device.type == "cuda"
+        if name not in ("auto", "cuda", "reference"):
+            raise ValueError(f"executor must be auto, cuda or reference, got {name}")
+        if name == "cuda" and not on_gpu:
+            raise ValueError(f"executor cuda needs a CUDA device, got device {self.device}")
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        if name == "auto" and on_gpu and self.dtype == torch.float32:
+            logger.warning("no CUDA kernels for float32: decode runs in plain torch, slowly")
+            name = "reference"
+        if name == "reference" or not on_gpu:
+            return ReferenceExecutor(self.device)
+        reservation = None
+        if max_requests is not None:
+            reservation = Reservation.for_requests(
+                max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
+            )
+        return CudaExecutor(self.num_qo_heads, self.head_dim, self.dtype, self.device, reservation)
 
     def _replan_cause(
         self, batch: DecodeBatch, lengths_served: bool
@@ -220,20 +272,14 @@ class PackAttention:
             cause = "tail_growth"
         return cause, paths
 
-    def _build(
-        self,
-        batch: DecodeBatch,
-        paths: PrefixPaths | None,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-    ) -> None:
+    def _build(self, batch: DecodeBatch, paths: PrefixPaths | None, step: Step) -> None:
         if paths is None:
             paths = batch.read_paths()
         self._scheduler.plan(
             paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
         )
-        self._plan = self._buffer.write(self._scheduler)
-        self._shared_slots = reference.gather_slots(self._plan, req_to_token, req_pool_indices)
+        self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
+        self._plan = self._executor.load_plan(self._scheduler, step)
         self._key = batch.key if batch.key is not None else _paths_key(paths)
 
     def _check_step(

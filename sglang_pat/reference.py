@@ -15,9 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV
-from sglang_pat.decode_batch import IntArray
-from sglang_pat.decode_plan import DecodePlan
+from sglang_pat._scheduler import (
+    DIRECT_STORE,
+    OPEN_END,
+    SHARED_KV,
+    PackScheduler,
+    PlanCapacity,
+)
+from sglang_pat.decode_batch import IntArray, Step
+from sglang_pat.decode_plan import DecodePlan, fits, grown, write_plan
 
 _Int64Array = npt.NDArray[np.int64]
 
@@ -62,13 +68,10 @@ class PlanExecution:
         self,
         plan: DecodePlan,
         shared_slots: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: IntArray,
+        step: Step,
     ) -> None:
-        """`seq_lens`: this step's lengths on the host; the rest as in PackAttention.plan."""
         self._plan = plan
-        device = req_to_token.device
+        device = step.req_to_token.device
         merges = torch.from_numpy(plan.merges.astype(np.int64)).to(device)
         self._merged_requests = merges[:, 0]
         self._partial_owner = torch.repeat_interleave(
@@ -77,7 +80,7 @@ class PlanExecution:
         items = plan.work_items.astype(np.int64)
         kv_begin, kv_end = items[:, 4], items[:, 5]
         is_open = kv_end == OPEN_END
-        kv_end[is_open] = seq_lens[items[is_open, 3]]
+        kv_end[is_open] = step.host_seq_lens[items[is_open, 3]]
         num_tokens = np.maximum(kv_end - kv_begin, 0)
         # Similar sizes go together: the same tile, and lengths within a factor of two.
         length_class = np.ceil(np.log2(np.maximum(num_tokens, 16))).astype(np.int64)
@@ -87,8 +90,7 @@ class PlanExecution:
                 items[(group_key == key) & (num_tokens > 0)],
                 num_tokens[(group_key == key) & (num_tokens > 0)],
                 shared_slots,
-                req_to_token,
-                req_pool_indices,
+                step,
             )
             for key in np.unique(group_key[num_tokens > 0])
         ]
@@ -98,10 +100,9 @@ class PlanExecution:
         work_items: _Int64Array,
         num_tokens: _Int64Array,
         shared_slots: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
+        step: Step,
     ) -> _ItemGroup:
-        device = req_to_token.device
+        device = step.req_to_token.device
 
         def to_device(array: _Int64Array) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
@@ -113,8 +114,8 @@ class PlanExecution:
         is_shared = kv_request == SHARED_KV
         slots = torch.empty_like(positions)
         slots[is_shared] = shared_slots[positions[is_shared]]
-        rows = req_pool_indices[kv_request[~is_shared]].long()
-        slots[~is_shared] = req_to_token[rows[:, None], positions[~is_shared]].long()
+        rows = step.req_pool_indices[kv_request[~is_shared]].long()
+        slots[~is_shared] = step.req_to_token[rows[:, None], positions[~is_shared]].long()
 
         num_requests = work_items[:, 1]
         columns = np.arange(num_requests.max())[None, :]
@@ -181,6 +182,55 @@ class PlanExecution:
             out[self._merged_requests] = merged_out
             lse[self._merged_requests] = merged_lse
         return out, lse
+
+
+class ReferenceExecutor:
+    """PackAttention's executor in plain torch. Buffers grow as needed; nothing can be captured."""
+
+    name = "reference"
+
+    def __init__(self, device: torch.device) -> None:
+        self._capacity: PlanCapacity | None = None
+        self._buffer: IntArray = np.empty(0, dtype=np.int32)
+        self._plan: DecodePlan | None = None
+        self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._step: Step | None = None
+        self._execution: PlanExecution | None = None  # of this step, made by its first run()
+
+    def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
+        """Take over the scheduler's last plan and gather its shared slots."""
+        needed = scheduler.required_capacity()
+        if self._capacity is None or not fits(needed, self._capacity):
+            self._capacity = grown(needed)
+            self._buffer = np.zeros(self._capacity.layout()["size"], dtype=np.int32)
+        self._plan = write_plan(scheduler, self._capacity, self._buffer)
+        self._shared_slots = gather_slots(self._plan, step.req_to_token, step.req_pool_indices)
+        return self._plan
+
+    def begin_step(self, step: Step) -> None:
+        """The following run()s read these tensors."""
+        self._step = step
+        self._execution = None
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sm_scale: float,
+        logit_cap: float,
+    ) -> None:
+        """One layer; writes `out`, and `lse` if given."""
+        assert self._plan is not None
+        assert self._step is not None
+        if self._execution is None:
+            self._execution = PlanExecution(self._plan, self._shared_slots, self._step)
+        result, result_lse = self._execution.run(q, k_cache, v_cache, sm_scale, logit_cap)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(result_lse)
 
 
 def _attend(

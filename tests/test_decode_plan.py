@@ -10,7 +10,7 @@ from forests import make_case, three_level_case
 from test_plan_properties import make_scheduler, plan_case
 
 from sglang_pat._scheduler import PLAN_MAGIC, PLAN_VERSION, TILE_TABLE, PackScheduler, PlanCapacity
-from sglang_pat.decode_plan import DecodePlan, KvTokens, PlanBuffer
+from sglang_pat.decode_plan import DecodePlan, KvTokens, fits, grown, write_plan
 
 SECTIONS = ("num_workers", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
 
@@ -43,15 +43,19 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_written(short: str) 
         scheduler.write(needed, out[:100])
 
 
-def test_the_buffer_grows_and_keeps_its_capacity() -> None:
-    scheduler, buffer = make_scheduler(), PlanBuffer()
+def test_a_buffer_with_room_to_spare_holds_smaller_plans() -> None:
+    scheduler = make_scheduler()
     plan_case(scheduler, three_level_case(64))
-    buffer.write(scheduler)
-    grown = buffer.host
+    capacity = grown(scheduler.required_capacity())
+    assert fits(scheduler.required_capacity(), capacity)
+    assert not fits(capacity, scheduler.required_capacity())
+    buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
+    large = write_plan(scheduler, capacity, buffer)
+    assert large.header.num_merges == 64
     plan_case(scheduler, make_case([], [(-1, 5)]))
-    plan = buffer.write(scheduler)
-    assert buffer.host is grown
-    assert plan.header.num_work_items == 1
+    small = write_plan(scheduler, capacity, buffer)
+    assert small.header.num_work_items == 1
+    assert small.worker_begin.ctypes.data == large.worker_begin.ctypes.data
 
 
 def test_a_buffer_without_a_plan_is_recognised() -> None:
