@@ -1,0 +1,137 @@
+"""The contenders of the kernel benchmark: one function each, all with the same signature.
+
+A contender gets the workload's tensors and an output tensor, does its planning, and returns a
+function that runs one decode step into the output and can be captured in a CUDA graph. Libraries
+are imported when their contender is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from workloads import HEAD_DIM, Workload, WorkloadTensors
+
+from sglang_pat.kernel_config import KernelConfig
+from sglang_pat.kernel_loader import load_kernels
+from sglang_pat.testing.planned_step import PlannedStep
+
+Step = Callable[[], object]
+Contender = Callable[[Workload, WorkloadTensors, torch.Tensor], Step]
+
+
+def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
+    """This package: one of its packing policies, or its tile bodies up to max_block_q only."""
+
+    def prepare(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+        config = KernelConfig.for_device(workload.dtype, HEAD_DIM, out.device)
+        options = {} if max_block_q is None else {"max_block_q": max_block_q}
+        step = PlannedStep(
+            load_kernels(config),
+            workload.num_qo_heads,
+            workload.num_kv_heads,
+            policy=policy,
+            **options,
+        )
+        step.write(
+            workload.tree.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+        )
+        return lambda: step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+
+    return prepare
+
+
+def flashinfer(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+    """FlashInfer's paged decode, page size 1, with tensor cores where there is a group."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    requests, length = tensors.req_to_token.shape
+    indptr = torch.arange(requests + 1, dtype=torch.int32) * length
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(512 << 20, dtype=torch.uint8, device="cuda"),
+        "NHD",
+        use_tensor_cores=workload.num_qo_heads > workload.num_kv_heads,
+    )
+    wrapper.plan(
+        indptr,
+        tensors.req_to_token.flatten(),
+        torch.ones(requests, dtype=torch.int32),
+        workload.num_qo_heads,
+        workload.num_kv_heads,
+        HEAD_DIM,
+        1,
+        q_data_type=workload.dtype,
+        kv_data_type=workload.dtype,
+    )
+    caches = (tensors.k_cache.unsqueeze(1), tensors.v_cache.unsqueeze(1))
+    return lambda: wrapper.run(tensors.q, caches, out=out)
+
+
+def cascade(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+    """FlashInfer's multi-level cascade, one level per level of the tree."""
+    from flashinfer import MultiLevelCascadeAttentionWrapper
+
+    tree = workload.tree
+    levels = len(tree.nodes)
+    wrapper = MultiLevelCascadeAttentionWrapper(
+        levels, torch.empty(512 << 20, dtype=torch.uint8, device="cuda"), "NHD"
+    )
+    qo_indptr, kv_indptr, kv_indices, last_page = [], [], [], []
+    column = 0
+    for count, tokens in zip(tree.nodes, tree.tokens, strict=True):
+        first = -(-torch.arange(count + 1) * tree.num_requests // count)
+        qo_indptr.append(first.int().cuda())
+        kv_indptr.append((torch.arange(count + 1, dtype=torch.int32) * tokens).cuda())
+        owners = first[:-1].cuda()
+        kv_indices.append(tensors.req_to_token[owners, column : column + tokens].flatten())
+        last_page.append(torch.ones(count, dtype=torch.int32, device="cuda"))
+        column += tokens
+    wrapper.plan(
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        last_page,
+        workload.num_qo_heads,
+        workload.num_kv_heads,
+        HEAD_DIM,
+        1,
+        q_data_type=workload.dtype,
+    )
+    pool = torch.stack((tensors.k_cache, tensors.v_cache), dim=1).unsqueeze(2)
+    return lambda: out.copy_(wrapper.run(tensors.q, pool))
+
+
+def fa3(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+    """FA3 as SGLang calls it on Hopper: sglang-kernel, page table in tokens."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    q = tensors.q.unsqueeze(1)
+    caches = tensors.k_cache.unsqueeze(1), tensors.v_cache.unsqueeze(1)
+    lengths = tensors.seq_lens.int()
+
+    def run() -> None:
+        result = flash_attn_with_kvcache(
+            q,
+            *caches,
+            cache_seqlens=lengths,
+            page_table=tensors.req_to_token,
+            softmax_scale=HEAD_DIM**-0.5,
+            causal=True,
+        )
+        out.copy_(result.view_as(out))
+
+    return run
+
+
+CONTENDERS: dict[str, Contender] = {
+    "pat": pat(),
+    "flashinfer": flashinfer,
+    "fa3": fa3,
+    "cascade": cascade,
+}
+ABLATIONS: dict[str, Contender] = {
+    "pat-paper": pat("paper"),
+    "pat-per-node": pat("per-node"),
+    "pat-query-centric": pat("query-centric"),
+    "pat-16-rows-only": pat(max_block_q=16),
+}

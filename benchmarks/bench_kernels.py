@@ -1,0 +1,178 @@
+"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3 and FlashInfer's cascade.
+
+All contenders of a case run interleaved in one process, as CUDA graphs, with a cold L2; each is
+compared with float64 before it is timed.
+
+    python benchmarks/bench_kernels.py --quick
+    python benchmarks/bench_kernels.py --json FILE
+    python benchmarks/bench_kernels.py --tree 1,64_8192,256 --heads 32/8 --contenders pat fa3
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from baselines import ABLATIONS, CONTENDERS
+from workloads import Workload, WorkloadTensors, pat_suite, quick_suite
+
+from sglang_pat.reference import dense_attention
+from sglang_pat.testing import timing
+from sglang_pat.testing.numerics import compare
+
+_CHECKED_REQUESTS = 16
+
+
+def measure(
+    workload: Workload, names: list[str], seed: int | None, rounds: int
+) -> dict[str, object]:
+    """Check and time one case."""
+    tensors = WorkloadTensors.make(workload, seed=seed)
+    every = max(1, len(tensors.q) // _CHECKED_REQUESTS)
+    checked = [
+        dense_attention(
+            tensors.q[::every],
+            tensors.k_cache,
+            tensors.v_cache,
+            tensors.req_to_token,
+            tensors.req_pool_indices[::every],
+            tensors.seq_lens[::every],
+            dtype=dtype,
+        )[0]
+        for dtype in (torch.float64, workload.dtype)
+    ]
+    graphs, errors, failed = {}, {}, {}
+    for name in names:
+        out = torch.full_like(tensors.q, torch.nan)
+        try:
+            step = (CONTENDERS | ABLATIONS)[name](workload, tensors, out)
+            step()
+            report = compare(out[::every], checked[1], checked[0])
+            errors[name] = report.max_error
+            # Split-KV kernels with 16-bit partials are a little worse than torch; wrong is far off.
+            if not report.acceptable and (name.startswith("pat") or report.max_error > 0.05):
+                failed[name] = str(report)
+                continue
+            graphs[name] = timing.capture(step)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            torch.cuda.synchronize()
+    us = timing.interleaved_us({n: g.replay for n, g in graphs.items()}, rounds=rounds)
+    return {"us": us, "error": errors, "failed": failed}
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def meta(copy_bandwidth: float) -> dict[str, object]:
+    folder = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    packages = ("sglang-pat", "flashinfer-python", "sglang-kernel", "triton")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "versions": {package: version(package) for package in packages},
+        "commit": commit or "unknown",
+        "command": " ".join(sys.argv),
+        "copy_gbps": copy_bandwidth / 1e9,
+        "clocks": {"before": timing.clock_report()},
+    }
+
+
+def report_line(case: dict[str, object], names: list[str]) -> str:
+    us, floor = case["us"], case["floor_us"]
+    cells = [f"{us[n]:9.1f}" if n in us else f"{'-':>9}" for n in names]
+    mine = us.get("pat", math.nan)
+    peers = [us[n] for n in us if not n.startswith("pat")]
+    versus = f"{min(peers) / mine:6.2f}x" if peers else f"{'-':>7}"
+    bandwidth = case["unique_kv_bytes"] / mine / 1e3
+    return (
+        f"{case['name']:52}{floor:9.1f}{''.join(cells)}{bandwidth:8.0f}{mine / floor:8.2f}{versus}"
+    )
+
+
+def summary(cases: list[dict[str, object]], names: list[str]) -> list[str]:
+    """Geometric means of time / floor."""
+    lines = []
+    for title, shared in (("shared", True), ("nothing shared", False)):
+        rows = [case for case in cases if case["shared"] is shared]
+        cells = []
+        for name in names:
+            ratios = [case["us"][name] / case["floor_us"] for case in rows if name in case["us"]]
+            cells.append(f"{name} {geomean(ratios):.2f} ({len(ratios)})")
+        lines.append(f"geomean time/floor, {title}, {len(rows)} cases: {', '.join(cells)}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few trees instead of 20")
+    parser.add_argument("--tree", help="one tree, e.g. 1,4,64_1024,256,64")
+    parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
+    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
+    parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
+    parser.add_argument("--scatter", action="store_true", help="random slots, not contiguous nodes")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    names = arguments.contenders or [*CONTENDERS, *(ABLATIONS if arguments.ablations else ())]
+    if arguments.tree:
+        heads = [int(n) for n in arguments.heads.split("/")]
+        suite = [Workload(arguments.tree, *heads)]
+    else:
+        suite = quick_suite() if arguments.quick else pat_suite()
+
+    copy_bandwidth = timing.copy_bandwidth()
+    info = meta(copy_bandwidth)
+    print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, clocks {info['clocks']['before']}")
+    heads_line = "".join(f"{name[-9:]:>9}" for name in names)
+    print(f"{'us':52}{'floor':>9}{heads_line}{'GB/s':>8}{'/floor':>8}{'vs best':>7}")
+    cases = []
+    for workload in suite:
+        case: dict[str, object] = {
+            "name": workload.name,
+            "tree": workload.tree_name,
+            "heads_q": workload.num_qo_heads,
+            "heads_kv": workload.num_kv_heads,
+            "shared": workload.tree.is_shared,
+            "floor_us": workload.floor_us(copy_bandwidth),
+            "unique_kv_bytes": workload.unique_kv_bytes,
+        }
+        seed = 0 if arguments.scatter else None
+        case |= measure(workload, names, seed, arguments.rounds)
+        cases.append(case)
+        print(report_line(case, names), flush=True)
+        for name, message in case["failed"].items():
+            print(f"    {name}: {message}")
+        torch.cuda.empty_cache()
+    info["clocks"]["after"] = timing.clock_report()
+    print("\n".join(summary(cases, names)))
+    print(f"clocks after {info['clocks']['after']}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"meta": info, "cases": cases}, indent=1))
+    return 1 if any("pat" in case["failed"] for case in cases) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""GPU timing for benchmarks: graph replays, cold L2, contenders interleaved, clocks reported."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+
+import torch
+
+_FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU
+
+
+def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Record `function` as a graph, after a warm-up call."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def interleaved_us(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int = 30, warmup: int = 3
+) -> dict[str, float]:
+    """Median microseconds of each. Every round runs each once, after overwriting the L2."""
+    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in contenders}
+    for i in range(warmup + rounds):
+        for name, run in contenders.items():
+            begin, end = _event(), _event()
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+            if i >= warmup:
+                pairs[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {
+        name: statistics.median(1e3 * begin.elapsed_time(end) for begin, end in events)
+        for name, events in pairs.items()
+    }
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def copy_bandwidth() -> float:
+    """Device-to-device copy, bytes read and written per second."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    us = interleaved_us({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
+    return 2 * source.numel() / (us * 1e-6)
+
+
+def clock_report() -> str:
+    """SM and memory clock, temperature and power as nvidia-smi gives them; empty without it."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, check=False)
+    return result.stdout.strip().splitlines()[0] if result.returncode == 0 else ""
