@@ -1,9 +1,10 @@
 """Run SGLang's engine on a machine without a CUDA driver.
 
-Beside the pipeline: the demo and the engine tests call `enable_cpu_engine()` before they import SGLang.
-SGLang imports its `sgl_kernel` wheel everywhere, and that wheel cannot be loaded without `libcuda.so.1`. Here a
-package of stubs takes its place, in this process and in every process started from it. Where a driver
-is present nothing of this is ever active.
+Beside the pipeline: the demo and the engine tests call `enable_cpu_engine()` before they import
+SGLang. SGLang imports its `sgl_kernel` wheel everywhere, and that wheel cannot be loaded without
+`libcuda.so.1`. Here a package of stubs takes its place, in this process and in every process
+started from it, and FlashInfer is hidden, which is slow to import and of no use then. Where a
+driver is present nothing of this is ever active.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ STUB_DIR = Path(__file__).resolve().parent / "cpu_stubs"
 def cuda_driver_is_present() -> bool:
     """Whether the CUDA driver library can be loaded: what the `sgl_kernel` wheel needs.
 
-    Devices are not counted: that would initialise the driver, which a process that forks must not do.
+    Devices are not counted: that would initialise the driver, which a process that forks must not
+    do.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -31,8 +33,8 @@ def cuda_driver_is_present() -> bool:
 def enable_cpu_engine() -> bool:
     """Make SGLang run on the CPU if, and only if, no CUDA driver is present. Idempotent.
 
-    Call it before anything of SGLang is imported. Child processes inherit it through the environment.
-    Returns whether the CPU engine is active; False means that nothing was changed.
+    Call it before anything of SGLang is imported. Child processes inherit it through the
+    environment. Returns whether the CPU engine is active; False means that nothing was changed.
     """
     if cuda_driver_is_present():
         return False
@@ -41,11 +43,12 @@ def enable_cpu_engine() -> bool:
         return True
     if "sglang.srt" in sys.modules:
         raise RuntimeError(
-            "enable_cpu_engine() was called after SGLang had been imported, which has already chosen its "
+            "enable_cpu_engine() was called after SGLang had been imported, which has chosen its "
             "platform by then; call it first"
         )
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # SGLang 0.5.17 takes a backend that it does not know by name for one that uses Triton, on the CPU too.
+    # SGLang 0.5.17 takes a backend that it does not know by name for one that uses Triton, on the
+    # CPU too.
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path.insert(0, str(STUB_DIR))
     inherited = os.environ.get("PYTHONPATH")

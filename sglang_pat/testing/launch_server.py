@@ -1,4 +1,5 @@
-"""`python -m sglang_pat.testing.launch_server ...`: `sglang.launch_server`, with or without a CUDA driver.
+"""`python -m sglang_pat.testing.launch_server ...`: `sglang.launch_server`, with or without a CUDA
+driver.
 
 Takes the arguments of `sglang.launch_server` and hands them on unchanged.
 """

@@ -29,7 +29,8 @@ class TinyModel:
     seed: int = 20
 
     def write(self, folder: Path | str) -> Path:
-        """Write `config.json` and `model.safetensors` to `folder`, which is made if it is missing."""
+        """Write `config.json` and `model.safetensors` to `folder`, which is made if it is
+        missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self._config(), indent=2) + "\n")
@@ -78,8 +79,8 @@ class TinyModel:
             weights |= {
                 f"{prefix}.input_layernorm.weight": torch.ones(hidden),
                 f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
-                # Gain 2 in both: sharp enough that a far away token can decide the next one. At gain 1 the
-                # softmax is nearly flat, and the output hardly depends on a long prefix.
+                # Gain 2 in both: sharp enough that a far away token can decide the next one. At
+                # gain 1 the softmax is nearly flat, and the output hardly depends on a long prefix.
                 f"{prefix}.self_attn.q_proj.weight": normal(q_size, hidden, 2.0),
                 f"{prefix}.self_attn.k_proj.weight": normal(kv_size, hidden, 2.0),
                 f"{prefix}.self_attn.v_proj.weight": normal(kv_size, hidden, 2.0),

@@ -1,7 +1,8 @@
-"""Stands in for SGLang's `sgl_kernel` wheel where no CUDA driver is present (see `testing/cpu_engine.py`).
+"""Stands in for SGLang's `sgl_kernel` wheel where no CUDA driver is present (see
+`testing/cpu_engine.py`).
 
-Every name, in this package and in any submodule, is a stub that can be imported and raises when it is
-called. `scalar_type` is plain Python and is taken from the installed wheel.
+Every name, in this package and in any submodule, is a stub that can be imported and raises when it
+is called. `scalar_type` is plain Python and is taken from the installed wheel.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sglang_pat.testing.cpu_engine import cuda_driver_is_present
 
 if cuda_driver_is_present():
     raise ImportError(
-        f"the sgl_kernel stubs in {Path(__file__).parent} were imported on a machine with a CUDA driver; "
-        "remove their folder from PYTHONPATH"
+        f"the sgl_kernel stubs in {Path(__file__).parent} were imported on a machine with a CUDA "
+        "driver; remove their folder from PYTHONPATH"
     )
 
 
@@ -28,7 +29,7 @@ def _stub(qualified_name: str) -> type:
 
     def refuse(cls: type, *args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
-            f"{qualified_name} was called, but there is no CUDA driver and this is only a stub of it"
+            f"{qualified_name} was called, but without a CUDA driver there is only a stub of it"
         )
 
     return type(qualified_name.rpartition(".")[2], (), {"__new__": refuse})
@@ -44,7 +45,8 @@ class _StubModule(ModuleType):
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every `sgl_kernel.x`: the wheel's own file for the plain Python ones, else a stub module."""
+    """Finds every `sgl_kernel.x`: the wheel's own file for the plain Python ones, else a stub
+    module."""
 
     FROM_THE_WHEEL = ("scalar_type",)
 

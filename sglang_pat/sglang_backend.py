@@ -1,0 +1,200 @@
+"""PatAttnBackend: decode attention of SGLang through PackAttention.
+
+Above it SGLang's model runner: metadata once per step, forward once per layer. Everything that is
+not decode stays with SGLang's own backend, beside it in a HybridAttnBackend.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_pat.env import Environment
+from sglang_pat.pack_attention import PackAttention
+from sglang_pat.sglang_batch import BatchReader, install_hooks
+from sglang_pat.sglang_check import StepChecker
+from sglang_pat.sglang_plugin import NAME
+from sglang_pat.sglang_refusals import (
+    attention_layers,
+    check_argument_names,
+    check_kv_pool,
+    check_server,
+)
+from sglang_pat.stats_file import StatsFile
+
+logger = logging.getLogger(__name__)
+
+
+def create_pat_backend(model_runner: Any) -> AttentionBackend:
+    """What SGLang gets for `pat`: alone for decode only, else composed with SGLang's default
+    backend.
+
+    Raises ValueError if the configuration is not supported, RuntimeError if SGLang cannot be
+    hooked.
+    """
+    prefill, decode = _chosen_backends(model_runner)
+    if decode != NAME:
+        raise ValueError(
+            f"pat decodes, but it was chosen for prefill ({prefill!r}) and not for decode ({decode!r}); "
+            f"use "
+            f"--attention-backend {NAME} or --decode-attention-backend {NAME}"
+        )
+    backend = PatAttnBackend(model_runner)
+    if prefill != NAME:
+        return backend  # SGLang itself puts it beside the prefill backend
+    default = _default_backend(model_runner)
+    logger.info("pat decodes, %s does everything else", default)
+    return HybridAttnBackend(
+        model_runner=model_runner,
+        prefill_backend=ATTENTION_BACKENDS[default](model_runner),
+        decode_backend=backend,
+    )
+
+
+class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """Decode only. Plans in init_forward_metadata*, runs the plan in forward_decode."""
+
+    # Plans are made on the host, from the lengths there.
+    needs_cpu_seq_lens = True
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        environment = Environment.read()
+        check_server(model_runner)
+        layer = attention_layers(model_runner.model)[0]
+        check_kv_pool(model_runner, layer)
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self._attention = PackAttention(
+            layer.tp_q_head_num,
+            layer.tp_k_head_num,
+            layer.qk_head_dim,
+            dtype=model_runner.dtype,
+            device=model_runner.req_to_token_pool.req_to_token.device,
+            policy=environment.policy,
+        )
+        install_hooks()
+        self._reader = BatchReader()
+        self._checker = StepChecker() if environment.debug else None
+        # All ranks of a tensor-parallel group make the same plans.
+        is_first_rank = torch.distributed.get_rank() == 0
+        file = environment.stats_file
+        self._stats_file = StatsFile(file) if file is not None and is_first_rank else None
+        self._write_stats()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Eager decode. The requests are taken from the step that is being run."""
+        self._plan(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a CUDA graph is replayed, or captured: the plan is written outside of the
+        graph."""
+        self._plan(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        raise ValueError(
+            "pat cannot be captured in a CUDA graph: the torch reference executor runs its plans. "
+            "Start SGLang with --disable-cuda-graph (or --cuda-graph-backend-decode disabled)"
+        )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer: store the new token's KV, then attend. q `[rows, heads * head_dim]`, as is the
+        result."""
+        if kwargs:
+            check_argument_names(layer, kwargs)
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
+        # Asked for in every layer: with a hierarchical cache this waits until the layer has been
+        # loaded.
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._attention.run(
+            q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _plan(self, forward_batch: Any) -> None:
+        if forward_batch.batch_size == 0:  # an idle rank under data parallelism
+            return
+        req_to_token = self.req_to_token_pool.req_to_token
+        rows = forward_batch.req_pool_indices
+        built_before = self._attention.stats.plans_built
+        batch = self._reader.read(forward_batch)
+        self._attention.plan(
+            batch, req_to_token=req_to_token, req_pool_indices=rows, seq_lens=forward_batch.seq_lens
+        )
+        shared = self._reader.last_shared
+        if self._checker is not None and shared is not None:
+            plan_is_new = self._attention.stats.plans_built > built_before
+            self._checker.check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
+        self._write_stats()
+
+    def _write_stats(self) -> None:
+        if self._stats_file is not None:
+            self._stats_file.write(self._attention.stats, private_steps=self._reader.private_steps)
+
+
+def _write_location(forward_batch: Any) -> KVWriteLoc:
+    """Where the new token goes. SGLang marks the slots of a batch as physical since it has virtual
+    ones."""
+    if hasattr(KVWriteLoc, "for_batch"):
+        return KVWriteLoc.for_batch(forward_batch)
+    return KVWriteLoc(forward_batch.out_cache_loc)
+
+
+def _chosen_backends(model_runner: Any) -> tuple[str, str]:
+    """The names of the prefill and the decode backend."""
+    arguments = model_runner.server_args
+    if hasattr(arguments, "get_attention_backends"):  # 0.5.17
+        prefill, decode = arguments.get_attention_backends()
+        return prefill, decode
+    return model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
+
+
+def _default_backend(model_runner: Any) -> str:
+    """The backend that SGLang would have taken, had none been asked for."""
+    arguments, config = model_runner.server_args, model_runner.model_config
+    if model_runner.device == "cpu":
+        from sglang.srt.utils import cpu_has_amx_support
+
+        return "intel_amx" if cpu_has_amx_support() else "torch_native"
+    if hasattr(arguments, "_get_default_attn_backend"):  # 0.5.17
+        default: str = arguments._get_default_attn_backend(model_runner.use_mla_backend, config)
+    else:
+        from sglang.srt.arg_groups.overrides import get_default_attn_backend
+
+        default = get_default_attn_backend(arguments, model_runner.use_mla_backend, config)
+    # SGLang adapts the page size to a backend that it chose itself, but has chosen it for `pat`
+    # here.
+    page_sizes = _PAGE_SIZES.get(default)
+    if page_sizes is not None and arguments.page_size not in page_sizes:
+        raise ValueError(
+            f"SGLang's default backend here is {default}, which needs --page-size "
+            f"{' or '.join(map(str, page_sizes))}, not {arguments.page_size}; pass it, or select "
+            f"pat by --decode-attention-backend {NAME}"
+        )
+    return default
+
+
+_PAGE_SIZES = {"trtllm_mha": (16, 32, 64, 128), "fa4": (128,)}

@@ -1,0 +1,28 @@
+"""Entry point of the plug-in: makes `pat` one of SGLang's attention backends.
+
+SGLang calls `register()` in each of its processes, whether or not `pat` is chosen. So it only
+registers a name; everything else is imported, and hooked into SGLang, when SGLang builds the
+backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "pat"
+
+
+def register() -> None:
+    """Called by SGLang through the entry point group `sglang.srt.plugins`."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(create_backend)
+
+
+def create_backend(model_runner: Any) -> Any:
+    """Called by SGLang in the scheduler process, if `pat` was chosen."""
+    from sglang_pat.sglang_backend import create_pat_backend
+
+    return create_pat_backend(model_runner)
