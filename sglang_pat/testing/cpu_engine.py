@@ -50,6 +50,8 @@ def enable_cpu_engine() -> bool:
     # SGLang 0.5.17 takes a backend that it does not know by name for one that uses Triton, on the
     # CPU too.
     os.environ["TRITON_INTERPRET"] = "1"
+    # More threads than free cores wait for each other: a tiny model then takes ten times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(STUB_DIR))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB_DIR), *([inherited] if inherited else [])])

@@ -1,0 +1,68 @@
+"""SGLang's real prefix caches without an engine around them, and requests that point into them."""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+TREE_KINDS = ["python nodes", "unified"]
+_CAN_CHOOSE_CORE = "tree_core_backend" in inspect.signature(CacheInitParams).parameters
+if _CAN_CHOOSE_CORE:
+    TREE_KINDS.append("unified, python core")
+
+
+class Tree:
+    """One of SGLang's prefix caches. Slots are what the test says they are."""
+
+    def __init__(self, kind: str, page_size: int = 1, *, disable: bool = False) -> None:
+        core = {"tree_core_backend": "python"} if kind == "unified, python core" else {}
+        allocator = SimpleNamespace(
+            device=torch.device("cpu"),
+            free=lambda *args, **kwargs: None,
+            free_segment=lambda *args, **kwargs: None,
+        )
+        params = CacheInitParams(
+            disable=disable,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+            **core,
+        )
+        self.cache: Any = (RadixCache if kind == "python nodes" else UnifiedRadixCache)(params)
+
+    def insert(self, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        self.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=torch.tensor(slots)))
+
+    def last_node(self, tokens: Sequence[int]) -> Any:
+        """The node at which the cached prefix of `tokens` ends. Splits a node if need be."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+        return match.last_device_node
+
+    def request(self, rid: str, tokens: Sequence[int], protected: int, row: int = 1) -> Any:
+        """A request whose first `protected` tokens are in the tree."""
+        return request(rid, self.last_node(tokens[:protected]), protected, row)
+
+
+def request(rid: str, last_node: Any, protected: int, row: int = 1) -> Any:
+    """Laid out like the Req of the installed SGLang."""
+    place = {"req_pool_idx": row, "cache_protected_len": protected}
+    if "req_pool_idx" in ReqKvInfo.__dataclass_fields__:
+        return SimpleNamespace(rid=rid, last_node=last_node, kv=SimpleNamespace(**place))
+    return SimpleNamespace(rid=rid, last_node=last_node, kv=None, **place)
+
+
+def place(req: Any) -> Any:
+    """Where a request keeps its row and its protected length."""
+    return req if req.kv is None else req.kv
