@@ -8,7 +8,7 @@ cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, int num_ctas
                                         cudaStream_t stream);
 
 cudaError_t launch_pack_decode(const DecodeParams& params, int num_ctas, cudaStream_t stream) {
-  if (params.logit_cap != 0.f) return launch_pack_decode_soft_cap(params, num_ctas, stream);
+  if (params.soft_cap) return launch_pack_decode_soft_cap(params, num_ctas, stream);
   return launch_pack_decode_variant<false>(params, num_ctas, stream);
 }
 

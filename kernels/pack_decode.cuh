@@ -15,8 +15,7 @@ namespace pat {
 template <typename T, int kHeadDim, bool kSoftCap, int kTile>
 __device__ __forceinline__ void execute_item(const DecodeParams& params,
                                              SharedStorage<kHeadDim>& storage,
-                                             const LogitScale<kSoftCap>& scale,
-                                             const QueryRows& rows, QueryPosition& position,
+                                             QueryPosition& position,
                                              RingPosition<SharedStorage<kHeadDim>::kStages>& ring,
                                              int kv_head, int warp) {
   using Layout = WarpLayout<kTile>;
@@ -31,8 +30,8 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
   const int num_rows = record.num_rows;
   const int first_row = warp / Layout::kKvWarps * kUnitRows;
   const int kv_warp = warp % Layout::kKvWarps;
-  const RowTargets targets(record, rows, kv_head, params.num_kv_heads * params.group_size,
-                           first_row, lane);
+  const RowTargets targets(record, params.rows, kv_head,
+                           params.num_kv_heads * params.rows.group_size, first_row, lane);
 
   WarpAttention<T, kHeadDim, kSoftCap> part;
   const int first_unit = position.first_unit(kUnits);
@@ -40,7 +39,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
              lane);
   __syncwarp();
   if (lane == 0) {
-    for (int unit = position.next_unit; unit < first_unit + kUnits; ++unit) {
+    for (int unit = first_unit; unit < first_unit + kUnits; ++unit) {
       ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty[unit % kQueryUnits]));
     }
   }
@@ -55,7 +54,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
     if (stage_of_step == own_stage && num_valid > 0) {
       const uint32_t keys = ptx::shared_address(storage.kv[ring.stage]);
       part.template attend<Layout::kWarpTokens>(keys, keys + Storage::kOperandBytes, first_token,
-                                                num_valid, scale, lane);
+                                                num_valid, params.logit_scale, lane);
     }
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
@@ -63,8 +62,8 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
     stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
   }
 
-  finish_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(part, scale, storage, params, targets,
-                                                       num_rows, warp, lane);
+  finish_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(part, storage, params, targets, num_rows,
+                                                       warp, lane);
 }
 
 // Calls the body of `tile`: exactly the rows of the tile table.
@@ -112,16 +111,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   } else if (warp == kConsumerWarps + 1) {
     Producer<T, kHeadDim, false>(params, storage, kv_head, lane).run(item_begin, item_end);
   } else {
-    const LogitScale<kSoftCap> scale(params.sm_scale, params.logit_cap);
-    const QueryRows rows(params.group_size);
     QueryPosition position;
     RingPosition<Storage::kStages> ring;
     for (int item = item_begin; item < item_end; ++item) {
       ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
                         position.item_parity());
       dispatch_tile(storage.records[position.record()].tile, [&]<int kTile>() {
-        execute_item<T, kHeadDim, kSoftCap, kTile>(params, storage, scale, rows, position, ring,
-                                                   kv_head, warp);
+        execute_item<T, kHeadDim, kSoftCap, kTile>(params, storage, position, ring, kv_head, warp);
       });
     }
   }

@@ -204,9 +204,10 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                     .partial_out = partial_out.mutable_data_ptr<float>(),
                     .partial_lse = partial_lse.mutable_data_ptr<float>(),
                     .num_kv_heads = static_cast<int32_t>(num_kv_heads),
-                    .group_size = static_cast<int32_t>(num_q_heads / num_kv_heads),
-                    .sm_scale = static_cast<float>(sm_scale),
-                    .logit_cap = static_cast<float>(logit_cap)},
+                    .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
+                    .logit_scale =
+                        LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
+                    .soft_cap = logit_cap > 0},
                    static_cast<int>(num_workers * num_kv_heads), stream),
                "pack_decode");
   check_launch(launch_merge_partials({.plan = view,

@@ -25,6 +25,29 @@ struct PlanView {
   const MergeEntry* merges;
 };
 
+// Query row of a work item -> request of the item and query head of the group, without a division.
+struct QueryRows {
+  int32_t group_size;
+  int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 16
+
+  static constexpr QueryRows of(int32_t group_size) {
+    return {group_size, (65536 + group_size - 1) / group_size};
+  }
+};
+
+// Score q.k -> logit in the base-2 domain: s * outer, or with soft-cap tanh(s * inner) * outer.
+struct LogitScale {
+  float inner;
+  float outer;
+
+  // logit_cap 0: none.
+  static constexpr LogitScale of(float sm_scale, float logit_cap) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    if (logit_cap == 0.f) return {1.f, sm_scale * kLog2E};
+    return {sm_scale / logit_cap, logit_cap * kLog2E};
+  }
+};
+
 struct GatherParams {
   PlanView plan;
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
@@ -51,9 +74,9 @@ struct DecodeParams {
   float* partial_out;           // [num_partials, Hq, D], normalised
   float* partial_lse;           // [num_partials, Hq], natural log
   int32_t num_kv_heads;
-  int32_t group_size;
-  float sm_scale;
-  float logit_cap;  // 0: none
+  QueryRows rows;
+  LogitScale logit_scale;
+  bool soft_cap;
 };
 
 struct MergeParams {

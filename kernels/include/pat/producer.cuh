@@ -121,12 +121,7 @@ class Producer {
   using Storage = SharedStorage<kHeadDim>;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int kv_head, int lane)
-      : params_(params),
-        storage_(storage),
-        lane_(lane),
-        kv_head_(kv_head),
-        rows_(params.group_size),
-        copy_(lane) {
+      : params_(params), storage_(storage), lane_(lane), kv_head_(kv_head), copy_(lane) {
     const void* base = kIsKey ? params.k_cache : params.v_cache;
     cache_ =
         static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
@@ -205,11 +200,14 @@ class Producer {
     const int units = tile_units(source.tile);
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
-      ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]),
-                        ((unit / kQueryUnits) & 1) ^ 1);
+      const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
+      ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
+      // A skipped unit is handed back at once, in the consumers' place: the item's own last units may be the
+      // next lap of it.
+      if (unit < first_unit && lane_ < kConsumerWarps) ptx::barrier_arrive(empty);
     }
 
-    const int num_rows = source.num_requests * params_.group_size;
+    const int num_rows = source.num_requests * params_.rows.group_size;
     ItemRecord& record = storage_.records[queries_.record()];
     if (lane_ == 0) {
       record.tile = source.tile;
@@ -228,11 +226,11 @@ class Producer {
     const char* queries = static_cast<const char*>(params_.q) + copy_.chunk * kChunkBytes;
     const int tile_rows = units * kUnitRows;
     for (int row = copy_.row; row < tile_rows; row += RowCopy<kHeadDim>::kRowsPerCopy) {
-      const int index = rows_.request(row);
+      const int index = request_of_row(params_.rows, row);
       const int low = __shfl_sync(kFullWarp, requests_[0].x, index % 32);
       const int high = __shfl_sync(kFullWarp, requests_[1].x, index % 32);
       const int64_t request = index < 32 ? low : high;
-      const int head = kv_head_ * params_.group_size + rows_.head(row);
+      const int head = kv_head_ * params_.rows.group_size + head_of_row(params_.rows, row);
       const char* row_source =
           queries + (request * params_.q_stride + head * kHeadDim) * static_cast<int>(sizeof(T));
       const bool valid = row < num_rows;
@@ -251,7 +249,6 @@ class Producer {
   Storage& storage_;
   const int lane_;
   const int kv_head_;
-  const QueryRows rows_;
   const RowCopy<kHeadDim> copy_;
   const char* cache_;  // of this lane's chunk, slot 0
   uint32_t slot_bytes_;

@@ -55,7 +55,8 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until the phase with this parity has completed. On a fresh barrier, parity 1 counts as completed.
+// Waits until the phase with this parity has completed, then converges the warp. On a fresh barrier, parity 1 counts
+// as completed.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -63,8 +64,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       ".reg .pred done;\n"
       "wait:\n"
       "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra.uni finished;\n"
-      "bra.uni wait;\n"
+      "@done bra finished;\n"  // not .uni: the lanes of a warp may see the phase end apart
+      "bra wait;\n"
       "finished:\n"
       "}" ::"r"(barrier),
       "r"(parity)
@@ -83,6 +84,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "memory");
   }
 #endif
+  __syncwarp();
 }
 
 // Barrier of a subset of the CTA's warps. Id 0 is __syncthreads.

@@ -20,8 +20,8 @@ struct RowTargets {
       const int tile_row = first_row + lane / 4 + 8 * h;
       row[h] = kNone;
       if (tile_row < record.num_rows) {
-        const ItemRequest target = record.requests[rows.request(tile_row)];
-        const int head = kv_head * rows.group_size + rows.head(tile_row);
+        const ItemRequest target = record.requests[request_of_row(rows, tile_row)];
+        const int head = kv_head * rows.group_size + head_of_row(rows, tile_row);
         row[h] = target.partial_slot == kDirectStore ? ~(target.request * num_q_heads + head)
                                                      : target.partial_slot * num_q_heads + head;
       }
@@ -57,7 +57,6 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, int row, f
 // for the whole tile. All consumer warps call it together.
 template <typename T, int kHeadDim, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void finish_item(WarpAttention<T, kHeadDim, kSoftCap>& part,
-                                            const LogitScale<kSoftCap>& scale,
                                             SharedStorage<kHeadDim>& storage,
                                             const DecodeParams& params, const RowTargets& targets,
                                             int num_rows, int warp, int lane) {
@@ -96,9 +95,10 @@ __device__ __forceinline__ void finish_item(WarpAttention<T, kHeadDim, kSoftCap>
       total[h] = 0.f;
 #pragma unroll
       for (int other = 0; other < kKvWarps; ++other) {
-        total[h] += states[other].y * ptx::exp2((states[other].x - shift) * scale.outer);
+        total[h] +=
+            states[other].y * ptx::exp2((states[other].x - shift) * params.logit_scale.outer);
       }
-      const float factor = ptx::exp2((part.maximum[h] - shift) * scale.outer);
+      const float factor = ptx::exp2((part.maximum[h] - shift) * params.logit_scale.outer);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         part.out[tile][2 * h] *= factor;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void finish_item(WarpAttention<T, kHeadDim, kSoftCap>
     }
     if (kv_warp == 0 && lane % 4 == 0) {
       store_lse(params, targets.row[h],
-                empty ? -INFINITY : maximum[h] * scale.outer + log2f(total[h]));
+                empty ? -INFINITY : maximum[h] * params.logit_scale.outer + log2f(total[h]));
     }
   }
 }

@@ -24,21 +24,6 @@ struct WarpLayout {
   static_assert(kStagesPerStep * kStageTokens == kConfig.block_kv);
 };
 
-// Scores to logits in the base-2 domain: s * sm_scale * log2(e), or cap * tanh(s * sm_scale / cap) * log2(e).
-template <bool kSoftCap>
-struct LogitScale {
-  float inner;  // before tanh; not used without soft-cap
-  float outer;
-
-  __device__ __forceinline__ LogitScale(float sm_scale, float logit_cap)
-      : inner(kSoftCap ? sm_scale / logit_cap : 0.f),
-        outer((kSoftCap ? logit_cap : sm_scale) * 1.4426950408889634f) {}
-  // What is compared and masked: monotonic in the logit, which is `outer` times it.
-  __device__ __forceinline__ float score(float s) const {
-    return kSoftCap ? ptx::tanh(s * inner) : s;
-  }
-};
-
 // One warp's share of an item: 16 query rows against its part of the KV range. A lane holds rows lane / 4 and
 // lane / 4 + 8 (index h), and of each 8 columns two (accumulator layout of mma.m16n8k16).
 template <typename T, int kHeadDim, bool kSoftCap>
@@ -73,15 +58,14 @@ struct WarpAttention {
   // kTokens tokens of a stage from `first_token`, of which the first num_valid count (at least one).
   template <int kTokens>
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int first_token,
-                                         int num_valid, const LogitScale<kSoftCap>& scale,
-                                         int lane) {
+                                         int num_valid, const LogitScale& scale, int lane) {
     float scores[kTokens / 8][4];
     multiply_keys<kTokens>(scores, keys, first_token, lane);
     if constexpr (kSoftCap) {
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][i] = scale.score(scores[tile][i]);
+        for (int i = 0; i < 4; ++i) scores[tile][i] = ptx::tanh(scores[tile][i] * scale.inner);
       }
     }
     if (num_valid < kTokens) {
@@ -135,7 +119,7 @@ struct WarpAttention {
 
   template <int kTokens>
   __device__ __forceinline__ void update_maximum(const float (&scores)[kTokens / 8][4],
-                                                 const LogitScale<kSoftCap>& scale) {
+                                                 const LogitScale& scale) {
     float latest[2] = {maximum[0], maximum[1]};
 #pragma unroll
     for (int tile = 0; tile < kTokens / 8; ++tile) {

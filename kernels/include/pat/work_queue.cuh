@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "pat/plan_format.h"
+#include "pat/decode_params.h"
 #include "pat/ptx.cuh"
 #include "pat/tile_table.h"
 
@@ -49,16 +49,14 @@ __device__ __forceinline__ uint32_t step_address(uint32_t first_chunk, int rows,
   return (first_chunk ^ (step % 4 * 2 * kChunkBytes)) + step / 4 * rows * kPanelRowBytes;
 }
 
-// Query row -> (request of the item, query head of the group).
-struct QueryRows {
-  int group_size;
-  int reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 16
+__device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
+  return row * rows.reciprocal >> 16;
+}
 
-  __device__ __forceinline__ explicit QueryRows(int group_size)
-      : group_size(group_size), reciprocal((65536 + group_size - 1) / group_size) {}
-  __device__ __forceinline__ int request(int row) const { return row * reciprocal >> 16; }
-  __device__ __forceinline__ int head(int row) const { return row - request(row) * group_size; }
-};
+// Query head of the KV head's group.
+__device__ __forceinline__ int head_of_row(const QueryRows& rows, int row) {
+  return row - request_of_row(rows, row) * rows.group_size;
+}
 
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
@@ -112,7 +110,8 @@ struct QueryPosition {
 
   __device__ __forceinline__ int record() const { return item % kQueryUnits; }
   __device__ __forceinline__ uint32_t item_parity() const { return (item / kQueryUnits) & 1; }
-  // The first unit of an item of `units` (1, 2 or 4) units. Units between next_unit and it are skipped.
+  // The first unit of an item of `units` (1, 2 or 4) units. Units between next_unit and it are skipped
+  // by the consumers.
   __device__ __forceinline__ int first_unit(int units) const {
     return (next_unit + units - 1) & -units;
   }
