@@ -52,6 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     from sglang_pat.testing.tiny_model import TinyModel
 
     on_cpu = enable_cpu_engine()
+    if on_cpu:
+        # The engine's processes share few cores; threads that wait for each other make it crawl.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = TinyModel()
     requests = make_requests(arguments.requests, model.vocab_size)
     console.print(
@@ -79,7 +82,8 @@ def _quieten() -> None:
     """Silence what SGLang and its libraries say on every start. Errors still come through."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the engine's processes
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of the weight loader
+    # The weight loader's bars appear after this many seconds; it ignores TQDM_DISABLE.
+    os.environ.setdefault("TQDM_DELAY", "3600")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

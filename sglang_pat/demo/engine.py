@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_pat.demo.report import console
 from sglang_pat.demo.workload import Request
 
-MAX_RUNNING_REQUESTS = 16
+MAX_RUNNING_REQUESTS = 32
 KV_POOL_TOKENS = 32_768
 
 
