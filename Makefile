@@ -21,7 +21,7 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/include -type f)
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test lint format bench-scheduler clean
+.PHONY: help setup demo test lint lint-ruff lint-format lint-mypy lint-clang-format format bench-scheduler clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -38,10 +38,19 @@ demo: setup
 test: setup
 	$(RUN) -m pytest $(ARGS)
 
-lint: setup
-	$(RUN) -m ruff check
-	$(RUN) -m ruff format --check
+lint:  # all of them, even if one fails
+	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-clang-format
+
+lint-ruff: setup
+	$(RUN) -m ruff check --quiet
+
+lint-format: setup
+	$(RUN) -m ruff format --check --quiet
+
+lint-mypy: setup
 	$(RUN) -m mypy
+
+lint-clang-format: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
 format: setup
