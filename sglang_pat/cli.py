@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sglang_pat import demo, support
+from sglang_pat import demo, kernel_loader, support
 
 
 def _support(arguments: argparse.Namespace) -> int:
@@ -25,6 +25,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     demo.add_arguments(
         commands.add_parser("demo", help=demo.DESCRIPTION, description=demo.DESCRIPTION)
+    )
+    compile_now = "compile the CUDA kernels now instead of on first use"
+    kernel_loader.add_arguments(
+        commands.add_parser("build", help=compile_now, description=compile_now)
     )
     matrix = commands.add_parser("support", help="print what is supported, as a Markdown table")
     matrix.set_defaults(run=_support)

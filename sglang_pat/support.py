@@ -38,13 +38,22 @@ _MATRIX = (
     SupportRow("device", "CPU and CUDA, both by the torch reference executor", REFUSED),
     SupportRow("CUDA graphs", "none until the CUDA kernels are there", REFUSED),
     SupportRow("forward mode", "decode", SGLANG_BACKEND),
-    SupportRow("attention", "MHA, GQA and MQA with causal self-attention; logit soft-cap", REFUSED),
+    SupportRow(
+        "attention",
+        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap",
+        REFUSED,
+    ),
     SupportRow("head_dim", _any_of(HEAD_DIMS), REFUSED),
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
     SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
     SupportRow("KV pool", "one pool for all layers, any page size", REFUSED),
     SupportRow("sliding window", "none", REFUSED),
-    SupportRow("speculative decoding", "none", REFUSED),
+    SupportRow(
+        "server options",
+        "all but --speculative-algorithm, --enable-two-batch-overlap, --enable-pdmux, "
+        "--enable-hisparse, --dllm-algorithm, --dcp-size",
+        REFUSED,
+    ),
     SupportRow(
         "prefix cache",
         "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core)",

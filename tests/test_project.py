@@ -131,6 +131,14 @@ def test_support_agrees_with_the_scheduler() -> None:
     assert support.MAX_GROUP_SIZE == _scheduler.MAX_GROUP_SIZE
 
 
+def test_support_names_every_refused_server_option() -> None:
+    refusals = (ROOT / "sglang_pat/sglang_refusals.py").read_text()
+    flags = set(re.findall(r"--[a-z][a-z-]+", refusals))
+    (row,) = (row for row in support.support_matrix() if row.topic == "server options")
+    assert set(re.findall(r"--[a-z][a-z-]+", row.supported)) == flags
+    assert "--speculative-algorithm" in flags
+
+
 def test_every_supported_sglang_is_tested() -> None:
     (pinned,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
     default = pinned.removeprefix("sglang==")
