@@ -1,5 +1,8 @@
 // merge_partials: the second kernel of a decode step. Requests whose KV was read in several pieces get the
-// LSE-weighted sum of their partials, in the fixed order of the plan. One warp per (request, query head).
+// LSE-weighted sum of their partials, in the fixed order of the plan.
+//
+// Rows are (request, query head) pairs. One warp takes a row; if there are few rows, with many partials each, all
+// warps of a CTA share one.
 #pragma once
 
 #include <cmath>
@@ -11,89 +14,121 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 8;
 
-// The columns of one row that a lane holds: head_dim / 32 neighbours.
+// The columns of a row that one lane holds: head_dim / 32 neighbours.
 template <int kColumns>
 struct alignas(kColumns * 4) LaneColumns {
   float values[kColumns];
+};
+
+// Past L1: its lines may be older than what the predecessor, which may still have been running when this kernel
+// was launched, has written.
+__device__ __forceinline__ LaneColumns<4> load_fresh(const LaneColumns<4>* source) {
+  const float4 v = __ldcg(reinterpret_cast<const float4*>(source));
+  return {v.x, v.y, v.z, v.w};
+}
+__device__ __forceinline__ LaneColumns<2> load_fresh(const LaneColumns<2>* source) {
+  const float2 v = __ldcg(reinterpret_cast<const float2*>(source));
+  return {v.x, v.y};
+}
+
+// Weighted sum of some partials of a row: every `step`th from `first`.
+template <int kColumns>
+struct PartialSum {
+  LaneColumns<kColumns> columns{};
+  float weight = 0.f;
+
+  __device__ __forceinline__ void add(const LaneColumns<kColumns>* partials, const float* lses,
+                                      int num_heads, int first, int step, int num_partials,
+                                      float shift) {
+    constexpr int kInFlight = 4;
+    constexpr float kLog2E = 1.4426950408889634f;
+    for (int begin = first; begin < num_partials; begin += kInFlight * step) {
+      LaneColumns<kColumns> rows[kInFlight];
+      float row_lses[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int64_t offset = int64_t{begin + i * step} * num_heads;
+        row_lses[i] = -INFINITY;
+        rows[i] = {};
+        if (begin + i * step < num_partials) {
+          rows[i] = load_fresh(partials + offset * 32);
+          row_lses[i] = __ldcg(lses + offset);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const float row_weight = ptx::exp2((row_lses[i] - shift) * kLog2E);
+        weight += row_weight;
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+          columns.values[column] += row_weight * rows[i].values[column];
+        }
+      }
+    }
+  }
 };
 
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_partials_kernel(const __grid_constant__ MergeParams params) {
   constexpr int kColumns = kHeadDim / 32;
-  constexpr int kUnroll = 4;  // rows in flight per warp
   constexpr unsigned kFullWarp = 0xffffffffu;
   using Columns = LaneColumns<kColumns>;
+  __shared__ PartialSum<kColumns> shared_sums[kMergeWarps][32];
 
   ptx::wait_for_dependencies();
-  const int lane = threadIdx.x % 32;
-  const int64_t num_rows = int64_t{params.plan.header->num_merges} * params.num_q_heads;
-  const int64_t stride = int64_t{gridDim.x} * kMergeWarps;
-  for (int64_t row = int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / 32; row < num_rows;
-       row += stride) {
-    const int4 entry = reinterpret_cast<const int4*>(params.plan.merges)[row / params.num_q_heads];
-    const int head = static_cast<int>(row % params.num_q_heads);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int num_heads = params.num_q_heads;
+  const int num_rows = params.plan.header->num_merges * num_heads;
+  const bool cta_per_row = num_rows <= static_cast<int>(gridDim.x);
+  const int first_row = cta_per_row ? blockIdx.x : blockIdx.x * kMergeWarps + warp;
+  const int row_step = cta_per_row ? gridDim.x : gridDim.x * kMergeWarps;
+
+  for (int row = first_row; row < num_rows; row += row_step) {
+    const int4 entry = reinterpret_cast<const int4*>(params.plan.merges)[row / num_heads];
+    const int head = row % num_heads;
     const int request = entry.x, num_partials = entry.z;
-    const int64_t first = int64_t{entry.y} * params.num_q_heads + head;
-    const auto* partials =
-        reinterpret_cast<const Columns*>(params.partial_out + first * kHeadDim) + lane;
-    const int64_t partial_stride = int64_t{params.num_q_heads} * 32;  // in Columns
+    const int64_t first = int64_t{entry.y} * num_heads + head;
     const float* lses = params.partial_lse + first;
 
-    // The first rows do not wait for their weights.
-    Columns rows[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (i < num_partials) rows[i] = partials[i * partial_stride];
-    }
-
-    float lane_lse = lane < num_partials ? lses[int64_t{lane} * params.num_q_heads] : -INFINITY;
-    float maximum = lane_lse;
-    for (int i = lane + 32; i < num_partials; i += 32) {
-      maximum = fmaxf(maximum, lses[int64_t{i} * params.num_q_heads]);
+    float maximum = -INFINITY;
+    for (int i = lane; i < num_partials; i += 32) {
+      maximum = fmaxf(maximum, __ldcg(lses + int64_t{i} * num_heads));
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
       maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, offset));
     }
-    const float shift = maximum == -INFINITY ? 0.f : maximum;
+    const float shift = maximum == -INFINITY ? 0.f : maximum;  // all partials empty
 
-    float total = 0.f;
-    Columns sum{};
-    for (int begin = 0; begin < num_partials; begin += 32) {
-      if (begin > 0) {
-        lane_lse = begin + lane < num_partials ? lses[int64_t{begin + lane} * params.num_q_heads]
-                                               : -INFINITY;
-      }
-      const float lane_weight = ptx::exp2((lane_lse - shift) * 1.4426950408889634f);
-      const int end = min(num_partials, begin + 32);
-      for (int i = begin; i < end; i += kUnroll) {
-        if (i > 0) {
+    PartialSum<kColumns> sum;
+    const auto* partials = reinterpret_cast<const Columns*>(params.partial_out) + first * 32 + lane;
+    sum.add(partials, lses, num_heads, cta_per_row ? warp : 0, cta_per_row ? kMergeWarps : 1,
+            num_partials, shift);
+    if (cta_per_row) {
+      shared_sums[warp][lane] = sum;
+      __syncthreads();
+      sum = {};
+      for (int i = 0; i < kMergeWarps; ++i) {
+        const PartialSum<kColumns>& part = shared_sums[i][lane];
+        sum.weight += part.weight;
 #pragma unroll
-          for (int j = 0; j < kUnroll; ++j) {
-            if (i + j < end) rows[j] = partials[(i + j) * partial_stride];
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kUnroll; ++j) {
-          if (i + j >= end) break;
-          const float weight = __shfl_sync(kFullWarp, lane_weight, i + j - begin);
-          total += weight;
-#pragma unroll
-          for (int column = 0; column < kColumns; ++column) {
-            sum.values[column] += weight * rows[j].values[column];
-          }
+        for (int column = 0; column < kColumns; ++column) {
+          sum.columns.values[column] += part.columns.values[column];
         }
       }
+      __syncthreads();
+      if (warp > 0) continue;
     }
 
-    const float inverse = total > 0.f ? 1.f / total : 0.f;
-    const int64_t out_row = int64_t{request} * params.num_q_heads + head;
+    const float inverse = sum.weight > 0.f ? 1.f / sum.weight : 0.f;
     uint32_t packed[kColumns / 2];
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      packed[i] = ptx::pack<T>(sum.values[2 * i] * inverse, sum.values[2 * i + 1] * inverse);
+      packed[i] = ptx::pack<T>(sum.columns.values[2 * i] * inverse,
+                               sum.columns.values[2 * i + 1] * inverse);
     }
+    const int64_t out_row = int64_t{request} * num_heads + head;
     T* target = static_cast<T*>(params.out) + out_row * kHeadDim + lane * kColumns;
     if constexpr (kColumns == 4) {
       *reinterpret_cast<uint2*>(target) = make_uint2(packed[0], packed[1]);
@@ -101,7 +136,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
       *reinterpret_cast<uint32_t*>(target) = packed[0];
     }
     if (params.out_lse != nullptr && lane == 0) {
-      params.out_lse[out_row] = total > 0.f ? maximum + logf(total) : -INFINITY;
+      params.out_lse[out_row] = sum.weight > 0.f ? maximum + logf(sum.weight) : -INFINITY;
     }
   }
 }

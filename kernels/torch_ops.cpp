@@ -41,6 +41,11 @@ void check_contiguous(const at::Tensor& tensor, const char* name) {
                     " and strides ", tensor.strides());
 }
 
+void check_shape(const at::Tensor& tensor, const char* name, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", shape, ", got ",
+                    tensor.sizes());
+}
+
 // [rows, heads, D] whose rows may lie apart, but whose heads and columns are dense.
 void check_rows(const at::Tensor& tensor, const char* name, int64_t heads) {
   check_type(tensor, name, kElement, 3);
@@ -104,20 +109,54 @@ PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
 
 void gather_slots(const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& req_to_token,
                   const at::Tensor& req_pool_indices, at::Tensor& shared_slots) {
-  const PlanView view = plan_view(plan, capacity);
   check_req_to_token(req_to_token, plan);
-  check_device(shared_slots, "shared_slots", plan);
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_contiguous(shared_slots, "shared_slots");
+  check_device(shared_slots, "shared_slots", plan);
+  const GatherParams params{
+      .plan = plan_view(plan, capacity),
+      .req_to_token = req_to_token.const_data_ptr<int32_t>(),
+      .req_to_token_stride = req_to_token.stride(0),
+      .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
+      .shared_slots = shared_slots.mutable_data_ptr<int32_t>()};
   const c10::cuda::CUDAGuard guard(plan.device());
-  check_launch(launch_gather_slots(
-                   {.plan = view,
-                    .req_to_token = req_to_token.const_data_ptr<int32_t>(),
-                    .req_to_token_stride = req_to_token.stride(0),
-                    .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
-                    .shared_slots = shared_slots.mutable_data_ptr<int32_t>()},
-                   c10::cuda::getCurrentCUDAStream()),
-               "gather_slots");
+  check_launch(launch_gather_slots(params, c10::cuda::getCurrentCUDAStream()), "gather_slots");
+}
+
+// What the two kernels of a decode step write.
+struct Outputs {
+  void* out;
+  float* out_lse;  // may be nullptr
+  float* partial_out;
+  float* partial_lse;
+};
+
+Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
+                      at::Tensor& partial_out, at::Tensor& partial_lse, const at::Tensor& q,
+                      const at::Tensor& plan) {
+  const int64_t heads = q.size(1);
+  check_rows(out, "out", heads);
+  check_shape(out, "out", {q.size(0), heads, kHeadDim});
+  check_contiguous(out, "out");
+  check_device(out, "out", plan);
+  check_type(partial_out, "partial_out", at::kFloat, 3);
+  check_shape(partial_out, "partial_out", {partial_out.size(0), heads, kHeadDim});
+  check_contiguous(partial_out, "partial_out");
+  check_device(partial_out, "partial_out", plan);
+  check_type(partial_lse, "partial_lse", at::kFloat, 2);
+  check_shape(partial_lse, "partial_lse", {partial_out.size(0), heads});
+  check_contiguous(partial_lse, "partial_lse");
+  check_device(partial_lse, "partial_lse", plan);
+  if (out_lse.has_value()) {
+    check_type(*out_lse, "out_lse", at::kFloat, 2);
+    check_shape(*out_lse, "out_lse", {q.size(0), heads});
+    check_contiguous(*out_lse, "out_lse");
+    check_device(*out_lse, "out_lse", plan);
+  }
+  return {.out = out.mutable_data_ptr(),
+          .out_lse = out_lse.has_value() ? out_lse->mutable_data_ptr<float>() : nullptr,
+          .partial_out = partial_out.mutable_data_ptr<float>(),
+          .partial_lse = partial_lse.mutable_data_ptr<float>()};
 }
 
 void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
@@ -130,50 +169,24 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   TORCH_CHECK_VALUE(num_workers >= 1 && num_workers <= capacity[0],
                     "num_workers must be 1 to the plan's capacity ", capacity[0], ", got ",
                     num_workers);
-  TORCH_CHECK_VALUE(k_cache.dim() == 3 && k_cache.size(1) >= 1,
-                    "k_cache must be [num_slots, num_kv_heads, ", kHeadDim, "], got ",
-                    k_cache.sizes());
+  check_type(q, "q", kElement, 3);
+  check_type(k_cache, "k_cache", kElement, 3);
   const int64_t num_requests = q.size(0), num_q_heads = q.size(1), num_kv_heads = k_cache.size(1);
-  TORCH_CHECK_VALUE(num_q_heads % num_kv_heads == 0 && num_q_heads / num_kv_heads <= kMaxGroupSize,
+  TORCH_CHECK_VALUE(num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0 &&
+                        num_q_heads / num_kv_heads <= kMaxGroupSize,
                     "query heads must be 1 to ", kMaxGroupSize, " times the KV heads, got ",
                     num_q_heads, " and ", num_kv_heads);
   check_rows(q, "q", num_q_heads);
+  check_device(q, "q", plan);
   check_rows(k_cache, "k_cache", num_kv_heads);
+  check_device(k_cache, "k_cache", plan);
   check_rows(v_cache, "v_cache", num_kv_heads);
-  check_rows(out, "out", num_q_heads);
-  TORCH_CHECK_VALUE(out.size(0) == num_requests, "out must have ", num_requests,
-                    " rows like q, got ", out.size(0));
-  check_contiguous(out, "out");
-  check_type(partial_out, "partial_out", at::kFloat, 3);
-  TORCH_CHECK_VALUE(partial_out.size(1) == num_q_heads && partial_out.size(2) == kHeadDim,
-                    "partial_out must have shape [n, ", num_q_heads, ", ", kHeadDim, "], got ",
-                    partial_out.sizes());
-  check_contiguous(partial_out, "partial_out");
-  check_type(partial_lse, "partial_lse", at::kFloat, 2);
-  check_contiguous(partial_lse, "partial_lse");
-  TORCH_CHECK_VALUE(
-      partial_lse.size(0) == partial_out.size(0) && partial_lse.size(1) == num_q_heads,
-      "partial_lse must have shape [", partial_out.size(0), ", ", num_q_heads, "], got ",
-      partial_lse.sizes());
-  if (out_lse.has_value()) {
-    check_type(*out_lse, "out_lse", at::kFloat, 2);
-    check_contiguous(*out_lse, "out_lse");
-    check_device(*out_lse, "out_lse", plan);
-    TORCH_CHECK_VALUE(out_lse->size(0) == num_requests && out_lse->size(1) == num_q_heads,
-                      "out_lse must have shape [", num_requests, ", ", num_q_heads, "], got ",
-                      out_lse->sizes());
-  }
-  for (const auto& [tensor, name] : {std::pair{&q, "q"},
-                                     {&k_cache, "k_cache"},
-                                     {&v_cache, "v_cache"},
-                                     {&out, "out"},
-                                     {&partial_out, "partial_out"},
-                                     {&partial_lse, "partial_lse"}}) {
-    check_device(*tensor, name, plan);
-  }
-  check_device(shared_slots, "shared_slots", plan);
+  check_device(v_cache, "v_cache", plan);
   check_type(shared_slots, "shared_slots", at::kInt, 1);
+  check_device(shared_slots, "shared_slots", plan);
   check_req_to_token(req_to_token, plan);
+  const IndexArray rows = index_array(req_pool_indices, "req_pool_indices", plan);
+  const IndexArray lengths = index_array(seq_lens, "seq_lens", plan);
   TORCH_CHECK_VALUE(req_pool_indices.size(0) >= num_requests && seq_lens.size(0) >= num_requests,
                     "req_pool_indices and seq_lens must have an entry for each of the ",
                     num_requests, " requests, got ", req_pool_indices.size(0), " and ",
@@ -182,43 +195,41 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                     sm_scale);
   TORCH_CHECK_VALUE(logit_cap >= 0 && std::isfinite(logit_cap),
                     "logit_cap must be 0 (none) or positive, got ", logit_cap);
+  const Outputs outputs = check_outputs(out, out_lse, partial_out, partial_lse, q, plan);
 
+  const DecodeParams decode_params{
+      .plan = view,
+      .q = q.const_data_ptr(),
+      .q_stride = q.stride(0),
+      .k_cache = k_cache.const_data_ptr(),
+      .v_cache = v_cache.const_data_ptr(),
+      .k_slot_bytes = slot_bytes(k_cache, "k_cache"),
+      .v_slot_bytes = slot_bytes(v_cache, "v_cache"),
+      .shared_slots = shared_slots.const_data_ptr<int32_t>(),
+      .req_to_token = req_to_token.const_data_ptr<int32_t>(),
+      .req_to_token_stride = req_to_token.stride(0),
+      .req_pool_indices = rows,
+      .seq_lens = lengths,
+      .out = outputs.out,
+      .out_lse = outputs.out_lse,
+      .partial_out = outputs.partial_out,
+      .partial_lse = outputs.partial_lse,
+      .num_kv_heads = static_cast<int32_t>(num_kv_heads),
+      .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
+      .logit_scale = LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
+      .soft_cap = logit_cap > 0};
+  const MergeParams merge_params{.plan = view,
+                                 .partial_out = outputs.partial_out,
+                                 .partial_lse = outputs.partial_lse,
+                                 .out = outputs.out,
+                                 .out_lse = outputs.out_lse,
+                                 .num_q_heads = static_cast<int32_t>(num_q_heads),
+                                 .max_merges = static_cast<int32_t>(capacity[4])};
   const c10::cuda::CUDAGuard guard(plan.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  float* lse = out_lse.has_value() ? out_lse->mutable_data_ptr<float>() : nullptr;
-  check_launch(launch_pack_decode(
-                   {.plan = view,
-                    .q = q.const_data_ptr(),
-                    .q_stride = q.stride(0),
-                    .k_cache = k_cache.const_data_ptr(),
-                    .v_cache = v_cache.const_data_ptr(),
-                    .k_slot_bytes = slot_bytes(k_cache, "k_cache"),
-                    .v_slot_bytes = slot_bytes(v_cache, "v_cache"),
-                    .shared_slots = shared_slots.const_data_ptr<int32_t>(),
-                    .req_to_token = req_to_token.const_data_ptr<int32_t>(),
-                    .req_to_token_stride = req_to_token.stride(0),
-                    .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
-                    .seq_lens = index_array(seq_lens, "seq_lens", plan),
-                    .out = out.mutable_data_ptr(),
-                    .out_lse = lse,
-                    .partial_out = partial_out.mutable_data_ptr<float>(),
-                    .partial_lse = partial_lse.mutable_data_ptr<float>(),
-                    .num_kv_heads = static_cast<int32_t>(num_kv_heads),
-                    .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
-                    .logit_scale =
-                        LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
-                    .soft_cap = logit_cap > 0},
-                   static_cast<int>(num_workers * num_kv_heads), stream),
-               "pack_decode");
-  check_launch(launch_merge_partials({.plan = view,
-                                      .partial_out = partial_out.const_data_ptr<float>(),
-                                      .partial_lse = partial_lse.const_data_ptr<float>(),
-                                      .out = out.mutable_data_ptr(),
-                                      .out_lse = lse,
-                                      .num_q_heads = static_cast<int32_t>(num_q_heads),
-                                      .max_merges = static_cast<int32_t>(capacity[4])},
-                                     stream),
-               "merge_partials");
+  const int num_ctas = static_cast<int>(num_workers * num_kv_heads);
+  check_launch(launch_pack_decode(decode_params, num_ctas, stream), "pack_decode");
+  check_launch(launch_merge_partials(merge_params, stream), "merge_partials");
 }
 
 }  // namespace

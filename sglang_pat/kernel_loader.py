@@ -180,11 +180,13 @@ def _commands(
     torch_folder = Path(torch.__file__).parent
     includes = [f"-I{sources}", f"-I{sources / 'include'}"]
     common = [*config.defines, *includes, "-std=c++20", "-O3"]
+    # Libraries of several configs live in one process and must not see each other's symbols.
+    private = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
     nvcc = [
         str(toolchain.nvcc),
         *common,
         f"-gencode={config.code_generation}",
-        "-Xcompiler=-fPIC",
+        f"-Xcompiler={','.join(private)}",
         "-Xptxas=-v",
         "-lineinfo",
         f"-ccbin={toolchain.cxx}",
@@ -199,7 +201,7 @@ def _commands(
         [
             toolchain.cxx,
             *common,
-            "-fPIC",
+            *private,
             f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
             f"-isystem{torch_folder / 'include'}",
             f"-isystem{toolchain.cuda_home / 'include'}",
