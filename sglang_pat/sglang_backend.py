@@ -7,6 +7,7 @@ not decode stays with SGLang's own backend, beside it in a HybridAttnBackend.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_pat.cuda_executor import PlanOverflowError
 from sglang_pat.env import Environment
 from sglang_pat.pack_attention import PackAttention
-from sglang_pat.sglang_batch import BatchReader, install_hooks
+from sglang_pat.sglang_batch import OVERFLOW, BatchReader, install_hooks
 from sglang_pat.sglang_check import StepChecker
 from sglang_pat.sglang_plugin import NAME
 from sglang_pat.sglang_refusals import (
@@ -42,7 +44,7 @@ def create_pat_backend(model_runner: Any) -> AttentionBackend:
     prefill, decode = _chosen_backends(model_runner)
     if decode != NAME:
         raise ValueError(
-            f"pat decodes, but it was chosen for prefill ({prefill!r}) and not for decode ({decode!r}); "
+            f"pat only decodes, but the backend for decode is {decode!r}, for prefill {prefill!r}; "
             f"use "
             f"--attention-backend {NAME} or --decode-attention-backend {NAME}"
         )
@@ -59,7 +61,10 @@ def create_pat_backend(model_runner: Any) -> AttentionBackend:
 
 
 class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """Decode only. Plans in init_forward_metadata*, runs the plan in forward_decode."""
+    """Decode only. Plans in init_forward_metadata*, runs the plan in forward_decode.
+
+    Eager steps and CUDA graphs have a PackAttention each: a graph needs buffers that never move.
+    """
 
     # Plans are made on the host, from the lengths there.
     needs_cpu_seq_lens = True
@@ -72,7 +77,8 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         check_kv_pool(model_runner, layer)
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        self._attention = PackAttention(
+        self._new_attention = partial(
+            PackAttention,
             layer.tp_q_head_num,
             layer.tp_k_head_num,
             layer.qk_head_dim,
@@ -80,6 +86,9 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
         )
+        self._eager = self._new_attention()
+        self._captured: PackAttention | None = None
+        self._attention = self._eager  # the one that has the plan of this step
         install_hooks()
         self._reader = BatchReader()
         self._checker = StepChecker() if environment.debug else None
@@ -91,18 +100,24 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Eager decode. The requests are taken from the step that is being run."""
-        self._plan(forward_batch)
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a CUDA graph is replayed, or captured: the plan is written outside of the
-        graph."""
-        self._plan(forward_batch)
+        self._plan(self._eager, forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        raise ValueError(
-            "pat cannot be captured in a CUDA graph: the torch reference executor runs its plans. "
-            "Start SGLang with --disable-cuda-graph (or --cuda-graph-backend-decode disabled)"
-        )
+        """Before the first capture. max_bs: rows of the largest graph."""
+        if self._eager.executor != "cuda":
+            raise ValueError(
+                "pat cannot be captured in a CUDA graph where torch executes its plans: start "
+                "SGLang with --disable-cuda-graph (or --cuda-graph-backend-decode disabled)"
+            )
+        layer_id = self.token_to_kv_pool.start_layer
+        num_slots = len(self.token_to_kv_pool.get_key_buffer(layer_id))
+        # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
+        self._captured = self._new_attention(max_requests=max_bs, max_shared_slots=2 * num_slots)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a CUDA graph is captured or replayed: writes the plan that the graph reads."""
+        assert self._captured is not None
+        self._plan(self._captured, forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -117,15 +132,16 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer: store the new token's KV, then attend. q `[rows, heads * head_dim]`, as is the
-        result."""
+        """One layer: store the new token's KV, then attend.
+
+        q: `[rows, heads * head_dim]` or `[rows, heads, head_dim]`. Returns the former shape.
+        """
         if kwargs:
             check_argument_names(layer, kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
-        # Asked for in every layer: with a hierarchical cache this waits until the layer has been
-        # loaded.
+        # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = self._attention.run(
@@ -134,25 +150,34 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         assert isinstance(out, torch.Tensor)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _plan(self, forward_batch: Any) -> None:
+    def _plan(self, attention: PackAttention, forward_batch: Any) -> None:
         if forward_batch.batch_size == 0:  # an idle rank under data parallelism
             return
-        req_to_token = self.req_to_token_pool.req_to_token
-        rows = forward_batch.req_pool_indices
-        built_before = self._attention.stats.plans_built
+        self._attention = attention
+        built_before = attention.stats.plans_built
         batch = self._reader.read(forward_batch)
-        self._attention.plan(
-            batch, req_to_token=req_to_token, req_pool_indices=rows, seq_lens=forward_batch.seq_lens
-        )
-        shared = self._reader.last_shared
-        if self._checker is not None and shared is not None:
-            plan_is_new = self._attention.stats.plans_built > built_before
-            self._checker.check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
+        req_to_token = self.req_to_token_pool.req_to_token
+        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        tensors = {
+            "req_to_token": req_to_token,
+            "req_pool_indices": rows,
+            "seq_lens": seq_lens,
+        }
+        try:
+            attention.plan(batch, **tensors)
+        except PlanOverflowError:
+            attention.plan(self._reader.without_sharing(batch, OVERFLOW), **tensors)
+        if self._checker is not None and self._reader.last_shared is not None:
+            plan_is_new = attention.stats.plans_built > built_before
+            self._checker.check(
+                *self._reader.last_shared, req_to_token, rows, plan_is_new=plan_is_new
+            )
         self._write_stats()
 
     def _write_stats(self) -> None:
         if self._stats_file is not None:
-            self._stats_file.write(self._attention.stats, private_steps=self._reader.private_steps)
+            stats = [each.stats for each in (self._eager, self._captured) if each is not None]
+            self._stats_file.write(stats, private_steps=self._reader.private_steps)
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:

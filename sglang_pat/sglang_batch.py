@@ -26,7 +26,12 @@ from sglang_pat.sglang_radix import RadixSource, Request, radix_source
 
 logger = logging.getLogger(__name__)
 
+# Reasons why a step shares nothing.
 NO_REQUESTS = "no requests are known (warm-up)"
+BEAMS = "beam search moves the KV of a request to other rows"
+CUT = "the batch was cut into parts"
+OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
+
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
 
@@ -157,10 +162,8 @@ class BatchReader:
         source, reason = self._source_of(step, num_rows)
         lens = _host_seq_lens(forward_batch)
         if source is None or step is None:
-            self.last_shared = None
-            self._count_private(reason)
             lens[num_rows - getattr(forward_batch, "num_padding", 0) :] = 0
-            return DecodeBatch(lens, PrefixPaths.private(num_rows))
+            return self.without_sharing(DecodeBatch(lens, PrefixPaths.private(num_rows)), reason)
         reqs = step.reqs
         self.last_shared = SharedStep(source, reqs)
         lens[len(reqs) :] = 0
@@ -170,6 +173,12 @@ class BatchReader:
         key = (_Running.extends, source.key(reqs))
         return DecodeBatch(lens, lambda: source.paths(reqs, num_rows), key)
 
+    def without_sharing(self, batch: DecodeBatch, reason: str) -> DecodeBatch:
+        """The batch that was just read, as one in which nothing is shared."""
+        self.last_shared = None
+        self._count_private(reason)
+        return DecodeBatch(batch.seq_lens, PrefixPaths.private(len(batch.seq_lens)))
+
     def _source_of(
         self, step: StepRequests | None, num_rows: int
     ) -> tuple[RadixSource | None, str]:
@@ -177,9 +186,9 @@ class BatchReader:
         if step is None:
             return None, NO_REQUESTS
         if step.has_beams:
-            return None, "beam search moves the KV of a request to other rows"
+            return None, BEAMS
         if len(step.reqs) > num_rows:
-            return None, "the batch was cut into parts"
+            return None, CUT
         if step.tree is not self._tree:
             self._tree, self._source = step.tree, radix_source(step.tree)
         return self._source, f"no shared paths are known to {type(step.tree).__name__}"

@@ -28,6 +28,9 @@ _ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
 _FULL_COMPONENT = 0  # ComponentType.FULL of id trees
 
+# node_id, kv_begin and kv_end of nodes.
+_Columns = tuple[Sequence[int], Sequence[int], Sequence[int]]
+
 
 class RadixSource(Protocol):
     """Reads one tree, for requests that are running."""
@@ -128,37 +131,37 @@ class IdSource:
         if not hasattr(self._core, "collect_path_info"):
             nodes = [None if id_ is None else self._tree.resolve_node_handle(id_) for id_ in ids]
             return _walked_paths(reqs, num_rows, nodes, self._tree.root_node)
-        found = iter(self._collect([id_ for id_ in ids if id_ is not None]))
-        paths = [() if id_ is None else next(found) for id_ in ids]
-        node_ids, lengths = [], []
-        for node_id, begin, end in chain.from_iterable(paths):
-            node_ids.append(node_id)
-            lengths.append(end - begin)
-        private = [id_ is None for id_ in ids]
-        return _checked_paths(reqs, num_rows, list(map(len, paths)), node_ids, lengths, private)
+        known = [id_ for id_ in ids if id_ is not None]
+        counts, columns = self._collect(known)
+        if len(known) < len(ids):
+            found = iter(counts)
+            counts = [0 if id_ is None else next(found) for id_ in ids]
+        return _checked_paths(reqs, num_rows, counts, columns, [id_ is None for id_ in ids])
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         if not hasattr(self._core, "collect_path_info"):
             node = self._tree.resolve_node_handle(req.last_node)
             path = _path_of(node, self._tree.root_node)
             return _joined(node.component_data[_FULL_COMPONENT].value for node in path)
-        (path_info,) = self._collect([req.last_node])
+        _, (node_ids, _, _) = self._collect([req.last_node])
         return _joined(
-            self._core.get_component_device_value(node_id, _FULL_COMPONENT)
-            for node_id, _, _ in path_info
+            self._core.get_component_device_value(node_id, _FULL_COMPONENT) for node_id in node_ids
         )
 
-    def _collect(self, ids: list[int]) -> Iterator[Sequence[tuple[int, int, int]]]:
-        """(node id, begin, end) of every node on the path to each id."""
+    def _collect(self, ids: list[int]) -> tuple[list[int], _Columns]:
+        """How many nodes are on the path to each id, and the nodes of all paths."""
         binding = getattr(self._core, "_binding", None)
         if binding is None:
-            for path in self._core.collect_path_info(ids):
-                yield [(node.node_id, node.path_start, node.path_end) for node in path]
+            paths = self._core.collect_path_info(ids)
+            nodes = map(attrgetter("node_id", "path_start", "path_end"), chain.from_iterable(paths))
+            node_ids, begins, ends = zip(*nodes, strict=True) if any(paths) else ((), (), ())
         else:
             # The Rust core answers with tuples. Its adapter makes an object of each, which takes
             # longer than all the rest of reading; so the core is asked itself.
-            for path in binding.collect_path_info(ids):
-                yield [(node_id, begin, end) for node_id, _, begin, end, *_ in path]
+            paths = binding.collect_path_info(ids)
+            flat = chain.from_iterable(paths)
+            node_ids, _, begins, ends, *_ = zip(*flat, strict=True) if any(paths) else [()] * 4
+        return list(map(len, paths)), (node_ids, begins, ends)
 
 
 _LAST_NODE = attrgetter("last_node")
@@ -182,48 +185,53 @@ def _walked_paths(
     reqs: Sequence[Request], num_rows: int, last_nodes: list[Any], root: Any
 ) -> PrefixPaths:
     """Paths of trees with Python nodes; a request whose last node is None has none."""
-    counts, node_ids, lengths = [], [], []
-    for node in last_nodes:
-        path = _path_of(node, root)
+    counts, node_ids, begins, ends = [], [], [], []
+    for last_node in last_nodes:
+        path = _path_of(last_node, root)
         counts.append(len(path))
-        for step in path:
-            node_ids.append(step.id)
-            lengths.append(len(step.key))
+        position = 0
+        for node in path:
+            node_ids.append(node.id)
+            begins.append(position)
+            position += len(node.key)
+            ends.append(position)
     private = [node is None for node in last_nodes]
-    return _checked_paths(reqs, num_rows, counts, node_ids, lengths, private)
+    return _checked_paths(reqs, num_rows, counts, (node_ids, begins, ends), private)
 
 
 def _checked_paths(
     reqs: Sequence[Request],
     num_rows: int,
     counts: list[int],
-    node_ids: list[int],
-    lengths: list[int],
+    columns: _Columns,
     private: list[bool],
 ) -> PrefixPaths:
-    """Lay the nodes end to end, and check that each path ends where the request's shared KV
-    ends."""
+    """PrefixPaths, if each path ends where the request's shared KV ends.
+
+    counts: nodes on the path of each request. private: requests whose path is not known.
+    """
+    num_requests = len(reqs)
     path_begin = np.zeros(num_rows + 1, dtype=np.int32)
-    np.cumsum(counts, out=path_begin[1 : len(counts) + 1])
-    path_begin[len(counts) + 1 :] = path_begin[len(counts)]
-    ends = np.zeros(len(lengths) + 1, dtype=np.int64)  # running sum over all paths
-    np.cumsum(lengths, out=ends[1:])
-    before = ends[path_begin[: len(counts)]]
-    path_lengths = ends[path_begin[1 : len(counts) + 1]] - before
-    protected = np.fromiter(map(RequestFields.of(reqs[0]).protected_len, reqs), np.int64, len(reqs))
-    wrong = (path_lengths != protected) & ~np.array(private)
+    np.cumsum(counts, out=path_begin[1 : num_requests + 1])
+    path_begin[num_requests + 1 :] = path_begin[num_requests]
+    node_ids, begins, ends = columns
+    kv_end = np.array(ends, dtype=np.int32)
+    # A path without nodes is 0 long: its last node would be the one before, or the 0 put in front.
+    last = np.concatenate(([0], kv_end))[path_begin[1 : num_requests + 1]]
+    lengths = np.where(np.array(counts) > 0, last, 0)
+    protected = np.fromiter(map(RequestFields.of(reqs[0]).protected_len, reqs), int, num_requests)
+    wrong = (lengths != protected) & ~np.array(private)
     if wrong.any():
         first = int(wrong.argmax())
         raise RuntimeError(
-            f"request {reqs[first].rid}: its path in the radix tree holds {path_lengths[first]} "
-            f"tokens, but its cache_protected_len is {protected[first]}; they must be equal"
+            f"request {reqs[first].rid}: its path in the radix tree holds {lengths[first]} tokens, "
+            f"but its cache_protected_len is {protected[first]}; they must be equal"
         )
-    offset = np.repeat(before, counts)
     return PrefixPaths(
         path_begin=path_begin,
         node_id=np.array(node_ids, dtype=np.int64),
-        kv_begin=(ends[:-1] - offset).astype(np.int32),
-        kv_end=(ends[1:] - offset).astype(np.int32),
+        kv_begin=np.array(begins, dtype=np.int32),
+        kv_end=kv_end,
     )
 
 

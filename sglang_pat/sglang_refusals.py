@@ -75,7 +75,7 @@ def check_layer(layer: RadixAttention, first: RadixAttention) -> None:
     if _shape(layer) != _shape(first):
         raise support.unsupported(
             "attention",
-            f"layers of different shapes (query heads, KV heads, head_dim): {_shape(first)} in layer "
+            f"layers of different (query heads, KV heads, head_dim): {_shape(first)} in layer "
             f"{first.layer_id}, {_shape(layer)} in layer {layer.layer_id}",
         )
 

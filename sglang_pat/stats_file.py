@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import reduce
+from operator import add
 from pathlib import Path
+from typing import Any
 
 from sglang_pat.pack_attention import PlanStats
 
@@ -21,12 +24,15 @@ class StatsFile:
         self._path = path
         self._new_path = path.with_name(f"{path.name}.{os.getpid()}.new")
 
-    def write(self, stats: PlanStats, **more: Mapping[str, int]) -> None:
-        """Write the fields of `stats`, and what is given by name.
+    def write(self, stats: Sequence[PlanStats], **more: Mapping[str, int]) -> None:
+        """Write the sum of `stats`, field by field, and what is given by name.
 
         Called in every step: SGLang kills its scheduler without notice, so there is no last moment
         in which to write what was held back. It takes about 0.1 ms.
         """
-        counters = {field.name: getattr(stats, field.name) for field in fields(stats)}
+        counters: dict[str, Any] = {
+            field.name: reduce(add, (getattr(each, field.name) for each in stats))
+            for field in fields(PlanStats)
+        }
         self._new_path.write_text(json.dumps(counters | more) + "\n")
         self._new_path.replace(self._path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,13 +32,13 @@ def spans(paths: PrefixPaths) -> list[list[tuple[int, int]]]:
     """(kv_begin, kv_end) of the nodes of each request."""
     begins = paths.path_begin.tolist()
     nodes = list(zip(paths.kv_begin.tolist(), paths.kv_end.tolist(), strict=True))
-    return [nodes[first:last] for first, last in zip(begins, begins[1:], strict=False)]
+    return [nodes[first:last] for first, last in pairwise(begins)]
 
 
 def ids(paths: PrefixPaths) -> list[list[int]]:
     begins = paths.path_begin.tolist()
     nodes = paths.node_id.tolist()
-    return [nodes[first:last] for first, last in zip(begins, begins[1:], strict=False)]
+    return [nodes[first:last] for first, last in pairwise(begins)]
 
 
 def three_levels(tree: Tree) -> list[Any]:

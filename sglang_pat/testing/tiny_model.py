@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 
+NUM_SPECIAL_TOKENS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """Shape and seed of the model. Float32, grouped-query heads, no tokenizer."""
@@ -74,6 +77,8 @@ class TinyModel:
             "model.norm.weight": torch.ones(hidden),
             "lm_head.weight": normal(self.vocab_size, hidden),
         }
+        # The special tokens (unknown, begin, end) never win: an answer ends where it is asked to.
+        weights["lm_head.weight"][:NUM_SPECIAL_TOKENS] = 0
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}"
             weights |= {

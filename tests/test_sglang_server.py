@@ -1,0 +1,79 @@
+"""Through HTTP: the servers that users start, with `pat` chosen by either flag."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sglang_engines import (
+    LAUNCH_SERVER,
+    SGLANG_SERVE,
+    Expected,
+    Server,
+    Stats,
+    Workload,
+    running_server,
+)
+
+pytestmark = pytest.mark.engine
+
+SHUTDOWN_SECONDS = 60
+
+
+@pytest.fixture
+def stats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stats:
+    """Counters of the server that the test starts."""
+    monkeypatch.setenv("SGLANG_PAT_DEBUG", "1")
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
+    return Stats(tmp_path / "stats.json")
+
+
+def assert_answers_concurrent_clients(
+    server: Server, workload: Workload, expected: Expected
+) -> None:
+    asked = workload.three_levels + workload.crowd + workload.two_roots
+    with ThreadPoolExecutor(max_workers=12) as clients:
+        answers = list(clients.map(server.generate, asked))
+    assert answers == [expected.of(request) for request in asked]
+
+
+def test_launch_server_answers_and_ends_on_sigterm(
+    tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
+) -> None:
+    arguments = {"attention_backend": "pat", "max_total_tokens": 8192, "max_running_requests": 8}
+    with running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server:
+        assert_answers_concurrent_clients(server, workload, expected)
+        counted = stats.new()
+        assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
+        assert counted["private_steps"] == {}
+
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        while server.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert server.processes() == [], f"still running after SIGTERM:\n{server.tail()}"
+        assert "Traceback" not in server.log.read_text()
+        assert json.loads(stats.path.read_text())["plans_built"] > 0  # whole to the end
+
+
+def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
+    tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
+) -> None:
+    arguments = {
+        "decode_attention_backend": "pat",
+        "prefill_attention_backend": "torch_native",
+        "disable_radix_cache": True,
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+    }
+    with running_server(SGLANG_SERVE, tiny_model, tmp_path / "log", **arguments) as server:
+        assert_answers_concurrent_clients(server, workload, expected)
+        assert "pat decodes without sharing KV between requests" in server.log.read_text()
+    counted = stats.new()
+    (steps,) = counted["private_steps"].values()
+    assert steps == counted["plans_built"] + counted["plans_reused"] > 0
+    assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]
