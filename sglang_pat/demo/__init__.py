@@ -20,7 +20,6 @@ from sglang_pat.demo.workload import make_requests
 
 DESCRIPTION = "serve a live workload through pat and through SGLang's own backend, and compare"
 MIN_REQUESTS = 48
-OWN_BACKEND = "torch_native"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     _quieten()
 
     # Only now: rich may be missing, and the engine must be enabled before SGLang is imported.
-    from sglang_pat.demo.engine import serve
+    from sglang_pat.demo.engine import OWN_BACKEND, serve
     from sglang_pat.demo.report import Report, console
     from sglang_pat.testing.cpu_engine import enable_cpu_engine
     from sglang_pat.testing.tiny_model import TinyModel

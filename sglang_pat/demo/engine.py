@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_pat.demo.report import console
 from sglang_pat.demo.workload import Request
 
+OWN_BACKEND = "torch_native"
 MAX_RUNNING_REQUESTS = 32
 KV_POOL_TOKENS = 32_768
 
@@ -32,16 +33,19 @@ def serve(model_path: Path, backend: str, requests: list[Request], *, on_cpu: bo
     """Start an engine with `backend`, send every request at its time, and shut the engine down."""
     import sglang
 
+    # SGLang's default for prefill on a GPU takes no float32.
+    prefill = {} if on_cpu else {"prefill_attention_backend": OWN_BACKEND}
     console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
     with console.status("loading SGLang and the model"):
         began = time.perf_counter()
         engine = sglang.Engine(
             model_path=str(model_path),
             attention_backend=backend,
+            **prefill,
             skip_tokenizer_init=True,
             dtype="float32",
             device="cpu" if on_cpu else "cuda",
-            # The torch reference executor cannot be captured.
+            # Torch executes float32 plans, and cannot be captured.
             disable_cuda_graph=True,
             max_running_requests=MAX_RUNNING_REQUESTS,
             max_total_tokens=KV_POOL_TOKENS,
