@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-
 NUM_SPECIAL_TOKENS = 3
 
 
