@@ -17,21 +17,22 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
                                              SharedStorage<kHeadDim>& storage,
                                              QueryPosition& position,
                                              RingPosition<SharedStorage<kHeadDim>::kStages>& ring,
-                                             int kv_head, int warp) {
+                                             int warp) {
   using Layout = WarpLayout<kTile>;
   using Storage = SharedStorage<kHeadDim>;
   constexpr int kTileRows = Layout::kConfig.block_q;
   constexpr int kUnits = kTileRows / kUnitRows;
 
-  const int lane =
-      ptx::lane_id();  // anew per item: three bodies' lane addresses do not fit in registers
+  // Anew per item: three bodies' lane addresses do not fit in registers.
+  const uint32_t lane = ptx::lane_id();
   const ItemRecord& record = storage.records[position.record()];
   const int num_tokens = record.num_tokens;
   const int num_rows = record.num_rows;
   const int first_row = warp / Layout::kKvWarps * kUnitRows;
   const int kv_warp = warp % Layout::kKvWarps;
-  const RowTargets targets(record, params.rows, kv_head,
-                           params.num_kv_heads * params.rows.group_size, first_row, lane);
+  // Kept in shared memory until the item's end: there is no register to spare.
+  RowTarget* targets = storage.row_targets[warp];
+  if (lane < kUnitRows) targets[lane] = record.targets[first_row + lane];
 
   WarpAttention<T, kHeadDim, kSoftCap> part;
   const int first_unit = position.first_unit(kUnits);
@@ -62,8 +63,14 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
     stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
   }
 
-  finish_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(part, storage, params, targets, num_rows,
-                                                       warp, lane);
+  part.finish();
+  if constexpr (Layout::kKvWarps == 1) {
+    store_item(part, params, targets, lane);
+  } else {
+    const int num_parts = (num_tokens + Layout::kWarpTokens - 1) / Layout::kWarpTokens;
+    combine_and_store_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(
+        part, storage, params, targets, num_parts, num_rows, warp, lane);
+  }
 }
 
 // Calls the body of `tile`: exactly the rows of the tile table.
@@ -104,6 +111,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   ptx::launch_dependents();
   const int item_begin = params.plan.worker_begin[worker];
   const int item_end = params.plan.worker_begin[worker + 1];
+  if (threadIdx.x == 0) storage.num_items = item_end - item_begin;
   __syncthreads();
 
   if (warp == kConsumerWarps) {
@@ -113,11 +121,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   } else {
     QueryPosition position;
     RingPosition<Storage::kStages> ring;
-    for (int item = item_begin; item < item_end; ++item) {
+    while (position.item < storage.num_items) {
       ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
                         position.item_parity());
       dispatch_tile(storage.records[position.record()].tile, [&]<int kTile>() {
-        execute_item<T, kHeadDim, kSoftCap, kTile>(params, storage, position, ring, kv_head, warp);
+        execute_item<T, kHeadDim, kSoftCap, kTile>(params, storage, position, ring, warp);
       });
     }
   }

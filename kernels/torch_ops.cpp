@@ -67,6 +67,14 @@ uint32_t slot_bytes(const at::Tensor& cache, const char* name) {
   return static_cast<uint32_t>(bytes);
 }
 
+// Chunks between requests; every row of q must have a 31-bit number of chunks before it.
+uint32_t query_stride_chunks(const at::Tensor& q) {
+  const int64_t chunks = q.stride(0) * q.element_size() / kAlignment;
+  TORCH_CHECK_VALUE(q.size(0) * chunks <= INT32_MAX, "q must span at most ", INT32_MAX, " times ",
+                    kAlignment, " bytes, got sizes ", q.sizes(), " and strides ", q.strides());
+  return static_cast<uint32_t>(chunks);
+}
+
 IndexArray index_array(const at::Tensor& tensor, const char* name, const at::Tensor& plan) {
   check_device(tensor, name, plan);
   const bool is_int64 = tensor.scalar_type() == at::kLong;
@@ -200,7 +208,7 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   const DecodeParams decode_params{
       .plan = view,
       .q = q.const_data_ptr(),
-      .q_stride = q.stride(0),
+      .q_stride_chunks = query_stride_chunks(q),
       .k_cache = k_cache.const_data_ptr(),
       .v_cache = v_cache.const_data_ptr(),
       .k_slot_bytes = slot_bytes(k_cache, "k_cache"),

@@ -215,7 +215,18 @@ def _commands(
     link += [f"-L{torch_folder / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
     # The static runtime: no second libcudart to be found at load time.
     link += [f"-L{toolchain.cuda_home / lib}" for lib in ("lib64", "lib")]
-    link += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    # Not the compiler's default libraries: where it would link libstdc++ statically, exceptions and
+    # streams would meet a second copy of what torch has loaded.
+    link += [
+        "-lcudart_static",
+        "-nodefaultlibs",
+        "-lgcc_s",
+        "-lc",
+        "-lm",
+        "-ldl",
+        "-lrt",
+        "-lpthread",
+    ]
     return compiles, link
 
 

@@ -26,9 +26,9 @@ class PlannedStep:
         policy: str = "memory",
         max_block_q: int = TILE_TABLE[-1][0],
         min_piece_tokens: int = 128,
-        max_requests: int = 1024,
+        max_requests: int = 4096,
         max_shared_slots: int = 1 << 17,
-        max_partials: int = 1 << 14,
+        max_partials: int = 1 << 15,
     ) -> None:
         if num_workers is None:
             sms = torch.cuda.get_device_properties("cuda").multi_processor_count

@@ -58,11 +58,11 @@ struct GatherParams {
 
 struct DecodeParams {
   PlanView plan;
-  const void* q;          // [num_requests, Hq, D]
-  int64_t q_stride;       // elements between requests
-  const void* k_cache;    // [num_slots, num_kv_heads, D]
-  const void* v_cache;    // [num_slots, num_kv_heads, D]
-  uint32_t k_slot_bytes;  // bytes between slots
+  const void* q;             // [num_requests, Hq, D]
+  uint32_t q_stride_chunks;  // 16-byte chunks between requests
+  const void* k_cache;       // [num_slots, num_kv_heads, D]
+  const void* v_cache;       // [num_slots, num_kv_heads, D]
+  uint32_t k_slot_bytes;     // bytes between slots
   uint32_t v_slot_bytes;
   const int32_t* shared_slots;  // [num_shared_slots]
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]

@@ -121,7 +121,12 @@ class Producer {
   using Storage = SharedStorage<kHeadDim>;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int kv_head, int lane)
-      : params_(params), storage_(storage), lane_(lane), kv_head_(kv_head), copy_(lane) {
+      : params_(params),
+        storage_(storage),
+        lane_(lane),
+        first_head_(kv_head * params.rows.group_size),
+        num_q_heads_(params.num_kv_heads * params.rows.group_size),
+        copy_(lane) {
     const void* base = kIsKey ? params.k_cache : params.v_cache;
     cache_ =
         static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
@@ -180,16 +185,15 @@ class Producer {
     ring_.advance();
   }
 
-  // Requests of an item, two per lane: a tile has at most 64 of them.
+  // The request of each query row of an item: lane l holds rows l and 32 + l.
   __device__ __forceinline__ void load_requests(const ItemSource& source) {
     if constexpr (kIsKey) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int index = i * 32 + lane_;
-        requests_[i] = {0, 0};
+        const int index = request_of_row(params_.rows, 32 * i + lane_);
         if (index < source.num_requests) {
-          requests_[i] = reinterpret_cast<const int2*>(
-              params_.plan.item_requests)[source.request_begin + index];
+          const ItemRequest* request = params_.plan.item_requests + source.request_begin + index;
+          requests_[i] = *reinterpret_cast<const int2*>(request);
         }
       }
     }
@@ -207,6 +211,7 @@ class Producer {
       if (unit < first_unit && lane_ < kConsumerWarps) ptx::barrier_arrive(empty);
     }
 
+    const int tile_rows = units * kUnitRows;
     const int num_rows = source.num_requests * params_.rows.group_size;
     ItemRecord& record = storage_.records[queries_.record()];
     if (lane_ == 0) {
@@ -214,28 +219,21 @@ class Producer {
       record.num_rows = num_rows;
       record.num_tokens = source.num_tokens;
     }
+    uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int index = i * 32 + lane_;
-      if (index < source.num_requests) {
-        record.requests[index] = {.request = requests_[i].x, .partial_slot = requests_[i].y};
+      const int row = 32 * i + lane_;
+      const int head = first_head_ + head_of_row(params_.rows, row);
+      query_chunks[i] =
+          requests_[i].x * params_.q_stride_chunks + head * RowCopy<kHeadDim>::kChunks;
+      const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
+      if (row < tile_rows) {
+        record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
       }
     }
-
-    const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
-    const char* queries = static_cast<const char*>(params_.q) + copy_.chunk * kChunkBytes;
-    const int tile_rows = units * kUnitRows;
-    for (int row = copy_.row; row < tile_rows; row += RowCopy<kHeadDim>::kRowsPerCopy) {
-      const int index = request_of_row(params_.rows, row);
-      const int low = __shfl_sync(kFullWarp, requests_[0].x, index % 32);
-      const int high = __shfl_sync(kFullWarp, requests_[1].x, index % 32);
-      const int64_t request = index < 32 ? low : high;
-      const int head = kv_head_ * params_.rows.group_size + head_of_row(params_.rows, row);
-      const char* row_source =
-          queries + (request * params_.q_stride + head * kHeadDim) * static_cast<int>(sizeof(T));
-      const bool valid = row < num_rows;
-      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy_.chunk),
-                                 valid ? row_source : queries, valid);
+    for (int unit = 0; unit < units; ++unit) {
+      copy_queries(first_unit, tile_rows, unit * kUnitRows, num_rows,
+                   unit < 2 ? query_chunks[0] : query_chunks[1]);
     }
 
     const uint32_t full = ptx::shared_address(&storage_.queries_full[queries_.record()]);
@@ -245,16 +243,34 @@ class Producer {
     queries_.advance(units);
   }
 
+  // 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
+  __device__ __forceinline__ void copy_queries(int first_unit, int tile_rows, int first_row,
+                                               int num_rows, uint32_t lane_chunk) {
+    using Copy = RowCopy<kHeadDim>;
+    const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
+    const char* queries = static_cast<const char*>(params_.q) + copy_.chunk * kChunkBytes;
+#pragma unroll
+    for (int i = 0; i < kUnitRows / Copy::kRowsPerCopy; ++i) {
+      const int row = first_row + i * Copy::kRowsPerCopy + copy_.row;
+      const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
+      const bool valid = row < num_rows;
+      const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
+      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy_.chunk), source,
+                                 valid);
+    }
+  }
+
   const DecodeParams& params_;
   Storage& storage_;
   const int lane_;
-  const int kv_head_;
+  const int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size
+  const int num_q_heads_;
   const RowCopy<kHeadDim> copy_;
   const char* cache_;  // of this lane's chunk, slot 0
   uint32_t slot_bytes_;
   RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;
-  int2 requests_[2];
+  int2 requests_[2] = {};  // of this lane's rows of the item to be published next
 };
 
 }  // namespace pat

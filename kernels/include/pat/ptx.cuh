@@ -14,8 +14,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // volatile: what derives from it is computed where it is needed, not hoisted out of loops into registers.
-__device__ __forceinline__ int lane_id() {
-  int lane;
+__device__ __forceinline__ uint32_t lane_id() {
+  uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
@@ -168,11 +168,23 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
-// --- fast math: relative error 2^-22 for exp2, 2^-11 for tanh ---
+// --- fast math. Relative error 2^-22 for exp2, 2^-23 for reciprocal, 2^-11 for tanh; absolute 2^-22 for log2 ---
 
 __device__ __forceinline__ float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -37,7 +37,8 @@ struct WarpAttention {
   float sum[2];      // of this lane's columns only, until finish()
 
   // `tile` holds tile_rows rows; this warp's are the 16 from `first_row`.
-  __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row, int lane) {
+  __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
+                                        uint32_t lane) {
     const uint32_t first = tile + swizzled_offset(tile_rows, first_row + lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < kDepthSteps; ++step) {
@@ -58,7 +59,7 @@ struct WarpAttention {
   // kTokens tokens of a stage from `first_token`, of which the first num_valid count (at least one).
   template <int kTokens>
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int first_token,
-                                         int num_valid, const LogitScale& scale, int lane) {
+                                         int num_valid, const LogitScale& scale, uint32_t lane) {
     float scores[kTokens / 8][4];
     multiply_keys<kTokens>(scores, keys, first_token, lane);
     if constexpr (kSoftCap) {
@@ -73,7 +74,8 @@ struct WarpAttention {
       for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (tile * 8 + lane % 4 * 2 + i % 2 >= num_valid) scores[tile][i] = -INFINITY;
+          if (static_cast<int>(tile * 8 + lane % 4 * 2 + i % 2) >= num_valid)
+            scores[tile][i] = -INFINITY;
         }
       }
     }
@@ -93,10 +95,19 @@ struct WarpAttention {
     multiply_values<kTokens>(scores, values, first_token, lane);
   }
 
+  // Sums up over the four lanes of a row.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
+      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
+    }
+  }
+
  private:
   template <int kTokens>
   __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4], uint32_t keys,
-                                                int first_token, int lane) {
+                                                int first_token, uint32_t lane) {
 #pragma unroll
     for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
@@ -149,7 +160,7 @@ struct WarpAttention {
 
   template <int kTokens>
   __device__ __forceinline__ void multiply_values(const float (&probabilities)[kTokens / 8][4],
-                                                  uint32_t values, int first_token, int lane) {
+                                                  uint32_t values, int first_token, uint32_t lane) {
     const uint32_t first =
         values + swizzled_offset(kStageTokens, first_token + lane % 16, lane / 16);
 #pragma unroll

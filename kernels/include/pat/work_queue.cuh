@@ -37,10 +37,9 @@ inline constexpr int kChunkBytes = 16;
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kPanelColumns = 64;
 
-__host__ __device__ constexpr uint32_t swizzled_offset(int rows, int row, int chunk) {
-  const int panel = chunk / 8, column = chunk % 8;
-  return static_cast<uint32_t>((panel * rows + row) * kPanelRowBytes +
-                               ((column ^ (row % 8)) * kChunkBytes));
+__device__ __forceinline__ uint32_t swizzled_offset(uint32_t rows, uint32_t row, uint32_t chunk) {
+  const uint32_t panel = chunk / 8, column = chunk % 8;
+  return (panel * rows + row) * kPanelRowBytes + (column ^ row % 8) * kChunkBytes;
 }
 
 // Address of chunk 2 * step + half of a row, from the address of chunk `half` of the same row (half is 0 or 1):
@@ -58,13 +57,24 @@ __device__ __forceinline__ int head_of_row(const QueryRows& rows, int row) {
   return row - request_of_row(rows, row) * rows.group_size;
 }
 
+// Where a query row's result goes: a row of partial_out and partial_lse, or the complement of a row of out and
+// out_lse (the request's only partial), or nowhere.
+using RowTarget = int32_t;
+inline constexpr RowTarget kNoTarget = INT32_MIN;  // padding
+
+__device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int num_q_heads,
+                                                int head) {
+  return request.partial_slot == kDirectStore ? ~(request.request * num_q_heads + head)
+                                              : request.partial_slot * num_q_heads + head;
+}
+
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
   int32_t tile;
   int32_t num_rows;    // query rows in use
   int32_t num_tokens;  // of the item's KV range, 0 if it is empty
   int32_t reserved;
-  ItemRequest requests[kMaxTileRows];
+  RowTarget targets[kMaxTileRows];
 };
 
 template <int kHeadDim>
@@ -80,8 +90,10 @@ struct SharedStorage {
   // Combination across the consumer warps of a tile. 8 rows at a time; every warp passes on the columns that
   // are not its own.
   float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
-  float2 row_states[kConsumerWarps][kUnitRows];  // maximum and sum
+  float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
+  RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
+  int32_t num_items;  // of this worker; here because the consumers have no register to spare
   alignas(8) uint64_t kv_full[kStages];
   uint64_t kv_empty[kStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
