@@ -92,10 +92,10 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         install_hooks()
         self._reader = BatchReader()
         self._checker = StepChecker() if environment.debug else None
+        self._stats_file: StatsFile | None = None
         # All ranks of a tensor-parallel group make the same plans.
-        is_first_rank = torch.distributed.get_rank() == 0
-        file = environment.stats_file
-        self._stats_file = StatsFile(file) if file is not None and is_first_rank else None
+        if environment.stats_file is not None and torch.distributed.get_rank() == 0:
+            self._stats_file = StatsFile(environment.stats_file)
         self._write_stats()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -48,13 +48,12 @@ class StepChecker:
             )
         boundaries = _boundaries(source.paths(reqs, len(reqs)), len(reqs))
         slots = [
-            req_to_token[row, : max(ends, default=0)].cpu()
+            # A copy on the CPU too: the table is rewritten in place.
+            req_to_token[row, : max(ends, default=0)].to("cpu", torch.int64, copy=True)
             for row, ends in zip(rows, boundaries, strict=True)
         ]
         for req, row_slots in zip(reqs, slots, strict=True):
-            if len(row_slots) and not torch.equal(
-                row_slots.long(), source.shared_slots(req).cpu().long()
-            ):
+            if len(row_slots) and not torch.equal(row_slots, source.shared_slots(req).cpu()):
                 raise RuntimeError(
                     f"request {req.rid}: its row and the radix tree hold other KV slots"
                 )

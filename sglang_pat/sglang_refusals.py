@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_pat import support
 
 # Server arguments that change which KV a decode step reads, or who decodes.
-_OFF_OR_REFUSED = {
+REFUSED_ARGUMENTS = {
     "speculative_algorithm": "--speculative-algorithm",
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
@@ -46,17 +46,16 @@ def check_server(model_runner: Any) -> None:
         raise support.unsupported("attention", f"attention sinks ({_name(config)})")
     if getattr(model_runner, "attention_chunk_size", None):
         raise support.unsupported("attention", f"attention within chunks ({_name(config)})")
-    for name, flag in _OFF_OR_REFUSED.items():
-        value = getattr(arguments, name, None)
+    for name, flag in REFUSED_ARGUMENTS.items():
+        value = getattr(arguments, name)
         if value:
-            raise ValueError(f"pat does not support {flag}={value}; allowed: leave it off")
-    if getattr(arguments, "dcp_size", 1) > 1:
-        raise ValueError(f"pat does not support --dcp-size={arguments.dcp_size}; allowed: 1")
+            raise support.unsupported("server options", f"{flag} {value}")
+    if arguments.dcp_size > 1:
+        raise support.unsupported("server options", f"--dcp-size {arguments.dcp_size}")
 
 
 def check_layer(layer: RadixAttention, first: RadixAttention) -> None:
-    """Raise ValueError if a layer's attention is not supported, or has another shape than the
-    first's."""
+    """Raise ValueError if a layer's attention is not supported, or not shaped like the first's."""
     where = f" (layer {layer.layer_id})"
     if layer.is_cross_attention:
         raise support.unsupported("attention", "cross attention" + where)
@@ -70,6 +69,8 @@ def check_layer(layer: RadixAttention, first: RadixAttention) -> None:
         )
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise support.unsupported("attention", f"a soft-cap by {layer.logit_capping_method}{where}")
+    if layer.pos_encoding_mode != "NONE":
+        raise support.unsupported("attention", f"{layer.pos_encoding_mode} positions{where}")
     if layer.xai_temperature_len > 0:
         raise support.unsupported("attention", f"a temperature by position{where}")
     if _shape(layer) != _shape(first):

@@ -143,6 +143,14 @@ def generate(engine: Any, requests_: Sequence[Request], **more: Any) -> list[dic
     return answers
 
 
+def flush(engine: Any) -> None:
+    """Empty the radix cache. The engine refuses until its last step has been dealt with."""
+    deadline = time.monotonic() + 30
+    while not engine.flush_cache().success:
+        assert time.monotonic() < deadline, "the engine does not become idle"
+        time.sleep(0.1)
+
+
 def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 

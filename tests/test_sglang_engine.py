@@ -18,6 +18,7 @@ from sglang_engines import (
     Request,
     Stats,
     Workload,
+    flush,
     generate,
     run,
     running_engine,
@@ -81,7 +82,7 @@ class _Everywhere:
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
     ) -> None:
         # All are prefilled in full, and share only from their second step on.
-        engine.flush_cache()
+        flush(engine)
         stats.new()
         assert_same(generate(engine, workload.identical), workload.identical, expected)
         counted = stats.new()
@@ -130,7 +131,7 @@ class _Everywhere:
 
     def test_flush_between_waves(self, engine: Any, workload: Workload, expected: Expected) -> None:
         for _ in range(2):
-            assert engine.flush_cache().success
+            flush(engine)
             # The same names, so that only the tree tells the waves apart.
             names = [f"wave-{i}" for i in range(len(workload.two_roots))]
             answers = generate(engine, workload.two_roots, rid=names)
@@ -170,7 +171,7 @@ class TestPageSize16InASmallPool(_Everywhere):
     def test_long_prompts_in_chunks_beside_decoding_rows(
         self, engine: Any, workload: Workload, expected: Expected
     ) -> None:
-        engine.flush_cache()
+        flush(engine)
 
         decoding, arriving = workload.long_answers[0], workload.long_prompts
         finished: list[Request] = []

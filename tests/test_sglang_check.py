@@ -1,0 +1,102 @@
+"""SGLANG_PAT_DEBUG=1: every kind of mismatch raises, and what may happen does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang_trees import TREE_KINDS, Tree, place
+
+from sglang_pat.sglang_check import StepChecker
+from sglang_pat.sglang_radix import RadixSource, radix_source
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+class Step:
+    """Two requests with one prompt in a tree, their rows, and a checker."""
+
+    def __init__(self, kind: str) -> None:
+        self.tree = Tree(kind)
+        self.tree.insert(PROMPT, range(10, 16))
+        self.reqs = [self.tree.request(f"r{row}", PROMPT, 6, row=row) for row in (1, 2)]
+        self.req_to_token = torch.zeros(4, 32, dtype=torch.int32)
+        self.req_to_token[1:3, :6] = torch.arange(10, 16)
+        self.rows = torch.tensor([1, 2])
+        self.checker = StepChecker()
+
+    def check(self, *, plan_is_new: bool) -> None:
+        source: RadixSource | None = radix_source(self.tree.cache)
+        assert source is not None
+        self.checker.check(source, self.reqs, self.req_to_token, self.rows, plan_is_new=plan_is_new)
+
+
+@pytest.fixture(params=TREE_KINDS)
+def step(request: pytest.FixtureRequest) -> Step:
+    step = Step(request.param)
+    step.check(plan_is_new=True)
+    return step
+
+
+def test_an_unchanged_step_passes(step: Step) -> None:
+    step.req_to_token[1, 6:9] = 20  # private KV
+    step.check(plan_is_new=False)
+
+
+def test_a_split_passes(step: Step) -> None:
+    step.tree.insert([1, 2, 3, 9], range(20, 24))
+    step.check(plan_is_new=False)
+
+
+def test_padding_rows_pass(step: Step) -> None:
+    step.rows = torch.tensor([1, 2, 0, 0])
+    step.check(plan_is_new=False)
+
+
+def test_other_rows(step: Step) -> None:
+    step.rows = torch.tensor([2, 1])
+    with pytest.raises(RuntimeError, match=r"the batch has rows \[2, 1\], its requests \[1, 2\]"):
+        step.check(plan_is_new=True)
+
+
+@pytest.mark.parametrize("plan_is_new", [True, False])
+def test_a_row_that_does_not_hold_the_trees_slots(step: Step, plan_is_new: bool) -> None:
+    step.req_to_token[2, 3] = 99
+    with pytest.raises(RuntimeError, match="request r2: its row and the radix tree hold other"):
+        step.check(plan_is_new=plan_is_new)
+
+
+def test_shared_kv_that_moved_under_a_reused_plan(step: Step) -> None:
+    step.tree.cache.reset()
+    step.tree.insert(PROMPT, range(30, 36))
+    for req in step.reqs:
+        req.last_node = step.tree.last_node(PROMPT)
+    step.req_to_token[1:3, :6] = torch.arange(30, 36)
+    with pytest.raises(RuntimeError, match="request r1: a plan was reused though its shared KV"):
+        step.check(plan_is_new=False)
+    step.check(plan_is_new=True)
+
+
+def test_a_path_that_lost_a_node_under_a_reused_plan(step: Step) -> None:
+    step.tree.insert([1, 2, 3, 9], range(20, 24))
+    step.check(plan_is_new=True)
+    step.tree.cache.reset()
+    step.tree.insert(PROMPT, range(10, 16))
+    for req in step.reqs:
+        req.last_node = step.tree.last_node(PROMPT)
+    with pytest.raises(RuntimeError, match=r"from nodes that end at \[3, 6\] to \[6\]"):
+        step.check(plan_is_new=False)
+
+
+def test_another_number_of_requests_under_a_reused_plan(step: Step) -> None:
+    step.reqs, step.rows = step.reqs[:1], step.rows[:1]
+    with pytest.raises(RuntimeError, match="a plan for 2 requests was reused for 1"):
+        step.check(plan_is_new=False)
+
+
+def test_a_request_that_shares_nothing(step: Step) -> None:
+    nothing: Any = step.tree.request("none", [9], 0, row=3)
+    assert place(nothing).req_pool_idx == 3
+    step.reqs, step.rows = [*step.reqs, nothing], torch.tensor([1, 2, 3])
+    step.check(plan_is_new=True)
