@@ -11,8 +11,6 @@
 
 namespace pat {
 
-inline constexpr unsigned kFullWarp = 0xffffffffu;
-
 // A work item with its KV range resolved against live lengths. Each lane holds one.
 struct ItemSource {
   const int32_t* slots;  // of the range's first token

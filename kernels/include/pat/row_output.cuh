@@ -3,7 +3,7 @@
 #pragma once
 
 #include "pat/decode_params.h"
-#include "pat/tile_attention.cuh"
+#include "pat/warp_attention.cuh"
 
 namespace pat {
 
@@ -77,8 +77,7 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, kHeadDim, kSof
 template <typename T, int kHeadDim, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(
     const WarpAttention<T, kHeadDim, kSoftCap>& part, SharedStorage<kHeadDim>& storage,
-    const DecodeParams& params, const RowTarget* targets, int num_parts, int num_rows, int warp,
-    uint32_t lane) {
+    const DecodeParams& params, int num_parts, int num_rows, int warp, uint32_t lane) {
   constexpr int kOwnTiles = kHeadDim / 8 / kKvWarps;
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
@@ -86,6 +85,7 @@ __device__ __forceinline__ void combine_and_store_item(
   const int first_warp = warp - kv_warp;
   const bool has_part = kv_warp < num_parts;
   const int state_row = lane / 4;
+  const RowTarget* targets = storage.row_targets[warp];
 
   if (has_part && lane % 4 == 0) {
 #pragma unroll

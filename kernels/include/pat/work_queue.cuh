@@ -17,6 +17,7 @@
 
 namespace pat {
 
+inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr int kConsumerWarps = 4;
 inline constexpr int kProducerWarps = 2;  // one loads K, one V
 inline constexpr int kDecodeThreads = 32 * (kConsumerWarps + kProducerWarps);
@@ -87,7 +88,7 @@ struct SharedStorage {
 
   alignas(1024) uint8_t kv[kStages][kStageBytes];  // K, then V
   alignas(1024) uint8_t queries[kQueryUnits][kUnitBytes];
-  // Combination across the consumer warps of a tile. 8 rows at a time; every warp passes on the columns that
+  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
   // are not its own.
   float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum

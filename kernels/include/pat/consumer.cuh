@@ -1,0 +1,57 @@
+// What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
+#pragma once
+
+#include "pat/work_queue.cuh"
+
+namespace pat {
+
+template <int kHeadDim>
+struct Consumer {
+  using Storage = SharedStorage<kHeadDim>;
+
+  Storage& storage;
+  const int warp;
+  QueryPosition position;
+  RingPosition<Storage::kStages> ring;
+
+  __device__ __forceinline__ const ItemRecord& record() const {
+    return storage.records[position.record()];
+  }
+
+  __device__ __forceinline__ void wait_for_queries() const {
+    ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
+                      position.item_parity());
+  }
+
+  // Address of the next item's queries, a tile of `units` units.
+  __device__ __forceinline__ uint32_t queries(int units) const {
+    return ptx::shared_address(storage.queries[position.first_unit(units) % kQueryUnits]);
+  }
+
+  // Hands back the item's record and queries. The targets of this warp's rows are kept in shared memory until the
+  // item's end: there is no register to spare.
+  __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
+    if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
+    __syncwarp();
+    const int first_unit = position.first_unit(units);
+    if (lane < units) {
+      const int unit = (first_unit + lane) % kQueryUnits;
+      ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty[unit]));
+    }
+    position.advance(units);
+  }
+
+  // Address of the keys of the next stage, once it has arrived; the values follow kOperandBytes behind.
+  __device__ __forceinline__ uint32_t wait_for_stage() const {
+    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[ring.stage]), ring.parity);
+    return ptx::shared_address(storage.kv[ring.stage]);
+  }
+
+  __device__ __forceinline__ void release_stage(uint32_t lane) {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    ring.advance();
+  }
+};
+
+}  // namespace pat
