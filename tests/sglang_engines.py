@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,11 +27,26 @@ START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
 
 
 class EngineDied(BaseException):
-    """A process of the engine died. Without our handler SGLang would kill the test run itself."""
+    """A process of the engine died. Its traceback is in the captured output."""
 
 
 def _raise_engine_died(signum: int, frame: FrameType | None) -> None:
-    raise EngineDied("a process of the engine died; its traceback is in the captured output")
+    raise EngineDied
+
+
+class _SignalHandler:
+    """In place of SGLang's own, which kills the test run when a process of the engine dies."""
+
+    def __init__(self, tokenizer_manager: Any) -> None:
+        self._manager = tokenizer_manager
+
+    def sigterm_handler(self, *args: object) -> None:
+        raise SystemExit
+
+    def running_phase_sigquit_handler(self, *args: object) -> None:
+        self._manager.has_died = True
+        for task in asyncio.all_tasks(self._manager.event_loop):
+            task.cancel()
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,8 @@ def running_engine(model: Path, backend: str, **arguments: Any) -> Iterator[Any]
         custom_sigquit_handler=_raise_engine_died,
         **(COMMON_ARGUMENTS | arguments),
     )
+    engine.tokenizer_manager.signal_handler_class = _SignalHandler
+    engine.tokenizer_manager.has_died = False
     try:
         yield engine
     finally:
@@ -135,10 +152,13 @@ def as_flags(arguments: dict[str, Any]) -> list[str]:
 
 def generate(engine: Any, requests_: Sequence[Request], **more: Any) -> list[dict[str, Any]]:
     """Send all requests at once; their answers in order."""
-    answers: list[dict[str, Any]] = engine.generate(
-        input_ids=[request.prompt for request in requests_],
-        sampling_params=[request.sampling_params for request in requests_],
-        **more,
+    answers: list[dict[str, Any]] = run(
+        engine,
+        engine.async_generate(
+            input_ids=[request.prompt for request in requests_],
+            sampling_params=[request.sampling_params for request in requests_],
+            **more,
+        ),
     )
     return answers
 
@@ -146,7 +166,7 @@ def generate(engine: Any, requests_: Sequence[Request], **more: Any) -> list[dic
 def flush(engine: Any) -> None:
     """Empty the radix cache. The engine refuses until its last step has been dealt with."""
     deadline = time.monotonic() + 30
-    while not engine.flush_cache().success:
+    while not run(engine, engine.tokenizer_manager.flush_cache()).success:
         assert time.monotonic() < deadline, "the engine does not become idle"
         time.sleep(0.1)
 
@@ -163,8 +183,15 @@ async def start(engine: Any, request: Request, **more: Any) -> AsyncIterator[dic
     return stream
 
 
-def run(engine: Any, coroutine: Any) -> Any:
-    return engine.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=120))
+def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The coroutine's result; EngineDied if the engine has died or dies meanwhile."""
+    if engine.tokenizer_manager.has_died:
+        coroutine.close()
+        raise EngineDied
+    try:
+        return engine.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=180))
+    except asyncio.CancelledError:
+        raise EngineDied from None
 
 
 class Stats:
