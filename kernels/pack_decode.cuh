@@ -37,12 +37,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps);
     }
   }
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-  const int item_begin = params.plan.worker_begin[worker];
-  const int item_end = params.plan.worker_begin[worker + 1];
+  // The plan does not come from the predecessor: read while that is still running.
+  const int item_begin = __ldcg(params.plan.worker_begin + worker);
+  const int item_end = __ldcg(params.plan.worker_begin + worker + 1);
   if (threadIdx.x == 0) storage.num_items = item_end - item_begin;
   __syncthreads();
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
 
   if (warp == kConsumerWarps) {
     Producer<T, kHeadDim, true>(params, storage, kv_head, lane).run(item_begin, item_end);

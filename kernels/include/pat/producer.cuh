@@ -11,42 +11,42 @@
 
 namespace pat {
 
-// A work item with its KV range resolved against live lengths. Each lane holds one.
-struct ItemSource {
-  const int32_t* slots;  // of the range's first token
-  int32_t num_tokens;
+// What the K producer must know to publish an item. Each lane holds one.
+struct ItemHead {
   int32_t tile;
   int32_t num_requests;
   int32_t request_begin;
 
-  __device__ static ItemSource load(const DecodeParams& params, int index) {
-    const WorkItem& item = params.plan.work_items[index];
-    const int4 head = reinterpret_cast<const int4*>(&item)[0];
-    const int2 range = reinterpret_cast<const int2*>(&item)[2];
-    ItemSource source{.slots = params.shared_slots + range.x,
-                      .num_tokens = range.y - range.x,
-                      .tile = head.x,
-                      .num_requests = head.y,
-                      .request_begin = head.z};
-    const int kv_request = head.w;
-    if (kv_request != kSharedKv) {
-      const int64_t row = load_index(params.req_pool_indices, kv_request);
-      source.slots = params.req_to_token + row * params.req_to_token_stride + range.x;
-      if (range.y == kOpenEnd) {
-        source.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - range.x;
-      }
-    }
-    source.num_tokens = max(source.num_tokens, 0);
-    return source;
-  }
-
-  __device__ ItemSource of_lane(int lane) const {
-    return {.slots = reinterpret_cast<const int32_t*>(
-                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
-            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
-            .tile = __shfl_sync(kFullWarp, tile, lane),
+  __device__ __forceinline__ ItemHead of_lane(int lane) const {
+    return {.tile = __shfl_sync(kFullWarp, tile, lane),
             .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
             .request_begin = __shfl_sync(kFullWarp, request_begin, lane)};
+  }
+};
+
+// An item's KV range, resolved against live lengths. Each lane holds one.
+struct ItemRange {
+  const int32_t* slots;  // of the first token
+  int32_t num_tokens;
+
+  __device__ static ItemRange resolve(const DecodeParams& params, int kv_request, int kv_begin,
+                                      int kv_end) {
+    ItemRange range{.slots = params.shared_slots + kv_begin, .num_tokens = kv_end - kv_begin};
+    if (kv_request != kSharedKv) {
+      const int64_t row = load_index(params.req_pool_indices, kv_request);
+      range.slots = params.req_to_token + row * params.req_to_token_stride + kv_begin;
+      if (kv_end == kOpenEnd) {
+        range.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - kv_begin;
+      }
+    }
+    range.num_tokens = max(range.num_tokens, 0);
+    return range;
+  }
+
+  __device__ __forceinline__ ItemRange of_lane(int lane) const {
+    return {.slots = reinterpret_cast<const int32_t*>(
+                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
+            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane)};
   }
 };
 
@@ -133,29 +133,42 @@ class Producer {
 
   __device__ void run(int item_begin, int item_end) {
     for (int begin = item_begin; begin < item_end; begin += 32) {
-      const int count = min(32, item_end - begin);
-      run_batch(ItemSource::load(params_, begin + min(lane_, count - 1)), count);
+      run_batch(begin, min(32, item_end - begin));
     }
   }
 
  private:
-  __device__ __forceinline__ void run_batch(const ItemSource& lane_source, int count) {
-    ItemSource source = lane_source.of_lane(0);
+  __device__ __forceinline__ void run_batch(int first_item, int count) {
+    const auto* item =
+        reinterpret_cast<const int4*>(params_.plan.work_items + first_item + min(lane_, count - 1));
+    const int4 fields = __ldcg(item);
+    const int4 more_fields = __ldcg(item + 1);
+    const ItemHead lane_head{.tile = fields.x, .num_requests = fields.y, .request_begin = fields.z};
+    if constexpr (kIsKey) ptx::prefetch(params_.plan.item_requests + fields.z);
+    const ItemRange lane_range =
+        ItemRange::resolve(params_, fields.w, more_fields.x, more_fields.y);
+
+    ItemHead head = lane_head.of_lane(0);
+    load_requests(head);
+    // All items' first slots, so that only the first item waits for DRAM.
+    if (lane_range.num_tokens > 0) ptx::prefetch(lane_range.slots);
+    ItemRange range = lane_range.of_lane(0);
     SlotBatch slots, next_slots;
-    next_slots.load(source.slots, source.num_tokens, lane_);
-    load_requests(source);
+    next_slots.load(range.slots, range.num_tokens, lane_);
     for (int i = 0; i < count; ++i) {
-      const ItemSource next = lane_source.of_lane(min(i + 1, count - 1));
+      const int next_lane = min(i + 1, count - 1);
       if constexpr (kIsKey) {
-        publish(source);
-        load_requests(next);
+        publish(head, range.num_tokens);
+        head = lane_head.of_lane(next_lane);
+        load_requests(head);
       }
-      if (source.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
-      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
+      const ItemRange next = lane_range.of_lane(next_lane);
+      if (range.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
+      for (int first = 0; first < range.num_tokens; first += SlotBatch::kTokens) {
         slots = next_slots;
-        const int left = source.num_tokens - first;
+        const int left = range.num_tokens - first;
         if (left > SlotBatch::kTokens) {
-          next_slots.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
+          next_slots.load(range.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
                           lane_);
         } else {
           next_slots.load(next.slots, next.num_tokens, lane_);
@@ -165,7 +178,7 @@ class Producer {
           fill_stage(slots.pop_front(), left - token);
         }
       }
-      source = next;
+      range = next;
     }
   }
 
@@ -184,13 +197,13 @@ class Producer {
   }
 
   // The request of each query row of an item: lane l holds rows l and 32 + l.
-  __device__ __forceinline__ void load_requests(const ItemSource& source) {
+  __device__ __forceinline__ void load_requests(const ItemHead& head) {
     if constexpr (kIsKey) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int index = request_of_row(params_.rows, 32 * i + lane_);
-        if (index < source.num_requests) {
-          const ItemRequest* request = params_.plan.item_requests + source.request_begin + index;
+        if (index < head.num_requests) {
+          const ItemRequest* request = params_.plan.item_requests + head.request_begin + index;
           requests_[i] = *reinterpret_cast<const int2*>(request);
         }
       }
@@ -198,8 +211,8 @@ class Producer {
   }
 
   // Queries and record of an item, whose requests have been loaded.
-  __device__ __forceinline__ void publish(const ItemSource& source) {
-    const int units = tile_units(source.tile);
+  __device__ __forceinline__ void publish(const ItemHead& head, int num_tokens) {
+    const int units = tile_units(head.tile);
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
       const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
@@ -210,12 +223,12 @@ class Producer {
     }
 
     const int tile_rows = units * kUnitRows;
-    const int num_rows = source.num_requests * params_.rows.group_size;
+    const int num_rows = head.num_requests * params_.rows.group_size;
     ItemRecord& record = storage_.records[queries_.record()];
     if (lane_ == 0) {
-      record.tile = source.tile;
+      record.tile = head.tile;
       record.num_rows = num_rows;
-      record.num_tokens = source.num_tokens;
+      record.num_tokens = num_tokens;
     }
     uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
 #pragma unroll

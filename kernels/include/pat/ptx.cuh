@@ -35,6 +35,11 @@ __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const voi
                : "memory");
 }
 
+// Brings the line into L2.
+__device__ __forceinline__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // --- mbarriers ---
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {

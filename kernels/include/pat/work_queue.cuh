@@ -26,6 +26,9 @@ inline constexpr int kQueryUnits = 4;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
 
+// One body for all tiles on wgmma (wgmma_body.cuh), or one per tile on mma.sync (mma_body.cuh).
+inline constexpr bool kHasWarpgroupBody = PAT_TARGET_ARCH == 90;
+
 // Two CTAs per SM share 228 KB on sm_90 and sm_100, 164 KB on sm_80; elsewhere 100 KB hold one.
 inline constexpr int kRingBytes =
     (PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103) ? 80 * 1024
@@ -78,6 +81,16 @@ struct ItemRecord {
   RowTarget targets[kMaxTileRows];
 };
 
+// How warps that split a tile's KV meet at an item's end (mma_body.cuh): 8 rows at a time, every warp passes on the
+// columns that are not its own.
+template <int kHeadDim, bool kUsed>
+struct CombineScratch {
+  float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
+  float2 row_states[kConsumerWarps][kUnitRows];  // maximum and sum
+};
+template <int kHeadDim>
+struct CombineScratch<kHeadDim, false> {};
+
 template <int kHeadDim>
 struct SharedStorage {
   static constexpr int kRowBytes = kHeadDim * 2;
@@ -88,10 +101,7 @@ struct SharedStorage {
 
   alignas(1024) uint8_t kv[kStages][kStageBytes];  // K, then V
   alignas(1024) uint8_t queries[kQueryUnits][kUnitBytes];
-  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
-  // are not its own.
-  float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
-  float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
+  CombineScratch<kHeadDim, !kHasWarpgroupBody> combine;
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
   int32_t num_items;  // of this worker; here because the consumers have no register to spare
