@@ -7,6 +7,7 @@ not decode stays with SGLang's own backend, beside it in a HybridAttnBackend.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -33,20 +34,20 @@ from sglang_pat.stats_file import StatsFile
 
 logger = logging.getLogger(__name__)
 
+# Of SGLang's default backends, those that want certain pages.
+_PAGE_SIZES = {"trtllm_mha": (16, 32, 64, 128), "fa4": (128,)}
+
 
 def create_pat_backend(model_runner: Any) -> AttentionBackend:
-    """What SGLang gets for `pat`: alone for decode only, else composed with SGLang's default
-    backend.
+    """What SGLang gets for `pat`: a PatAttnBackend, for all modes composed with SGLang's default.
 
-    Raises ValueError if the configuration is not supported, RuntimeError if SGLang cannot be
-    hooked.
+    ValueError if the configuration is not supported, RuntimeError if SGLang cannot be hooked.
     """
     prefill, decode = _chosen_backends(model_runner)
     if decode != NAME:
         raise ValueError(
             f"pat only decodes, but the backend for decode is {decode!r}, for prefill {prefill!r}; "
-            f"use "
-            f"--attention-backend {NAME} or --decode-attention-backend {NAME}"
+            f"use --attention-backend {NAME} or --decode-attention-backend {NAME}"
         )
     backend = PatAttnBackend(model_runner)
     if prefill != NAME:
@@ -91,7 +92,8 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         self._attention = self._eager  # the one that has the plan of this step
         install_hooks()
         self._reader = BatchReader()
-        self._checker = StepChecker() if environment.debug else None
+        self._debug = environment.debug
+        self._checkers: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
         self._stats_file: StatsFile | None = None
         # All ranks of a tensor-parallel group make the same plans.
         if environment.stats_file is not None and torch.distributed.get_rank() == 0:
@@ -157,21 +159,21 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         built_before = attention.stats.plans_built
         batch = self._reader.read(forward_batch)
         req_to_token = self.req_to_token_pool.req_to_token
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        tensors = {
-            "req_to_token": req_to_token,
-            "req_pool_indices": rows,
-            "seq_lens": seq_lens,
-        }
+        rows = forward_batch.req_pool_indices
+        plan = partial(
+            attention.plan,
+            req_to_token=req_to_token,
+            req_pool_indices=rows,
+            seq_lens=forward_batch.seq_lens,
+        )
         try:
-            attention.plan(batch, **tensors)
+            plan(batch)
         except PlanOverflowError:
-            attention.plan(self._reader.without_sharing(batch, OVERFLOW), **tensors)
-        if self._checker is not None and self._reader.last_shared is not None:
+            plan(self._reader.without_sharing(batch, OVERFLOW))
+        shared = self._reader.last_shared
+        if self._debug and shared is not None:
             plan_is_new = attention.stats.plans_built > built_before
-            self._checker.check(
-                *self._reader.last_shared, req_to_token, rows, plan_is_new=plan_is_new
-            )
+            self._checkers[attention].check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
         self._write_stats()
 
     def _write_stats(self) -> None:
@@ -181,9 +183,8 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:
-    """Where the new token goes. SGLang marks the slots of a batch as physical since it has virtual
-    ones."""
-    if hasattr(KVWriteLoc, "for_batch"):
+    """Where the new token goes."""
+    if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
         return KVWriteLoc.for_batch(forward_batch)
     return KVWriteLoc(forward_batch.out_cache_loc)
 
@@ -210,8 +211,7 @@ def _default_backend(model_runner: Any) -> str:
         from sglang.srt.arg_groups.overrides import get_default_attn_backend
 
         default = get_default_attn_backend(arguments, model_runner.use_mla_backend, config)
-    # SGLang adapts the page size to a backend that it chose itself, but has chosen it for `pat`
-    # here.
+    # SGLang adapts the page size to the backend it chooses, but here it has adapted it to `pat`.
     page_sizes = _PAGE_SIZES.get(default)
     if page_sizes is not None and arguments.page_size not in page_sizes:
         raise ValueError(
@@ -220,6 +220,3 @@ def _default_backend(model_runner: Any) -> str:
             f"pat by --decode-attention-backend {NAME}"
         )
     return default
-
-
-_PAGE_SIZES = {"trtllm_mha": (16, 32, 64, 128), "fa4": (128,)}

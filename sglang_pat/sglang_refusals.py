@@ -82,8 +82,7 @@ def check_layer(layer: RadixAttention, first: RadixAttention) -> None:
 
 
 def check_kv_pool(model_runner: Any, layer: RadixAttention) -> None:
-    """Raise ValueError if the KV cache has another type or layout than `[slot, KV head,
-    head_dim]`."""
+    """Raise ValueError if the KV cache is of another type or not `[slot, KV head, head_dim]`."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype:
         raise support.unsupported(

@@ -73,3 +73,13 @@ def test_enabling_after_sglang_was_imported_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     with pytest.raises(RuntimeError, match="after SGLang had been imported"):
         cpu_engine.enable_cpu_engine()
+
+
+def test_the_launcher_needs_nothing_prepared() -> None:
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE")
+    }
+    command = [sys.executable, "-m", "sglang_pat.testing.launch_server", "--help"]
+    child = subprocess.run(command, capture_output=True, text=True, env=clean)
+    assert child.returncode == 0, child.stderr
+    assert "--attention-backend" in child.stdout
