@@ -65,7 +65,6 @@ def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
 ) -> None:
     arguments = {
         "decode_attention_backend": "pat",
-        "prefill_attention_backend": "torch_native",
         "disable_radix_cache": True,
         "max_total_tokens": 8192,
         "max_running_requests": 8,
