@@ -11,8 +11,8 @@ import pytest
 
 from sglang_pat import demo
 from sglang_pat.demo import engine
-from sglang_pat.demo.engine import Served
-from sglang_pat.demo.report import Difference, Report, first_difference
+from sglang_pat.demo.engine import Candidate, Machine, Served
+from sglang_pat.demo.report import TIE_LOGPROB, Difference, Report, differences
 from sglang_pat.demo.workload import (
     DOCUMENTS_PER_SYSTEM_PROMPT,
     NUM_SYSTEM_PROMPTS,
@@ -54,17 +54,39 @@ def test_workload_is_the_same_every_time_and_arrives_over_time() -> None:
 @pytest.mark.parametrize(
     ("pat", "own", "expected"),
     [
-        ([[1, 2], [3]], [[1, 2], [3]], None),
-        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], Difference(1, 1, 4, 5)),
-        ([[1, 9], [8]], [[1, 2], [3]], Difference(0, 1, 9, 2)),
-        ([[1]], [[1, 2]], Difference(0, 1, None, 2)),
-        ([[1, 2]], [[1]], Difference(0, 1, 2, None)),
+        ([[1, 2], [3]], [[1, 2], [3]], []),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [Difference(1, 1, 4, 5)]),
+        ([[1, 9, 9], [8]], [[1, 2, 3], [3]], [Difference(0, 1, 9, 2), Difference(1, 0, 8, 3)]),
+        ([[1]], [[1, 2]], [Difference(0, 1, None, 2)]),
+        ([[1, 2]], [[1]], [Difference(0, 1, 2, None)]),
     ],
 )
-def test_first_difference(
-    pat: list[list[int]], own: list[list[int]], expected: Difference | None
+def test_differences(
+    pat: list[list[int]], own: list[list[int]], expected: list[Difference]
 ) -> None:
-    assert first_difference(pat, own) == expected
+    assert differences(pat, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("gap", "second_token", "tied"),
+    [(TIE_LOGPROB / 2, 7, True), (TIE_LOGPROB * 2, 7, False), (TIE_LOGPROB / 2, 8, False)],
+)
+def test_a_tie_needs_both_tokens_close_in_both_runs(
+    gap: float, second_token: int, tied: bool
+) -> None:
+    def served(token: int, other: int, gap: float) -> Served:
+        certain = [Candidate(-0.1, 5), Candidate(-9.0, 6)]
+        return Served(
+            [[5, token]], 1.0, [[certain, [Candidate(-2, token), Candidate(-2 - gap, other)]]]
+        )
+
+    report = Report("default", served(2, second_token, gap), served(7, 2, 0.001), STATS)
+    assert report.ties == ([Difference(0, 1, 2, 7)] if tied else [])
+    assert report.difference == (None if tied else Difference(0, 1, 2, 7))
+
+
+def test_an_exact_run_knows_no_ties() -> None:
+    assert Report("torch_native", Served([[2]], 1.0), Served([[7]], 1.0), STATS).ties == []
 
 
 def test_report_names_the_first_difference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,8 +102,9 @@ def test_report_names_the_first_difference(capsys: pytest.CaptureFixture[str]) -
 def test_exit_status_and_json(
     own_token: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(model_path: Path, backend: str, requests: list[Request], *, on_cpu: bool) -> Served:
+    def serve(model_path: Path, backend: str, requests: list[Request], machine: Machine) -> Served:
         assert (model_path / "config.json").is_file()
+        assert machine.exact
         if backend == "pat":
             Path(os.environ["SGLANG_PAT_STATS_FILE"]).write_text(json.dumps(STATS))
             return Served([[2]] * len(requests), 1.0)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, compare, report. Returns the exit status: 0 only if every token is the same."""
+    """Serve, compare, report. Returns the exit status: 0 only if no token is another."""
     missing = [name for name in ("sglang", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         needed = " and ".join(missing)
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     _quieten()
 
     # Only now: rich may be missing, and the engine must be enabled before SGLang is imported.
-    from sglang_pat.demo.engine import OWN_BACKEND, serve
+    from sglang_pat.demo.engine import Machine, serve
     from sglang_pat.demo.report import Report, console
     from sglang_pat.testing.cpu_engine import enable_cpu_engine
     from sglang_pat.testing.tiny_model import TinyModel
@@ -54,11 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     if on_cpu:
         # The engine's processes share few cores; threads that wait for each other make it crawl.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    machine = Machine.choose(on_cpu=on_cpu)
     model = TinyModel()
     requests = make_requests(arguments.requests, model.vocab_size)
     console.print(
         f"A Llama of {model.num_layers} layers, {model.num_qo_heads} query and "
-        f"{model.num_kv_heads} KV heads, random float32 weights, on the "
+        f"{model.num_kv_heads} KV heads, random weights, {machine.arguments['dtype']}, on the "
         f"{'CPU' if on_cpu else 'GPU'}. {len(requests)} requests over a three-level prefix tree "
         "(system prompt, document, user) arrive one after another."
     )
@@ -66,10 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         model_path = model.write(Path(folder, "model"))
         stats_file = Path(folder, "stats.json")
         os.environ["SGLANG_PAT_STATS_FILE"] = str(stats_file)
-        pat = serve(model_path, "pat", requests, on_cpu=on_cpu)
+        pat = serve(model_path, "pat", requests, machine)
         del os.environ["SGLANG_PAT_STATS_FILE"]
-        own = serve(model_path, OWN_BACKEND, requests, on_cpu=on_cpu)
-        report = Report(OWN_BACKEND, pat, own, json.loads(stats_file.read_text()))
+        own = serve(model_path, machine.own_backend, requests, machine)
+        own_name = machine.own_backend or "SGLang's default"
+        report = Report(own_name, pat, own, json.loads(stats_file.read_text()))
 
     report.print()
     if arguments.json is not None:

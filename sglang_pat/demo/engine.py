@@ -9,44 +9,76 @@ import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_pat.demo.report import console
 from sglang_pat.demo.workload import Request
 
-OWN_BACKEND = "torch_native"
 MAX_RUNNING_REQUESTS = 32
 KV_POOL_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
+class Machine:
+    """How the demo runs here.
+
+    own_backend: what pat is compared with, None for SGLang's default. arguments: for sglang.Engine.
+    exact: float32 on the CPU gives every token again; half precision on a GPU does so only where no
+    two tokens tie within rounding, so there the two most probable tokens are asked for as well.
+    """
+
+    own_backend: str | None
+    exact: bool
+    arguments: dict[str, Any]
+
+    @classmethod
+    def choose(cls, *, on_cpu: bool) -> Machine:
+        """The CPU, or the GPU with CUDA graphs."""
+        if on_cpu:
+            return cls("torch_native", True, {"device": "cpu", "dtype": "float32"})
+        graphs = {
+            "cuda_graph_max_bs_decode": MAX_RUNNING_REQUESTS,
+            "cuda_graph_backend_prefill": "disabled",  # half of the time that an engine starts
+        }
+        return cls(None, False, {"device": "cuda", "dtype": "float16", **graphs})
+
+
+class Candidate(NamedTuple):
+    """One of the most probable tokens at a position."""
+
+    logprob: float
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
-    """The new tokens of every request, in the order of the workload, and the seconds it took."""
+    """The new tokens of every request, in the order of the workload, and the seconds it took.
+
+    candidates: the two most probable tokens at every position of every request, best first; only
+    where the run is not exact.
+    """
 
     tokens: list[list[int]]
     seconds: float
+    candidates: list[list[list[Candidate]]] | None = None
 
 
-def serve(model_path: Path, backend: str, requests: list[Request], *, on_cpu: bool) -> Served:
+def serve(
+    model_path: Path, backend: str | None, requests: list[Request], machine: Machine
+) -> Served:
     """Start an engine with `backend`, send every request at its time, and shut the engine down."""
     import sglang
 
-    # SGLang's default for prefill on a GPU takes no float32.
-    prefill = {} if on_cpu else {"prefill_attention_backend": OWN_BACKEND}
     console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
     with console.status("loading SGLang and the model"):
         began = time.perf_counter()
         engine = sglang.Engine(
             model_path=str(model_path),
             attention_backend=backend,
-            **prefill,
+            **machine.arguments,
             skip_tokenizer_init=True,
-            dtype="float32",
-            device="cpu" if on_cpu else "cuda",
-            # Torch executes float32 plans, and cannot be captured.
-            disable_cuda_graph=True,
             max_running_requests=MAX_RUNNING_REQUESTS,
             max_total_tokens=KV_POOL_TOKENS,
             log_level="error",
@@ -54,13 +86,24 @@ def serve(model_path: Path, backend: str, requests: list[Request], *, on_cpu: bo
     try:
         console.print(f"Ready after {time.perf_counter() - began:.0f} s")
         began = time.perf_counter()
-        tokens = engine.loop.run_until_complete(_send(engine, backend, requests))
-        return Served(tokens, time.perf_counter() - began)
+        title = f"Serving with {backend or 'the default':12}"
+        answers = engine.loop.run_until_complete(_send(engine, title, requests, machine))
+        seconds = time.perf_counter() - began
+        tokens = [answer["output_ids"] for answer in answers]
+        candidates = None if machine.exact else list(map(_candidates, answers))
+        return Served(tokens, seconds, candidates)
     finally:
         engine.shutdown()
 
 
-async def _send(engine: Any, backend: str, requests: list[Request]) -> list[list[int]]:
+def _candidates(answer: dict[str, Any]) -> list[list[Candidate]]:
+    positions = answer["meta_info"]["output_top_logprobs"]
+    return [[Candidate(logprob, token) for logprob, token, *_ in best] for best in positions]
+
+
+async def _send(
+    engine: Any, title: str, requests: list[Request], machine: Machine
+) -> list[dict[str, Any]]:
     """Every request at its time, but no more at once than the engine may run."""
     running = asyncio.Semaphore(MAX_RUNNING_REQUESTS)
     columns = (
@@ -71,21 +114,22 @@ async def _send(engine: Any, backend: str, requests: list[Request]) -> list[list
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"Serving with {backend:12}", total=len(requests))
+        bar = progress.add_task(title, total=len(requests))
+        logprobs = {} if machine.exact else {"return_logprob": True, "top_logprobs_num": 2}
 
-        async def send(request: Request) -> list[int]:
+        async def send(request: Request) -> dict[str, Any]:
             await asyncio.sleep(request.arrival_s)
             async with running:
-                answer = await engine.async_generate(
+                answer: dict[str, Any] = await engine.async_generate(
                     input_ids=request.prompt,
                     sampling_params={
                         "temperature": 0,
                         "max_new_tokens": request.num_new_tokens,
                         "ignore_eos": True,
                     },
+                    **logprobs,
                 )
             progress.advance(bar)
-            tokens: list[int] = answer["output_ids"]
-            return tokens
+            return answer
 
         return await asyncio.gather(*map(send, requests))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,6 +18,10 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from sglang_pat.demo.engine import Served
+
+# Two tokens tie if their log-probabilities are this close: some ten times the rounding of float16
+# in the demo's model.
+TIE_LOGPROB = 0.02
 
 console = Console(highlight=False)
 
@@ -38,17 +43,30 @@ class Difference:
         )
 
 
-def first_difference(
-    pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]
-) -> Difference | None:
-    """The first request, and in it the first position, whose tokens differ; None if none does."""
+def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> list[Difference]:
+    """Of every request whose tokens differ, the first position where they do."""
+    found = []
     for request, (left, right) in enumerate(zip(pat, own, strict=True)):
-        for position in range(max(len(left), len(right))):
-            token = left[position] if position < len(left) else None
-            expected = right[position] if position < len(right) else None
+        for position, (token, expected) in enumerate(zip_longest(left, right)):
             if token != expected:
-                return Difference(request, position, token, expected)
-    return None
+                found.append(Difference(request, position, token, expected))
+                break
+    return found
+
+
+def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
+    """Whether both runs held both tokens for equally probable, within the rounding of float16.
+
+    Behind a tie the runs answer different texts, so there is nothing more to compare.
+    """
+    tokens = {difference.pat, difference.own}
+    for served in (pat, own):
+        if served.candidates is None:
+            return False
+        best, second = served.candidates[difference.request][difference.position]
+        if {best.token, second.token} != tokens or best.logprob - second.logprob > TIE_LOGPROB:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -64,9 +82,18 @@ class Report:
     stats: dict[str, Any]
 
     @cached_property
+    def ties(self) -> list[Difference]:
+        """Where requests part that tie there: none in an exact run."""
+        return [each for each in self._differences if is_tie(each, self.pat, self.own)]
+
+    @cached_property
     def difference(self) -> Difference | None:
-        """Where the runs disagree first."""
-        return first_difference(self.pat.tokens, self.own.tokens)
+        """Where the runs disagree first, other than by a tie."""
+        return next((each for each in self._differences if each not in self.ties), None)
+
+    @cached_property
+    def _differences(self) -> list[Difference]:
+        return differences(self.pat.tokens, self.own.tokens)
 
     @property
     def decode_steps(self) -> int:
@@ -76,12 +103,15 @@ class Report:
 
     def print(self) -> None:
         """The table, and below it the first difference if there is one."""
-        num_tokens = sum(map(len, self.own.tokens))
+        compared = list(zip(self.pat.tokens, self.own.tokens, strict=True))
+        for tie in self.ties:
+            left, right = compared[tie.request]
+            compared[tie.request] = left[: tie.position], right[: tie.position]
+        num_tokens = sum(len(expected) for _, expected in compared)
         identical = sum(
-            token == expected
-            for pair in zip(self.pat.tokens, self.own.tokens, strict=True)
-            for token, expected in zip(*pair, strict=False)
+            token == expected for pair in compared for token, expected in zip(*pair, strict=False)
         )
+        tied = f"{len(self.ties)} requests compared up to a tie" if self.ties else ""
         causes = self.stats["causes"]
         built = ", ".join(f"{name.replace('_', ' ')}: {causes[name]:,}" for name in sorted(causes))
         query_centric, planned, lower_bound = (
@@ -91,7 +121,7 @@ class Report:
         table.add_column("")
         table.add_column("count", justify="right")
         table.add_column("", style="dim")
-        table.add_row("tokens identical", f"{identical:,}/{num_tokens:,}", "")
+        table.add_row("tokens identical", f"{identical:,}/{num_tokens:,}", tied)
         table.add_row("decode steps", f"{self.decode_steps:,}", "")
         table.add_row("plans built", f"{self.stats['plans_built']:,}", built)
         table.add_row("plans reused", f"{self.stats['plans_reused']:,}", "")
@@ -122,6 +152,7 @@ class Report:
             "requests": len(self.own.tokens),
             "tokens": sum(map(len, self.own.tokens)),
             "first_difference": asdict(self.difference) if self.difference else None,
+            "ties": [asdict(tie) for tie in self.ties],
             "decode_steps": self.decode_steps,
             "stats": self.stats,
             "seconds": {"pat": self.pat.seconds, self.own_backend: self.own.seconds},

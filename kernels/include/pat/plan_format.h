@@ -51,12 +51,12 @@ struct PlanHeader {
 
 // One CTA-sized piece of work: the query rows of `num_requests` requests against one KV range.
 struct WorkItem {
-  int32_t tile;           // index into kTileTable; num_requests * group_size <= block_q
+  int32_t tile;  // into kTileTable; num_requests * group_size <= block_q
   int32_t num_requests;
   int32_t request_begin;  // into item_requests
   int32_t kv_request;     // request whose own row of req_to_token is read live, or kSharedKv
   int32_t kv_begin;       // position in kv_request, or index into the slot buffer
-  int32_t kv_end;         // exclusive; kOpenEnd: seq_lens[kv_request]. May not exceed kv_begin: empty range
+  int32_t kv_end;         // exclusive, or kOpenEnd; not above kv_begin if the range is empty
   int32_t reserved[2];
 };
 

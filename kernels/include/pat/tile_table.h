@@ -15,9 +15,9 @@ struct TileConfig {
 
 // Ascending in block_q, so that "the first that fits" is the smallest that fits.
 inline constexpr TileConfig kTileTable[] = {
-    {.block_q = 16, .block_kv = 64, .num_warps = 4},  // private tails: group_size rows; memory-bound
-    {.block_q = 32, .block_kv = 64, .num_warps = 4},  // small packs, and group sizes above 16 rows in pairs
-    {.block_q = 64, .block_kv = 32, .num_warps = 4},  // the largest that mma.sync feeds at HBM rate
+    {.block_q = 16, .block_kv = 64, .num_warps = 4},  // private tails; memory-bound
+    {.block_q = 32, .block_kv = 64, .num_warps = 4},  // small packs
+    {.block_q = 64, .block_kv = 32, .num_warps = 4},  // what mma.sync feeds at HBM rate
 };
 inline constexpr int32_t kNumTiles = sizeof(kTileTable) / sizeof(kTileTable[0]);
 
