@@ -112,10 +112,15 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
-// Loads one operand of every item of a worker; the K producer also loads queries and writes the records.
-template <typename T, int kHeadDim, bool kIsKey>
+// Loads what its role says for every item of a worker. Who loads queries also writes the records.
+template <typename T, int kHeadDim, ProducerRole kRole>
 class Producer {
  public:
+  static constexpr bool kLoadsKv = kRole != ProducerRole::kQueries;
+  static constexpr bool kPublishes =
+      kRole == ProducerRole::kQueries || kRole == ProducerRole::kKeysAndQueries;
+  static constexpr bool kIsValue = kRole == ProducerRole::kValues;
+
   using Storage = SharedStorage<kHeadDim>;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int kv_head, int lane)
@@ -125,10 +130,10 @@ class Producer {
         first_head_(kv_head * params.rows.group_size),
         num_q_heads_(params.num_kv_heads * params.rows.group_size),
         copy_(lane) {
-    const void* base = kIsKey ? params.k_cache : params.v_cache;
+    const void* base = kIsValue ? params.v_cache : params.k_cache;
     cache_ =
         static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
-    slot_bytes_ = kIsKey ? params.k_slot_bytes : params.v_slot_bytes;
+    slot_bytes_ = kIsValue ? params.v_slot_bytes : params.k_slot_bytes;
   }
 
   __device__ void run(int item_begin, int item_end) {
@@ -144,41 +149,48 @@ class Producer {
     const int4 fields = __ldcg(item);
     const int4 more_fields = __ldcg(item + 1);
     const ItemHead lane_head{.tile = fields.x, .num_requests = fields.y, .request_begin = fields.z};
-    if constexpr (kIsKey) ptx::prefetch(params_.plan.item_requests + fields.z);
+    if constexpr (kPublishes) ptx::prefetch(params_.plan.item_requests + fields.z);
     const ItemRange lane_range =
         ItemRange::resolve(params_, fields.w, more_fields.x, more_fields.y);
 
     ItemHead head = lane_head.of_lane(0);
     load_requests(head);
-    // All items' first slots, so that only the first item waits for DRAM.
-    if (lane_range.num_tokens > 0) ptx::prefetch(lane_range.slots);
     ItemRange range = lane_range.of_lane(0);
-    SlotBatch slots, next_slots;
-    next_slots.load(range.slots, range.num_tokens, lane_);
+    SlotBatch next_slots;
+    if constexpr (kLoadsKv) {
+      // All items' first slots, so that only the first item waits for DRAM.
+      if (lane_range.num_tokens > 0) ptx::prefetch(lane_range.slots);
+      next_slots.load(range.slots, range.num_tokens, lane_);
+    }
     for (int i = 0; i < count; ++i) {
       const int next_lane = min(i + 1, count - 1);
-      if constexpr (kIsKey) {
+      if constexpr (kPublishes) {
         publish(head, range.num_tokens);
         head = lane_head.of_lane(next_lane);
         load_requests(head);
       }
       const ItemRange next = lane_range.of_lane(next_lane);
-      if (range.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
-      for (int first = 0; first < range.num_tokens; first += SlotBatch::kTokens) {
-        slots = next_slots;
-        const int left = range.num_tokens - first;
-        if (left > SlotBatch::kTokens) {
-          next_slots.load(range.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
-                          lane_);
-        } else {
-          next_slots.load(next.slots, next.num_tokens, lane_);
-        }
-#pragma unroll 1  // unrolled, the copies would fill the instruction cache
-        for (int token = 0; token < min(left, SlotBatch::kTokens); token += kStageTokens) {
-          fill_stage(slots.pop_front(), left - token);
-        }
-      }
+      if constexpr (kLoadsKv) load_item(range, next, next_slots);
       range = next;
+    }
+  }
+
+  // The item's KV. next_slots: of its first tokens; afterwards, of the next item's.
+  __device__ __forceinline__ void load_item(const ItemRange& range, const ItemRange& next,
+                                            SlotBatch& next_slots) {
+    if (range.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
+    for (int first = 0; first < range.num_tokens; first += SlotBatch::kTokens) {
+      SlotBatch slots = next_slots;
+      const int left = range.num_tokens - first;
+      if (left > SlotBatch::kTokens) {
+        next_slots.load(range.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens, lane_);
+      } else {
+        next_slots.load(next.slots, next.num_tokens, lane_);
+      }
+#pragma unroll 1  // unrolled, the copies would fill the instruction cache
+      for (int token = 0; token < min(left, SlotBatch::kTokens); token += kStageTokens) {
+        fill_stage(slots.pop_front(), left - token);
+      }
     }
   }
 
@@ -186,7 +198,7 @@ class Producer {
     const int stage = ring_.stage;
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
     const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Storage::kOperandBytes);
+        ptx::shared_address(storage_.kv[stage]) + (kIsValue ? Storage::kOperandBytes : 0);
     if (num_tokens >= kStageTokens) {
       copy_stage<kHeadDim, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     } else {
@@ -198,7 +210,7 @@ class Producer {
 
   // The request of each query row of an item: lane l holds rows l and 32 + l.
   __device__ __forceinline__ void load_requests(const ItemHead& head) {
-    if constexpr (kIsKey) {
+    if constexpr (kPublishes) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int index = request_of_row(params_.rows, 32 * i + lane_);
