@@ -4,6 +4,8 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
+# An engine is several processes: without bytecode each compiles all of SGLang anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 DEFAULT_SGLANG := $(shell sed -n 's/^sglang = \["sglang==\(.*\)"\]$$/\1/p' pyproject.toml)
 SGLANG ?= $(DEFAULT_SGLANG)

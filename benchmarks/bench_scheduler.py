@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from metadata import metadata
 from rich.console import Console
 from rich.table import Table
 
@@ -89,21 +87,6 @@ def measure(num_requests: int) -> dict[str, float]:
     result["unchanged_step_us"] = microseconds(unchanged, 1000)
     assert attention.stats.plans_built == 1
     return result
-
-
-def metadata() -> dict[str, str]:
-    def output(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": output("git", "rev-parse", "--short", "HEAD"),
-        "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "compiler": output("c++", "--version").partition("\n")[0],
-    }
 
 
 def main() -> None:

@@ -35,8 +35,12 @@ def _any_of(values: tuple[object, ...]) -> str:
 _MATRIX = (
     SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "refused if one of the hooks finds no target"),
     SupportRow("Python", "3.11, 3.12", "refused by pip"),
-    SupportRow("device", "CPU and CUDA, both by the torch reference executor", REFUSED),
-    SupportRow("CUDA graphs", "none until the CUDA kernels are there", REFUSED),
+    SupportRow(
+        "device",
+        "NVIDIA GPUs from compute capability 8.0, by CUDA kernels; CPU, by torch",
+        REFUSED,
+    ),
+    SupportRow("CUDA graphs", "captured and replayed, with float16 and bfloat16", REFUSED),
     SupportRow("forward mode", "decode", SGLANG_BACKEND),
     SupportRow(
         "attention",
