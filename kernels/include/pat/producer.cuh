@@ -50,25 +50,71 @@ struct ItemRange {
   }
 };
 
-// Slots of up to 4 stages: lane l holds token l of each.
-struct SlotBatch {
+// The next stages of a batch of items, whatever items they belong to: their slots are read that far ahead. Lane l
+// holds token l of each stage.
+struct StageBatch {
   static constexpr int kStages = 4;
-  static constexpr int kTokens = kStages * kStageTokens;
   int32_t slots[kStages];
+  int left[kStages];  // tokens of the item from this stage on; 0: no stage
+  int item[kStages];  // within the batch of items
 
-  __device__ __forceinline__ void load(const int32_t* source, int num_tokens, int lane) {
+  __device__ __forceinline__ void pop_front() {
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-      const int token = i * kStageTokens + lane;
-      slots[i] = token < num_tokens ? source[token] : 0;
+    for (int i = 0; i + 1 < kStages; ++i) {
+      slots[i] = slots[i + 1];
+      left[i] = left[i + 1];
+      item[i] = item[i + 1];
+    }
+    left[kStages - 1] = 0;
+  }
+};
+
+// Walks the stages of up to 32 items.
+struct StageCursor {
+  const ItemRange lane_range;
+  const int num_items;
+  int item;
+  int token;
+  ItemRange range;  // of `item`
+
+  __device__ StageCursor(const ItemRange& lane_range, int num_items)
+      : lane_range(lane_range),
+        num_items(num_items),
+        item(0),
+        token(0),
+        range(lane_range.of_lane(0)) {}
+
+  __device__ __forceinline__ void fetch(StageBatch& batch, int lane) {
+#pragma unroll
+    for (int i = 0; i < StageBatch::kStages; ++i) {
+      while (token >= range.num_tokens && item < num_items) {
+        ++item;
+        token = 0;
+        range = lane_range.of_lane(min(item, num_items - 1));
+      }
+      batch.left[i] = item < num_items ? range.num_tokens - token : 0;
+      batch.item[i] = item;
+      batch.slots[i] = 0;
+      if (lane < batch.left[i]) batch.slots[i] = range.slots[token + lane];
+      token += kStageTokens;
     }
   }
+};
 
-  __device__ __forceinline__ int32_t pop_front() {
-    const int32_t front = slots[0];
+// The requests of the query rows of an item: lane l holds those of rows l and 32 + l.
+struct RowRequests {
+  int2 rows[2];
+
+  __device__ __forceinline__ void load(const DecodeParams& params, const ItemHead& head, int lane) {
 #pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) slots[i] = slots[i + 1];
-    return front;
+    for (int i = 0; i < 2; ++i) {
+      const int index = request_of_row(params.rows, 32 * i + lane);
+      rows[i] = {0, 0};
+      if (index < head.num_requests) {
+        const ItemRequest* request = params.plan.item_requests + head.request_begin + index;
+        rows[i] = *reinterpret_cast<const int2*>(request);
+      }
+    }
   }
 };
 
@@ -153,45 +199,71 @@ class Producer {
     const ItemRange lane_range =
         ItemRange::resolve(params_, fields.w, more_fields.x, more_fields.y);
 
-    ItemHead head = lane_head.of_lane(0);
-    load_requests(head);
-    ItemRange range = lane_range.of_lane(0);
-    SlotBatch next_slots;
     if constexpr (kLoadsKv) {
-      // All items' first slots, so that only the first item waits for DRAM.
+      // All items' first slots, so that only the first ones wait for DRAM.
       if (lane_range.num_tokens > 0) ptx::prefetch(lane_range.slots);
-      next_slots.load(range.slots, range.num_tokens, lane_);
     }
-    for (int i = 0; i < count; ++i) {
-      const int next_lane = min(i + 1, count - 1);
-      if constexpr (kPublishes) {
-        publish(head, range.num_tokens);
-        head = lane_head.of_lane(next_lane);
-        load_requests(head);
-      }
-      const ItemRange next = lane_range.of_lane(next_lane);
-      if constexpr (kLoadsKv) load_item(range, next, next_slots);
-      range = next;
+    if constexpr (kRole == ProducerRole::kQueries) {
+      publish_batch(lane_head, lane_range, count);
+    } else {
+      load_batch(lane_head, lane_range, count);
     }
   }
 
-  // The item's KV. next_slots: of its first tokens; afterwards, of the next item's.
-  __device__ __forceinline__ void load_item(const ItemRange& range, const ItemRange& next,
-                                            SlotBatch& next_slots) {
-    if (range.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
-    for (int first = 0; first < range.num_tokens; first += SlotBatch::kTokens) {
-      SlotBatch slots = next_slots;
-      const int left = range.num_tokens - first;
-      if (left > SlotBatch::kTokens) {
-        next_slots.load(range.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens, lane_);
-      } else {
-        next_slots.load(next.slots, next.num_tokens, lane_);
+  // Reads the requests four items ahead.
+  __device__ __forceinline__ void publish_batch(const ItemHead& lane_head,
+                                                const ItemRange& lane_range, int count) {
+    constexpr int kAhead = 4;
+    RowRequests requests[kAhead], next_requests[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      next_requests[i].load(params_, lane_head.of_lane(min(i, count - 1)), lane_);
+    }
+    for (int first = 0; first < count; first += kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        requests[i] = next_requests[i];
+        const int ahead = min(first + kAhead + i, count - 1);
+        next_requests[i].load(params_, lane_head.of_lane(ahead), lane_);
       }
-#pragma unroll 1  // unrolled, the copies would fill the instruction cache
-      for (int token = 0; token < min(left, SlotBatch::kTokens); token += kStageTokens) {
-        fill_stage(slots.pop_front(), left - token);
+#pragma unroll 1
+      for (int item = first; item < min(first + kAhead, count); ++item) {
+        publish(lane_head.of_lane(item), lane_range.of_lane(item).num_tokens, requests[0]);
+#pragma unroll
+        for (int i = 0; i + 1 < kAhead; ++i) requests[i] = requests[i + 1];
       }
     }
+  }
+
+  // One operand of all stages. Who also publishes does so right before an item's first stage: any earlier, it might
+  // wait for consumers that wait for it.
+  __device__ __forceinline__ void load_batch(const ItemHead& lane_head, const ItemRange& lane_range,
+                                             int count) {
+    int published = 0;
+    RowRequests requests;
+    if constexpr (kPublishes) requests.load(params_, lane_head.of_lane(0), lane_);
+    const auto publish_until = [&](int end) {
+      while (published < end) {
+        publish(lane_head.of_lane(published), lane_range.of_lane(published).num_tokens, requests);
+        ++published;
+        requests.load(params_, lane_head.of_lane(min(published, count - 1)), lane_);
+      }
+    };
+
+    StageCursor cursor(lane_range, count);
+    StageBatch batch, next;
+    cursor.fetch(next, lane_);
+    while (next.left[0] > 0) {
+      batch = next;
+      cursor.fetch(next, lane_);
+#pragma unroll 1  // unrolled, the copies would fill the instruction cache
+      while (batch.left[0] > 0) {
+        if constexpr (kPublishes) publish_until(batch.item[0] + 1);
+        fill_stage(batch.slots[0], batch.left[0]);
+        batch.pop_front();
+      }
+    }
+    if constexpr (kPublishes) publish_until(count);
   }
 
   __device__ __forceinline__ void fill_stage(int32_t lane_slot, int num_tokens) {
@@ -208,22 +280,9 @@ class Producer {
     ring_.advance();
   }
 
-  // The request of each query row of an item: lane l holds rows l and 32 + l.
-  __device__ __forceinline__ void load_requests(const ItemHead& head) {
-    if constexpr (kPublishes) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int index = request_of_row(params_.rows, 32 * i + lane_);
-        if (index < head.num_requests) {
-          const ItemRequest* request = params_.plan.item_requests + head.request_begin + index;
-          requests_[i] = *reinterpret_cast<const int2*>(request);
-        }
-      }
-    }
-  }
-
-  // Queries and record of an item, whose requests have been loaded.
-  __device__ __forceinline__ void publish(const ItemHead& head, int num_tokens) {
+  // Queries and record of an item.
+  __device__ __forceinline__ void publish(const ItemHead& head, int num_tokens,
+                                          const RowRequests& requests) {
     const int units = tile_units(head.tile);
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
@@ -248,8 +307,8 @@ class Producer {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
       query_chunks[i] =
-          requests_[i].x * params_.q_stride_chunks + head * RowCopy<kHeadDim>::kChunks;
-      const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
+          requests.rows[i].x * params_.q_stride_chunks + head * RowCopy<kHeadDim>::kChunks;
+      const ItemRequest request{.request = requests.rows[i].x, .partial_slot = requests.rows[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
       }
@@ -293,7 +352,6 @@ class Producer {
   uint32_t slot_bytes_;
   RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;
-  int2 requests_[2] = {};  // of this lane's rows of the item to be published next
 };
 
 }  // namespace pat
