@@ -1,7 +1,7 @@
 // The producer warps of pack_decode: walk the worker's items and keep the KV ring and the query ring full, across
 // items, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: descriptors are read for 32 items at once (one per lane), slots four stages ahead,
+// Latency is hidden three times: descriptors are read for 32 items at once (one per lane), slots eight stages ahead,
 // and KV as far ahead as the ring is long.
 #pragma once
 
@@ -50,10 +50,11 @@ struct ItemRange {
   }
 };
 
-// The next stages of a batch of items, whatever items they belong to: their slots are read that far ahead. Lane l
-// holds token l of each stage.
+// The next stages of a batch of items, whatever items they belong to: their slots are read that far ahead. More than
+// the ring holds, because loads return in order: slots arrive behind all the KV that was asked for before them.
+// Lane l holds token l of each stage.
 struct StageBatch {
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 8;
   int32_t slots[kStages];
   int left[kStages];  // tokens of the item from this stage on; 0: no stage
   int item[kStages];  // within the batch of items
