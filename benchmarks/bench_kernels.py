@@ -1,4 +1,4 @@
-"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3 and FlashInfer's cascade.
+"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, FlashInfer's cascade.
 
 All contenders of a case run interleaved in one process, as CUDA graphs, with a cold L2; each is
 compared with float64 before it is timed.
