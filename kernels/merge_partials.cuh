@@ -76,20 +76,16 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   using Columns = LaneColumns<kColumns>;
   __shared__ PartialSum<kColumns> shared_sums[kMergeWarps][32];
 
+  ptx::wait_for_dependencies();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int num_heads = params.num_q_heads;
-  const int num_rows = __ldcg(&params.plan.header->num_merges) * num_heads;
+  const int num_rows = params.plan.header->num_merges * num_heads;
   const bool cta_per_row = num_rows <= static_cast<int>(gridDim.x);
   const int first_row = cta_per_row ? blockIdx.x : blockIdx.x * kMergeWarps + warp;
   const int row_step = cta_per_row ? gridDim.x : gridDim.x * kMergeWarps;
 
-  // The plan does not come from the predecessor: read while that is still running.
-  const auto* merges = reinterpret_cast<const int4*>(params.plan.merges);
-  int4 entry{};
-  if (first_row < num_rows) entry = __ldcg(merges + first_row / num_heads);
-  ptx::wait_for_dependencies();
   for (int row = first_row; row < num_rows; row += row_step) {
-    if (row != first_row) entry = __ldcg(merges + row / num_heads);
+    const int4 entry = reinterpret_cast<const int4*>(params.plan.merges)[row / num_heads];
     const int head = row % num_heads;
     const int request = entry.x, num_partials = entry.z;
     const int64_t first = int64_t{entry.y} * num_heads + head;

@@ -15,22 +15,6 @@
 
 namespace pat {
 
-// The producer warp `producer` in its role.
-template <typename T, int kHeadDim, int kProducer = 0>
-__device__ __forceinline__ void produce(const DecodeParams& params,
-                                        SharedStorage<kHeadDim>& storage, int kv_head, int producer,
-                                        int lane, int item_begin, int item_end) {
-  constexpr ProducerRole kRole = kProducerRoles[kProducer];
-  if (producer == kProducer) {
-    if constexpr (kRole != ProducerRole::kIdle) {
-      Producer<T, kHeadDim, kRole>(params, storage, kv_head, lane).run(item_begin, item_end);
-    }
-  } else if constexpr (kProducer + 1 < kProducerWarps) {
-    produce<T, kHeadDim, kProducer + 1>(params, storage, kv_head, producer, lane, item_begin,
-                                        item_end);
-  }
-}
-
 template <typename T, int kHeadDim, bool kSoftCap>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
     pack_decode_kernel(const __grid_constant__ DecodeParams params) {
@@ -39,13 +23,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   Storage& storage = *reinterpret_cast<Storage*>(shared_bytes);
 
   const int lane = threadIdx.x % 32;
-  const int warp = ptx::warp_id();
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   const int kv_head = blockIdx.x % params.num_kv_heads;
   const int worker = blockIdx.x / params.num_kv_heads;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Storage::kStages; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), 2 * 32);  // who loads K, who V
+      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kProducerWarps * 32);
       ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps);
     }
     for (int i = 0; i < kQueryUnits; ++i) {
@@ -53,25 +37,21 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps);
     }
   }
-  // The plan does not come from the predecessor: read while that is still running.
-  const int item_begin = __ldcg(params.plan.worker_begin + worker);
-  const int item_end = __ldcg(params.plan.worker_begin + worker + 1);
-  if (threadIdx.x == 0) storage.num_items = item_end - item_begin;
-  __syncthreads();
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
+  const int item_begin = params.plan.worker_begin[worker];
+  const int item_end = params.plan.worker_begin[worker + 1];
+  if (threadIdx.x == 0) storage.num_items = item_end - item_begin;
+  __syncthreads();
 
-  if (warp >= kConsumerWarps) {
-    if constexpr (kHasWarpgroupBody) ptx::lower_register_budget<kProducerRegisters>();
-    produce<T, kHeadDim>(params, storage, kv_head, warp - kConsumerWarps, lane, item_begin,
-                         item_end);
+  if (warp == kConsumerWarps) {
+    Producer<T, kHeadDim, true>(params, storage, kv_head, lane).run(item_begin, item_end);
+  } else if (warp == kConsumerWarps + 1) {
+    Producer<T, kHeadDim, false>(params, storage, kv_head, lane).run(item_begin, item_end);
   } else {
-    if constexpr (kHasWarpgroupBody) ptx::raise_register_budget<kConsumerRegisters>();
-    Consumer<kHeadDim> consumer{.storage = storage, .ring = {}};
-    if (lane == 0) consumer.position(warp) = {};
-    __syncwarp();
-    while (consumer.position(warp).item < storage.num_items) {
-      consumer.wait_for_queries(consumer.position(warp));
+    Consumer<kHeadDim> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
+    while (consumer.position.item < storage.num_items) {
+      consumer.wait_for_queries();
       execute_item<T, kHeadDim, kSoftCap>(params, consumer);
     }
   }

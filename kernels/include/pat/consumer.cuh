@@ -10,34 +10,28 @@ struct Consumer {
   using Storage = SharedStorage<kHeadDim>;
 
   Storage& storage;
+  const int warp;
+  QueryPosition position;
   RingPosition<Storage::kStages> ring;
 
-  // This warp's position in the query ring, in shared memory from item to item: there is no register to spare.
-  __device__ __forceinline__ QueryPosition& position(int warp) const {
-    return storage.positions[warp];
-  }
-
-  __device__ __forceinline__ const ItemRecord& record(const QueryPosition& position) const {
+  __device__ __forceinline__ const ItemRecord& record() const {
     return storage.records[position.record()];
   }
 
-  __device__ __forceinline__ void wait_for_queries(const QueryPosition& position) const {
+  __device__ __forceinline__ void wait_for_queries() const {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
                       position.item_parity());
   }
 
   // Address of the next item's queries, a tile of `units` units.
-  __device__ __forceinline__ uint32_t queries(const QueryPosition& position, int units) const {
+  __device__ __forceinline__ uint32_t queries(int units) const {
     return ptx::shared_address(storage.queries[position.first_unit(units) % kQueryUnits]);
   }
 
-  // Hands back the item's record and queries. Keeps the targets of this warp's rows for the item's end, again in
-  // shared memory.
-  __device__ __forceinline__ void release_queries(QueryPosition position, int units, int warp,
-                                                  int first_row, uint32_t lane) const {
-    if (lane < kUnitRows) {
-      storage.row_targets[warp][lane] = record(position).targets[first_row + lane];
-    }
+  // Hands back the item's record and queries. The targets of this warp's rows are kept in shared memory until the
+  // item's end: there is no register to spare.
+  __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
+    if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
     __syncwarp();
     const int first_unit = position.first_unit(units);
     if (lane < units) {
@@ -45,8 +39,6 @@ struct Consumer {
       ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty[unit]));
     }
     position.advance(units);
-    if (lane == 0) storage.positions[warp] = position;
-    __syncwarp();
   }
 
   // Address of the keys of the next stage, once it has arrived; the values follow kOperandBytes behind.

@@ -77,26 +77,24 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   constexpr int kUnits = kTileRows / kUnitRows;
   constexpr int kTokens = Layout::kWarpTokens;
 
-  // Anew per item: three bodies' addresses do not fit in registers.
+  // Anew per item: three bodies' lane addresses do not fit in registers.
   const uint32_t lane = ptx::lane_id();
-  const int warp = ptx::warp_id();
-  const QueryPosition position = consumer.position(warp);
-  const int num_tokens = consumer.record(position).num_tokens;
-  const int num_rows = consumer.record(position).num_rows;
-  const int first_row = warp / Layout::kKvWarps * kUnitRows;
-  const int kv_warp = warp % Layout::kKvWarps;
+  const int num_tokens = consumer.record().num_tokens;
+  const int num_rows = consumer.record().num_rows;
+  const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
+  const int kv_warp = consumer.warp % Layout::kKvWarps;
 
   WarpAttention<T, kHeadDim, kSoftCap> part;
-  part.begin(consumer.queries(position, kUnits), kTileRows, first_row, lane);
-  consumer.release_queries(position, kUnits, warp, first_row, lane);
+  part.begin(consumer.queries(kUnits), kTileRows, first_row, lane);
+  consumer.release_queries(kUnits, first_row, lane);
 
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
   const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
-  int stage = 0;  // of the step
-  for (int left = num_tokens; left > 0; left -= kStageTokens) {
+  int stage_of_step = 0;
+  for (int token = 0; token < num_tokens; token += kStageTokens) {
     const uint32_t keys = consumer.wait_for_stage();
-    const int num_valid = left - first_token;
-    if (stage == own_stage && num_valid > 0) {
+    const int num_valid = num_tokens - token - first_token;
+    if (stage_of_step == own_stage && num_valid > 0) {
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
       part.template weigh<kTokens>(scores, num_valid, params.logit_scale, lane);
@@ -104,16 +102,16 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
     consumer.release_stage(lane);
-    stage = (stage + 1) % Layout::kStagesPerStep;
+    stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
   }
 
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
-    store_item(part, params, consumer.storage.row_targets[warp], lane);
+    store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
   } else {
     const int num_parts = (num_tokens + kTokens - 1) / kTokens;
     combine_and_store_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(
-        part, consumer.storage, params, num_parts, num_rows, warp, lane);
+        part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
   }
 }
 
@@ -122,7 +120,7 @@ template <typename T, int kHeadDim, bool kSoftCap, int kTile = 0>
 __device__ __forceinline__ void execute_item(const DecodeParams& params,
                                              Consumer<kHeadDim>& consumer) {
   if constexpr (kTile + 1 < kNumTiles) {
-    if (consumer.record(consumer.position(ptx::warp_id())).tile != kTile) {
+    if (consumer.record().tile != kTile) {
       return execute_item<T, kHeadDim, kSoftCap, kTile + 1>(params, consumer);
     }
   }

@@ -1,7 +1,7 @@
 // The producer warps of pack_decode: walk the worker's items and keep the KV ring and the query ring full, across
 // items, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: descriptors are read for 32 items at once (one per lane), slots eight stages ahead,
+// Latency is hidden three times: descriptors are read for 32 items at once (one per lane), slots four stages ahead,
 // and KV as far ahead as the ring is long.
 #pragma once
 
@@ -11,111 +11,64 @@
 
 namespace pat {
 
-// What the K producer must know to publish an item. Each lane holds one.
-struct ItemHead {
+// A work item with its KV range resolved against live lengths. Each lane holds one.
+struct ItemSource {
+  const int32_t* slots;  // of the range's first token
+  int32_t num_tokens;
   int32_t tile;
   int32_t num_requests;
   int32_t request_begin;
 
-  __device__ __forceinline__ ItemHead of_lane(int lane) const {
-    return {.tile = __shfl_sync(kFullWarp, tile, lane),
+  __device__ static ItemSource load(const DecodeParams& params, int index) {
+    const WorkItem& item = params.plan.work_items[index];
+    const int4 head = reinterpret_cast<const int4*>(&item)[0];
+    const int2 range = reinterpret_cast<const int2*>(&item)[2];
+    ItemSource source{.slots = params.shared_slots + range.x,
+                      .num_tokens = range.y - range.x,
+                      .tile = head.x,
+                      .num_requests = head.y,
+                      .request_begin = head.z};
+    const int kv_request = head.w;
+    if (kv_request != kSharedKv) {
+      const int64_t row = load_index(params.req_pool_indices, kv_request);
+      source.slots = params.req_to_token + row * params.req_to_token_stride + range.x;
+      if (range.y == kOpenEnd) {
+        source.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - range.x;
+      }
+    }
+    source.num_tokens = max(source.num_tokens, 0);
+    return source;
+  }
+
+  __device__ ItemSource of_lane(int lane) const {
+    return {.slots = reinterpret_cast<const int32_t*>(
+                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
+            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
+            .tile = __shfl_sync(kFullWarp, tile, lane),
             .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
             .request_begin = __shfl_sync(kFullWarp, request_begin, lane)};
   }
 };
 
-// An item's KV range, resolved against live lengths. Each lane holds one.
-struct ItemRange {
-  const int32_t* slots;  // of the first token
-  int32_t num_tokens;
-
-  __device__ static ItemRange resolve(const DecodeParams& params, int kv_request, int kv_begin,
-                                      int kv_end) {
-    ItemRange range{.slots = params.shared_slots + kv_begin, .num_tokens = kv_end - kv_begin};
-    if (kv_request != kSharedKv) {
-      const int64_t row = load_index(params.req_pool_indices, kv_request);
-      range.slots = params.req_to_token + row * params.req_to_token_stride + kv_begin;
-      if (kv_end == kOpenEnd) {
-        range.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - kv_begin;
-      }
-    }
-    range.num_tokens = max(range.num_tokens, 0);
-    return range;
-  }
-
-  __device__ __forceinline__ ItemRange of_lane(int lane) const {
-    return {.slots = reinterpret_cast<const int32_t*>(
-                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
-            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane)};
-  }
-};
-
-// The next stages of a batch of items, whatever items they belong to: their slots are read that far ahead. More than
-// the ring holds, because loads return in order: slots arrive behind all the KV that was asked for before them.
-// Lane l holds token l of each stage.
-struct StageBatch {
-  static constexpr int kStages = 8;
+// Slots of up to 4 stages: lane l holds token l of each.
+struct SlotBatch {
+  static constexpr int kStages = 4;
+  static constexpr int kTokens = kStages * kStageTokens;
   int32_t slots[kStages];
-  int left[kStages];  // tokens of the item from this stage on; 0: no stage
-  int item[kStages];  // within the batch of items
 
-  __device__ __forceinline__ void pop_front() {
+  __device__ __forceinline__ void load(const int32_t* source, int num_tokens, int lane) {
 #pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) {
-      slots[i] = slots[i + 1];
-      left[i] = left[i + 1];
-      item[i] = item[i + 1];
-    }
-    left[kStages - 1] = 0;
-  }
-};
-
-// Walks the stages of up to 32 items.
-struct StageCursor {
-  const ItemRange lane_range;
-  const int num_items;
-  int item;
-  int token;
-  ItemRange range;  // of `item`
-
-  __device__ StageCursor(const ItemRange& lane_range, int num_items)
-      : lane_range(lane_range),
-        num_items(num_items),
-        item(0),
-        token(0),
-        range(lane_range.of_lane(0)) {}
-
-  __device__ __forceinline__ void fetch(StageBatch& batch, int lane) {
-#pragma unroll
-    for (int i = 0; i < StageBatch::kStages; ++i) {
-      while (token >= range.num_tokens && item < num_items) {
-        ++item;
-        token = 0;
-        range = lane_range.of_lane(min(item, num_items - 1));
-      }
-      batch.left[i] = item < num_items ? range.num_tokens - token : 0;
-      batch.item[i] = item;
-      batch.slots[i] = 0;
-      if (lane < batch.left[i]) batch.slots[i] = range.slots[token + lane];
-      token += kStageTokens;
+    for (int i = 0; i < kStages; ++i) {
+      const int token = i * kStageTokens + lane;
+      slots[i] = token < num_tokens ? source[token] : 0;
     }
   }
-};
 
-// The requests of the query rows of an item: lane l holds those of rows l and 32 + l.
-struct RowRequests {
-  int2 rows[2];
-
-  __device__ __forceinline__ void load(const DecodeParams& params, const ItemHead& head, int lane) {
+  __device__ __forceinline__ int32_t pop_front() {
+    const int32_t front = slots[0];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int index = request_of_row(params.rows, 32 * i + lane);
-      rows[i] = {0, 0};
-      if (index < head.num_requests) {
-        const ItemRequest* request = params.plan.item_requests + head.request_begin + index;
-        rows[i] = *reinterpret_cast<const int2*>(request);
-      }
-    }
+    for (int i = 0; i + 1 < kStages; ++i) slots[i] = slots[i + 1];
+    return front;
   }
 };
 
@@ -159,15 +112,10 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
-// Loads what its role says for every item of a worker. Who loads queries also writes the records.
-template <typename T, int kHeadDim, ProducerRole kRole>
+// Loads one operand of every item of a worker; the K producer also loads queries and writes the records.
+template <typename T, int kHeadDim, bool kIsKey>
 class Producer {
  public:
-  static constexpr bool kLoadsKv = kRole != ProducerRole::kQueries;
-  static constexpr bool kPublishes =
-      kRole == ProducerRole::kQueries || kRole == ProducerRole::kKeysAndQueries;
-  static constexpr bool kIsValue = kRole == ProducerRole::kValues;
-
   using Storage = SharedStorage<kHeadDim>;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int kv_head, int lane)
@@ -177,101 +125,55 @@ class Producer {
         first_head_(kv_head * params.rows.group_size),
         num_q_heads_(params.num_kv_heads * params.rows.group_size),
         copy_(lane) {
-    const void* base = kIsValue ? params.v_cache : params.k_cache;
+    const void* base = kIsKey ? params.k_cache : params.v_cache;
     cache_ =
         static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
-    slot_bytes_ = kIsValue ? params.v_slot_bytes : params.k_slot_bytes;
+    slot_bytes_ = kIsKey ? params.k_slot_bytes : params.v_slot_bytes;
   }
 
   __device__ void run(int item_begin, int item_end) {
     for (int begin = item_begin; begin < item_end; begin += 32) {
-      run_batch(begin, min(32, item_end - begin));
+      const int count = min(32, item_end - begin);
+      run_batch(ItemSource::load(params_, begin + min(lane_, count - 1)), count);
     }
   }
 
  private:
-  __device__ __forceinline__ void run_batch(int first_item, int count) {
-    const auto* item =
-        reinterpret_cast<const int4*>(params_.plan.work_items + first_item + min(lane_, count - 1));
-    const int4 fields = __ldcg(item);
-    const int4 more_fields = __ldcg(item + 1);
-    const ItemHead lane_head{.tile = fields.x, .num_requests = fields.y, .request_begin = fields.z};
-    if constexpr (kPublishes) ptx::prefetch(params_.plan.item_requests + fields.z);
-    const ItemRange lane_range =
-        ItemRange::resolve(params_, fields.w, more_fields.x, more_fields.y);
-
-    if constexpr (kLoadsKv) {
-      // All items' first slots, so that only the first ones wait for DRAM.
-      if (lane_range.num_tokens > 0) ptx::prefetch(lane_range.slots);
-    }
-    if constexpr (kRole == ProducerRole::kQueries) {
-      publish_batch(lane_head, lane_range, count);
-    } else {
-      load_batch(lane_head, lane_range, count);
-    }
-  }
-
-  // Reads the requests four items ahead.
-  __device__ __forceinline__ void publish_batch(const ItemHead& lane_head,
-                                                const ItemRange& lane_range, int count) {
-    constexpr int kAhead = 4;
-    RowRequests requests[kAhead], next_requests[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      next_requests[i].load(params_, lane_head.of_lane(min(i, count - 1)), lane_);
-    }
-    for (int first = 0; first < count; first += kAhead) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        requests[i] = next_requests[i];
-        const int ahead = min(first + kAhead + i, count - 1);
-        next_requests[i].load(params_, lane_head.of_lane(ahead), lane_);
+  __device__ __forceinline__ void run_batch(const ItemSource& lane_source, int count) {
+    ItemSource source = lane_source.of_lane(0);
+    SlotBatch slots, next_slots;
+    next_slots.load(source.slots, source.num_tokens, lane_);
+    load_requests(source);
+    for (int i = 0; i < count; ++i) {
+      const ItemSource next = lane_source.of_lane(min(i + 1, count - 1));
+      if constexpr (kIsKey) {
+        publish(source);
+        load_requests(next);
       }
-#pragma unroll 1
-      for (int item = first; item < min(first + kAhead, count); ++item) {
-        publish(lane_head.of_lane(item), lane_range.of_lane(item).num_tokens, requests[0]);
-#pragma unroll
-        for (int i = 0; i + 1 < kAhead; ++i) requests[i] = requests[i + 1];
-      }
-    }
-  }
-
-  // One operand of all stages. Who also publishes does so right before an item's first stage: any earlier, it might
-  // wait for consumers that wait for it.
-  __device__ __forceinline__ void load_batch(const ItemHead& lane_head, const ItemRange& lane_range,
-                                             int count) {
-    int published = 0;
-    RowRequests requests;
-    if constexpr (kPublishes) requests.load(params_, lane_head.of_lane(0), lane_);
-    const auto publish_until = [&](int end) {
-      while (published < end) {
-        publish(lane_head.of_lane(published), lane_range.of_lane(published).num_tokens, requests);
-        ++published;
-        requests.load(params_, lane_head.of_lane(min(published, count - 1)), lane_);
-      }
-    };
-
-    StageCursor cursor(lane_range, count);
-    StageBatch batch, next;
-    cursor.fetch(next, lane_);
-    while (next.left[0] > 0) {
-      batch = next;
-      cursor.fetch(next, lane_);
+      if (source.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
+      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
+        slots = next_slots;
+        const int left = source.num_tokens - first;
+        if (left > SlotBatch::kTokens) {
+          next_slots.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
+                          lane_);
+        } else {
+          next_slots.load(next.slots, next.num_tokens, lane_);
+        }
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
-      while (batch.left[0] > 0) {
-        if constexpr (kPublishes) publish_until(batch.item[0] + 1);
-        fill_stage(batch.slots[0], batch.left[0]);
-        batch.pop_front();
+        for (int token = 0; token < min(left, SlotBatch::kTokens); token += kStageTokens) {
+          fill_stage(slots.pop_front(), left - token);
+        }
       }
+      source = next;
     }
-    if constexpr (kPublishes) publish_until(count);
   }
 
   __device__ __forceinline__ void fill_stage(int32_t lane_slot, int num_tokens) {
     const int stage = ring_.stage;
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
     const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsValue ? Storage::kOperandBytes : 0);
+        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Storage::kOperandBytes);
     if (num_tokens >= kStageTokens) {
       copy_stage<kHeadDim, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     } else {
@@ -281,10 +183,23 @@ class Producer {
     ring_.advance();
   }
 
-  // Queries and record of an item.
-  __device__ __forceinline__ void publish(const ItemHead& head, int num_tokens,
-                                          const RowRequests& requests) {
-    const int units = tile_units(head.tile);
+  // The request of each query row of an item: lane l holds rows l and 32 + l.
+  __device__ __forceinline__ void load_requests(const ItemSource& source) {
+    if constexpr (kIsKey) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int index = request_of_row(params_.rows, 32 * i + lane_);
+        if (index < source.num_requests) {
+          const ItemRequest* request = params_.plan.item_requests + source.request_begin + index;
+          requests_[i] = *reinterpret_cast<const int2*>(request);
+        }
+      }
+    }
+  }
+
+  // Queries and record of an item, whose requests have been loaded.
+  __device__ __forceinline__ void publish(const ItemSource& source) {
+    const int units = tile_units(source.tile);
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
       const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
@@ -295,12 +210,12 @@ class Producer {
     }
 
     const int tile_rows = units * kUnitRows;
-    const int num_rows = head.num_requests * params_.rows.group_size;
+    const int num_rows = source.num_requests * params_.rows.group_size;
     ItemRecord& record = storage_.records[queries_.record()];
     if (lane_ == 0) {
-      record.tile = head.tile;
+      record.tile = source.tile;
       record.num_rows = num_rows;
-      record.num_tokens = num_tokens;
+      record.num_tokens = source.num_tokens;
     }
     uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
 #pragma unroll
@@ -308,8 +223,8 @@ class Producer {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
       query_chunks[i] =
-          requests.rows[i].x * params_.q_stride_chunks + head * RowCopy<kHeadDim>::kChunks;
-      const ItemRequest request{.request = requests.rows[i].x, .partial_slot = requests.rows[i].y};
+          requests_[i].x * params_.q_stride_chunks + head * RowCopy<kHeadDim>::kChunks;
+      const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
       }
@@ -353,6 +268,7 @@ class Producer {
   uint32_t slot_bytes_;
   RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;
+  int2 requests_[2] = {};  // of this lane's rows of the item to be published next
 };
 
 }  // namespace pat

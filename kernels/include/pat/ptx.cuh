@@ -20,13 +20,6 @@ __device__ __forceinline__ uint32_t lane_id() {
   return lane;
 }
 
-// The warp's number in its CTA, as a value that the compiler knows to be uniform. volatile as lane_id().
-__device__ __forceinline__ int warp_id() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return __shfl_sync(0xffffffffu, thread / 32, 0);
-}
-
 // --- asynchronous copies ---
 
 // 16 bytes, past L1: KV is used once per CTA.
@@ -40,11 +33,6 @@ __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const voi
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
                : "memory");
-}
-
-// Brings the line into L2.
-__device__ __forceinline__ void prefetch(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // --- mbarriers ---
@@ -118,22 +106,6 @@ __device__ __forceinline__ void wait_for_dependencies() {
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// --- register budgets (sm_90a): all warps of a warpgroup together ---
-
-template <int kRegisters>
-__device__ __forceinline__ void raise_register_budget() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-#endif
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void lower_register_budget() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 #endif
 }
 

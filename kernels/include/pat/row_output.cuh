@@ -90,15 +90,14 @@ __device__ __forceinline__ void combine_and_store_item(
   if (has_part && lane % 4 == 0) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      storage.combine.row_states[warp][state_row + 8 * h] =
-          make_float2(part.maximum[h], part.sum[h]);
+      storage.row_states[warp][state_row + 8 * h] = make_float2(part.maximum[h], part.sum[h]);
     }
   }
   // Also keeps a fast warp from writing into `exchange` while a slow one still reads the last item's.
   ptx::named_barrier_sync<1, kSyncThreads>();
 
   // exchange[row group][receiver][sender's rank among the others][tile][lane], 8 rows at a time
-  float2* exchange = storage.combine.exchange + first_warp * kOthers * kOwnTiles * 32 + lane;
+  float2* exchange = storage.exchange + first_warp * kOthers * kOwnTiles * 32 + lane;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     // Rows 8 to 15 of the smallest tile are padding in the common case, one request of a group <= 8.
@@ -112,7 +111,7 @@ __device__ __forceinline__ void combine_and_store_item(
     for (int other = 0; other < kKvWarps; ++other) {
       states[other] = make_float2(-INFINITY, 0.f);
       if (other < num_parts)
-        states[other] = storage.combine.row_states[first_warp + other][state_row + 8 * h];
+        states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
       maximum = fmaxf(maximum, states[other].x);
     }
     const float shift = maximum == -INFINITY ? 0.f : maximum;  // the item is empty

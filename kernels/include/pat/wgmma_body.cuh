@@ -19,20 +19,18 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
   static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
 
   const uint32_t lane = ptx::lane_id();
-  const int warp = ptx::warp_id();
-  const QueryPosition position = consumer.position(warp);
-  const int units = tile_units(consumer.record(position).tile);
-  const int num_tokens = consumer.record(position).num_tokens;
-  const int first_row = warp * kUnitRows;
-  const bool has_rows = first_row < consumer.record(position).num_rows;
+  const int units = tile_units(consumer.record().tile);
+  const int num_tokens = consumer.record().num_tokens;
+  const int first_row = consumer.warp * kUnitRows;
+  const bool has_rows = first_row < consumer.record().num_rows;
 
   WarpAttention<T, kHeadDim, kSoftCap> part;
   if (has_rows) {
-    part.begin(consumer.queries(position, units), units * kUnitRows, first_row, lane);
+    part.begin(consumer.queries(units), units * kUnitRows, first_row, lane);
   } else {
     part.begin_without_rows();
   }
-  consumer.release_queries(position, units, warp, first_row, lane);
+  consumer.release_queries(units, first_row, lane);
 
   for (int token = 0; token < num_tokens; token += kStageTokens) {
     const uint32_t keys = consumer.wait_for_stage();
@@ -65,7 +63,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
 
   if (has_rows) {
     part.finish();
-    store_item(part, params, consumer.storage.row_targets[warp], lane);
+    store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
   }
 }
 

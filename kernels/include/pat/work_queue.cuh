@@ -19,33 +19,12 @@ namespace pat {
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr int kConsumerWarps = 4;
+inline constexpr int kProducerWarps = 2;  // one loads K, one V
+inline constexpr int kDecodeThreads = 32 * (kConsumerWarps + kProducerWarps);
 inline constexpr int kStageTokens = 32;  // one slot per lane of a producer warp
 inline constexpr int kQueryUnits = 4;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
-
-// One body for all tiles on wgmma (wgmma_body.cuh), or one per tile on mma.sync (mma_body.cuh).
-inline constexpr bool kHasWarpgroupBody = PAT_TARGET_ARCH == 90;
-
-// What the producer warps load. With a register budget per warpgroup (Hopper) there is room for a whole warpgroup of
-// them, and publishing items does not hold up their keys.
-enum class ProducerRole { kKeys, kValues, kQueries, kKeysAndQueries, kIdle };
-inline constexpr ProducerRole kProducerRoles[] = {
-#if PAT_TARGET_ARCH == 90
-    ProducerRole::kKeys,
-    ProducerRole::kValues,
-    ProducerRole::kQueries,
-    ProducerRole::kIdle,
-#else
-    ProducerRole::kKeysAndQueries,
-    ProducerRole::kValues,
-#endif
-};
-inline constexpr int kProducerWarps = sizeof(kProducerRoles) / sizeof(kProducerRoles[0]);
-inline constexpr int kDecodeThreads = 32 * (kConsumerWarps + kProducerWarps);
-// Registers per thread of consumers and producers, from 128 at launch with two CTAs of 256 threads per SM.
-inline constexpr int kConsumerRegisters = 168;
-inline constexpr int kProducerRegisters = 88;
 
 // Two CTAs per SM share 228 KB on sm_90 and sm_100, 164 KB on sm_80; elsewhere 100 KB hold one.
 inline constexpr int kRingBytes =
@@ -99,35 +78,6 @@ struct ItemRecord {
   RowTarget targets[kMaxTileRows];
 };
 
-// Items and query units since the kernel began. Producer and consumers step through the same sequence, so they
-// agree on units and parities without talking.
-struct QueryPosition {
-  int item = 0;
-  int next_unit = 0;
-
-  __device__ __forceinline__ int record() const { return item % kQueryUnits; }
-  __device__ __forceinline__ uint32_t item_parity() const { return (item / kQueryUnits) & 1; }
-  // The first unit of an item of `units` (1, 2 or 4) units. Units between next_unit and it are skipped
-  // by the consumers.
-  __device__ __forceinline__ int first_unit(int units) const {
-    return (next_unit + units - 1) & -units;
-  }
-  __device__ __forceinline__ void advance(int units) {
-    next_unit = first_unit(units) + units;
-    ++item;
-  }
-};
-
-// How warps that split a tile's KV meet at an item's end (mma_body.cuh): 8 rows at a time, every warp passes on the
-// columns that are not its own.
-template <int kHeadDim, bool kUsed>
-struct CombineScratch {
-  float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
-  float2 row_states[kConsumerWarps][kUnitRows];  // maximum and sum
-};
-template <int kHeadDim>
-struct CombineScratch<kHeadDim, false> {};
-
 template <int kHeadDim>
 struct SharedStorage {
   static constexpr int kRowBytes = kHeadDim * 2;
@@ -138,8 +88,10 @@ struct SharedStorage {
 
   alignas(1024) uint8_t kv[kStages][kStageBytes];  // K, then V
   alignas(1024) uint8_t queries[kQueryUnits][kUnitBytes];
-  CombineScratch<kHeadDim, !kHasWarpgroupBody> combine;
-  QueryPosition positions[kConsumerWarps];
+  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
+  // are not its own.
+  float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
+  float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
   int32_t num_items;  // of this worker; here because the consumers have no register to spare
@@ -160,6 +112,25 @@ struct RingPosition {
       stage = 0;
       parity ^= 1;
     }
+  }
+};
+
+// Items and query units since the kernel began. Producer and consumers step through the same sequence, so they
+// agree on units and parities without talking.
+struct QueryPosition {
+  int item = 0;
+  int next_unit = 0;
+
+  __device__ __forceinline__ int record() const { return item % kQueryUnits; }
+  __device__ __forceinline__ uint32_t item_parity() const { return (item / kQueryUnits) & 1; }
+  // The first unit of an item of `units` (1, 2 or 4) units. Units between next_unit and it are skipped
+  // by the consumers.
+  __device__ __forceinline__ int first_unit(int units) const {
+    return (next_unit + units - 1) & -units;
+  }
+  __device__ __forceinline__ void advance(int units) {
+    next_unit = first_unit(units) + units;
+    ++item;
   }
 };
 
