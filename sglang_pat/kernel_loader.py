@@ -37,6 +37,8 @@ _TORCH_SOURCE = "torch_ops.cpp"
 _SOURCE_SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
 _OLDEST_NVCC = (12, 3)  # C++20 and programmatic dependent launch in graphs
 _LIBRARY = "kernels.so"
+_REPORT = "compiler_report.txt"
+_SYSTEM_CUDA = "/usr/local/cuda"
 
 
 class KernelBuildError(RuntimeError):
@@ -55,23 +57,30 @@ def build(config: KernelConfig, *, cache: Path | None = None, verbose: bool = Fa
     """Compile `config` unless the cache holds it, and return the library's path.
 
     Safe to call from any number of processes at once: one compiles, the others wait for it. A build
-    that was killed leaves nothing that blocks the next. verbose: compile anew and print the
-    compiler's resource report. KernelBuildError if there is no usable compiler, or if it fails.
+    that was killed leaves nothing that blocks the next. verbose: print the compiler's report of
+    registers and spills, which lies beside the library.
+
+    KernelBuildError if there is no usable compiler, or if it fails.
     """
     toolchain = Toolchain.find()
     cache = default_cache() if cache is None else cache
     key = f"{config.name}-{_content_hash(config, toolchain)}"
     library = cache / key / _LIBRARY
-    if library.exists() and not verbose:
-        return library
+    if not library.exists():
+        _build_locked(config, toolchain, cache, key)
+    if verbose:
+        print(library.with_name(_REPORT).read_text())
+    return library
+
+
+def _build_locked(config: KernelConfig, toolchain: Toolchain, cache: Path, key: str) -> None:
+    library = cache / key / _LIBRARY
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f"{key}.lock"):
         for abandoned in cache.glob(f"{key}.build-*"):
             shutil.rmtree(abandoned, ignore_errors=True)
         if library.exists():
-            if not verbose:
-                return library
-            shutil.rmtree(library.parent)
+            return
         print(
             f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {library.parent}",
             file=sys.stderr,
@@ -80,14 +89,11 @@ def build(config: KernelConfig, *, cache: Path | None = None, verbose: bool = Fa
         start = time.monotonic()
         work = Path(tempfile.mkdtemp(prefix=f"{key}.build-", dir=cache))
         try:
-            report = _compile(config, toolchain, work)
+            (work / _REPORT).write_text(_compile(config, toolchain, work))
             work.rename(library.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
-        if verbose:
-            print(report)
-    return library
 
 
 def default_cache() -> Path:
@@ -148,7 +154,7 @@ def _find_cuda_home() -> Path:
     for candidate in (
         os.environ.get("CUDA_HOME"),
         None if on_path is None else str(Path(on_path).resolve().parent.parent),
-        "/usr/local/cuda",
+        _SYSTEM_CUDA,
     ):
         if candidate is not None:
             tried.append(candidate)
@@ -280,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", type=Path, default=None, help=f"default {default_cache()}")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="compile anew and print registers and spills"
+        "-v", "--verbose", action="store_true", help="print registers and spills of every kernel"
     )
     parser.set_defaults(run=_build_command)
 
