@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Storage::kStages; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kProducerWarps * 32);
-      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps);
+      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * 32);
     }
     for (int i = 0; i < kQueryUnits; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
-      ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps);
+      ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
     }
   }
   ptx::wait_for_dependencies();

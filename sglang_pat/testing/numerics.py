@@ -16,12 +16,15 @@ class ErrorReport:
     mean_error: float
     mean_torch_error: float
     worst: tuple[int, ...]  # index of the largest error
+    max_beyond_rounding: float  # largest error of more than one eps of the exact value
 
     @property
     def acceptable(self) -> bool:
-        """At most twice torch's error, with a floor for what torch happens to get exactly."""
+        """At most twice torch's error. Where few elements are compared, torch may be lucky: one eps
+        of the value itself is what rounding the probabilities and the result may cost anybody.
+        """
         return (
-            self.max_error <= 2 * self.max_torch_error + 1e-5
+            self.max_beyond_rounding <= 2 * self.max_torch_error + 1e-5
             and self.mean_error <= 2 * self.mean_torch_error + 1e-6
         )
 
@@ -38,6 +41,7 @@ def compare(result: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tenso
     error[(result == exact) | (torch.isnan(result) & torch.isnan(exact))] = 0
     error = error.nan_to_num(nan=float("inf"))
     torch_error = (torch_result.double() - exact).abs().nan_to_num(nan=0.0, posinf=0.0)
+    rounding = torch.finfo(result.dtype).eps * exact.abs()
     worst = torch.unravel_index(error.argmax(), error.shape)
     return ErrorReport(
         float(error.max()),
@@ -45,4 +49,5 @@ def compare(result: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tenso
         float(error.mean()),
         float(torch_error.mean()),
         tuple(int(i) for i in worst),
+        float(torch.where(error > rounding, error, 0.0).max()),
     )

@@ -1,4 +1,5 @@
 // What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
+// Every lane arrives for its own reads, so that nothing rests on the order within a warp.
 #pragma once
 
 #include "pat/work_queue.cuh"
@@ -34,9 +35,8 @@ struct Consumer {
     if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
     __syncwarp();
     const int first_unit = position.first_unit(units);
-    if (lane < units) {
-      const int unit = (first_unit + lane) % kQueryUnits;
-      ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty[unit]));
+    for (int unit = first_unit; unit < first_unit + units; ++unit) {
+      ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty[unit % kQueryUnits]));
     }
     position.advance(units);
   }
@@ -47,9 +47,8 @@ struct Consumer {
     return ptx::shared_address(storage.kv[ring.stage]);
   }
 
-  __device__ __forceinline__ void release_stage(uint32_t lane) {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+  __device__ __forceinline__ void release_stage() {
+    ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     ring.advance();
   }
 };

@@ -101,7 +101,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
       const uint32_t values = keys + SharedStorage<kHeadDim>::kOperandBytes;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
-    consumer.release_stage(lane);
+    consumer.release_stage();
     stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
   }
 

@@ -206,7 +206,9 @@ class Producer {
       ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
       // A skipped unit is handed back at once, in the consumers' place: the item's own last units may be the
       // next lap of it.
-      if (unit < first_unit && lane_ < kConsumerWarps) ptx::barrier_arrive(empty);
+      for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
+        ptx::barrier_arrive(empty);
+      }
     }
 
     const int tile_rows = units * kUnitRows;

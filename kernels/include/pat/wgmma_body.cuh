@@ -58,7 +58,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
                                 wgmma::descriptor(address, kPanelBytes, kGroupBytes));
     }
     wgmma::finish();
-    consumer.release_stage(lane);
+    consumer.release_stage();
   }
 
   if (has_rows) {
