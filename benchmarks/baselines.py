@@ -1,7 +1,7 @@
 """The contenders of the kernel benchmark: one function each, all with the same signature.
 
-A contender gets the workload's tensors and an output tensor, does its planning, and returns a
-function that runs one decode step into the output and can be captured in a CUDA graph. Libraries
+A contender gets the workload's tensors, does its planning, and returns a function that runs the
+attention of one layer: K and V cache in, output out. It can be captured in a CUDA graph. Libraries
 are imported when their contender is asked for.
 """
 
@@ -16,15 +16,15 @@ from sglang_pat.kernel_config import KernelConfig
 from sglang_pat.kernel_loader import load_kernels
 from sglang_pat.testing.planned_step import PlannedStep
 
-Step = Callable[[], object]
-Contender = Callable[[Workload, WorkloadTensors, torch.Tensor], Step]
+Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Contender = Callable[[Workload, WorkloadTensors], Layer]
 
 
 def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
     """This package: one of its packing policies, or its tile bodies up to max_block_q only."""
 
-    def prepare(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
-        config = KernelConfig.for_device(workload.dtype, HEAD_DIM, out.device)
+    def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
+        config = KernelConfig.for_device(workload.dtype, HEAD_DIM, tensors.q.device)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
             load_kernels(config),
@@ -36,12 +36,18 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
         step.write(
             workload.tree.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
         )
-        return lambda: step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+        out = torch.empty_like(tensors.q)
+
+        def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            step.decode(tensors.q, k, v, out)
+            return out
+
+        return run
 
     return prepare
 
 
-def flashinfer(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+def flashinfer(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FlashInfer's paged decode, page size 1, with tensor cores where there is a group."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -63,11 +69,11 @@ def flashinfer(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) 
         q_data_type=workload.dtype,
         kv_data_type=workload.dtype,
     )
-    caches = (tensors.k_cache.unsqueeze(1), tensors.v_cache.unsqueeze(1))
-    return lambda: wrapper.run(tensors.q, caches, out=out)
+    out = torch.empty_like(tensors.q)
+    return lambda k, v: wrapper.run(tensors.q, (k.unsqueeze(1), v.unsqueeze(1)), out=out)
 
 
-def cascade(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FlashInfer's multi-level cascade, one level per level of the tree."""
     from flashinfer import MultiLevelCascadeAttentionWrapper
 
@@ -97,28 +103,27 @@ def cascade(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> 
         1,
         q_data_type=workload.dtype,
     )
-    pool = torch.stack((tensors.k_cache, tensors.v_cache), dim=1).unsqueeze(2)
-    return lambda: out.copy_(wrapper.run(tensors.q, pool))
+    return lambda k, v: wrapper.run(tensors.q, (k.unsqueeze(1), v.unsqueeze(1)))
 
 
-def fa3(workload: Workload, tensors: WorkloadTensors, out: torch.Tensor) -> Step:
+def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FA3 as SGLang calls it on Hopper: sglang-kernel, page table in tokens."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     q = tensors.q.unsqueeze(1)
-    caches = tensors.k_cache.unsqueeze(1), tensors.v_cache.unsqueeze(1)
     lengths = tensors.seq_lens.int()
 
-    def run() -> None:
+    def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         result = flash_attn_with_kvcache(
             q,
-            *caches,
+            k.unsqueeze(1),
+            v.unsqueeze(1),
             cache_seqlens=lengths,
             page_table=tensors.req_to_token,
             softmax_scale=HEAD_DIM**-0.5,
             causal=True,
         )
-        out.copy_(result.view_as(out))
+        return result.squeeze(1)
 
     return run
 

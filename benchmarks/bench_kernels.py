@@ -1,7 +1,9 @@
 """Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, FlashInfer's cascade.
 
 All contenders of a case run interleaved in one process, as CUDA graphs, with a cold L2; each is
-compared with float64 before it is timed.
+compared with float64 before it is timed. As in an engine, a graph holds several layers, each with a
+KV cache of its own, as far as they fit into 256 MiB: launching the graph is then shared by them.
+Times are per layer.
 
     python benchmarks/bench_kernels.py --quick
     python benchmarks/bench_kernels.py --json FILE
@@ -11,15 +13,14 @@ compared with float64 before it is timed.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from baselines import ABLATIONS, CONTENDERS
+from metadata import gpu_state, metadata
 from workloads import Workload, WorkloadTensors, pat_suite, quick_suite
 
 from sglang_pat.reference import dense_attention
@@ -27,6 +28,8 @@ from sglang_pat.testing import timing
 from sglang_pat.testing.numerics import compare
 
 _CHECKED_REQUESTS = 16
+_LAYERS_BYTES = 256 << 20
+_MAX_LAYERS = 8
 
 
 def measure(
@@ -47,56 +50,33 @@ def measure(
         )[0]
         for dtype in (torch.float64, workload.dtype)
     ]
-    graphs, errors, failed = {}, {}, {}
+    caches = [(tensors.k_cache, tensors.v_cache)]
+    while (len(caches) + 1) * workload.unique_kv_bytes <= _LAYERS_BYTES and len(
+        caches
+    ) < _MAX_LAYERS:
+        caches.append((tensors.k_cache.clone(), tensors.v_cache.clone()))
+    layers, graphs, errors, failed = {}, {}, {}, {}
     for name in names:
-        out = torch.full_like(tensors.q, torch.nan)
         try:
-            step = (CONTENDERS | ABLATIONS)[name](workload, tensors, out)
-            step()
-            report = compare(out[::every], checked[1], checked[0])
+            # Kept until all is timed: a graph does not own the memory that it reads and writes.
+            layer = layers[name] = (CONTENDERS | ABLATIONS)[name](workload, tensors)
+            report = compare(layer(*caches[0])[::every], checked[1], checked[0])
             errors[name] = report.max_error
             # Split-KV kernels with 16-bit partials are a little worse than torch; wrong is far off.
             if not report.acceptable and (name.startswith("pat") or report.max_error > 0.05):
                 failed[name] = str(report)
                 continue
-            graphs[name] = timing.capture(step)
+            graphs[name] = timing.capture(lambda layer=layer: [layer(k, v) for k, v in caches])
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             torch.cuda.synchronize()
     us = timing.interleaved_us({n: g.replay for n, g in graphs.items()}, rounds=rounds)
-    return {"us": us, "error": errors, "failed": failed}
+    us = {name: total / len(caches) for name, total in us.items()}
+    return {"layers": len(caches), "us": us, "error": errors, "failed": failed}
 
 
 def geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def meta(copy_bandwidth: float) -> dict[str, object]:
-    folder = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    packages = ("sglang-pat", "flashinfer-python", "sglang-kernel", "triton")
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "versions": {package: version(package) for package in packages},
-        "commit": commit or "unknown",
-        "command": " ".join(sys.argv),
-        "copy_gbps": copy_bandwidth / 1e9,
-        "clocks": {"before": timing.clock_report()},
-    }
 
 
 def report_line(case: dict[str, object], names: list[str]) -> str:
@@ -144,8 +124,8 @@ def main() -> int:
         suite = quick_suite() if arguments.quick else pat_suite()
 
     copy_bandwidth = timing.copy_bandwidth()
-    info = meta(copy_bandwidth)
-    print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, clocks {info['clocks']['before']}")
+    info = metadata() | {"copy_gbps": copy_bandwidth / 1e9, "clocks": {"before": gpu_state()}}
+    print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
     heads_line = "".join(f"{name[-9:]:>9}" for name in names)
     print(f"{'us':52}{'floor':>9}{heads_line}{'GB/s':>8}{'/floor':>8}{'vs best':>7}")
     cases = []
@@ -166,7 +146,7 @@ def main() -> int:
         for name, message in case["failed"].items():
             print(f"    {name}: {message}")
         torch.cuda.empty_cache()
-    info["clocks"]["after"] = timing.clock_report()
+    info["clocks"]["after"] = gpu_state()
     print("\n".join(summary(cases, names)))
     print(f"clocks after {info['clocks']['after']}")
     if arguments.json:

@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   using Columns = LaneColumns<kColumns>;
   __shared__ PartialSum<kColumns> shared_sums[kMergeWarps][32];
 
-  ptx::wait_for_dependencies();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int num_heads = params.num_q_heads;
   const int num_rows = params.plan.header->num_merges * num_heads;
@@ -84,11 +83,15 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   const int first_row = cta_per_row ? blockIdx.x : blockIdx.x * kMergeWarps + warp;
   const int row_step = cta_per_row ? gridDim.x : gridDim.x * kMergeWarps;
 
+  const auto* entries = reinterpret_cast<const int4*>(params.plan.merges);
+  int4 entry = first_row < num_rows ? entries[first_row / num_heads] : int4{};
+  // Only now: the plan was there before pack_decode began, the partials are what it writes.
+  ptx::wait_for_dependencies();
   for (int row = first_row; row < num_rows; row += row_step) {
-    const int4 entry = reinterpret_cast<const int4*>(params.plan.merges)[row / num_heads];
     const int head = row % num_heads;
     const int request = entry.x, num_partials = entry.z;
     const int64_t first = int64_t{entry.y} * num_heads + head;
+    if (row + row_step < num_rows) entry = entries[(row + row_step) / num_heads];
     const float* lses = params.partial_lse + first;
 
     float maximum = -INFINITY;

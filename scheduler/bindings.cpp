@@ -87,19 +87,36 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("layout",
            [](const pat::PlanCapacity& self) { return layout_dict(pat::PlanLayout::of(self)); });
 
+  py::class_<pat::CostModel>(m, "CostModel")
+      .def(py::init([](int32_t partial_row, int32_t piece, int32_t query_row, int32_t shortest,
+                       int32_t rows_at_ridge) {
+             return pat::CostModel{.partial_row = partial_row,
+                                   .piece = piece,
+                                   .query_row = query_row,
+                                   .shortest = shortest,
+                                   .rows_at_ridge = rows_at_ridge};
+           }),
+           py::kw_only(), py::arg("partial_row") = pat::CostModel{}.partial_row,
+           py::arg("piece") = pat::CostModel{}.piece,
+           py::arg("query_row") = pat::CostModel{}.query_row,
+           py::arg("shortest") = pat::CostModel{}.shortest,
+           py::arg("rows_at_ridge") = pat::CostModel{}.rows_at_ridge);
+
   py::class_<pat::PackScheduler>(m, "PackScheduler")
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
-                       const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens) {
+                       const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens,
+                       const pat::CostModel& cost) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
                                         .policy = pat::policy_from_name(policy),
                                         .min_piece_tokens = min_piece_tokens,
                                         .growth_tokens = growth_tokens,
-                                        .cost = {}});
+                                        .cost = cost});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
-           py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"))
+           py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"),
+           py::arg("cost") = pat::CostModel{})
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())

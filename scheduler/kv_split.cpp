@@ -28,16 +28,18 @@ void KvSplitter::list_tiles(const Packing& packing) {
                        .num_requests = num_requests,
                        .num_tokens = pack.kv_end - pack.kv_begin,
                        .rate = cost_.rate(kTileTable[tile].block_q),
-                       .fixed = CostModel::kRateUnit *
-                                (int64_t{cost_.piece} + num_requests * tiles_.group_size())});
+                       .fixed = cost_.fixed(num_requests * tiles_.group_size())});
     }
   }
 }
 
+int64_t KvSplitter::cost(const Tile& tile, int32_t num_tokens) const {
+  return tile.fixed + std::max(num_tokens, cost_.shortest) * tile.rate;
+}
+
 int32_t KvSplitter::tokens_that_fit(const Tile& tile, int32_t left, int64_t room) const {
-  const int64_t for_tokens = room - tile.fixed;
-  if (for_tokens < 0) return 0;
-  if (int64_t{left} * tile.rate <= for_tokens) return left;
+  if (cost(tile, left) <= room) return left;
+  const int64_t for_tokens = std::max<int64_t>(room - tile.fixed, 0);
   const int64_t fit = std::min<int64_t>(for_tokens / tile.rate, left - config_.min_piece_tokens);
   const int32_t cut = static_cast<int32_t>(fit / kCutGranularity) * kCutGranularity;
   return cut >= config_.min_piece_tokens ? cut : 0;
@@ -57,7 +59,7 @@ int32_t KvSplitter::deal(int64_t budget, PieceFn&& piece) const {
       }
       piece(tile, offset, tokens, worker);
       offset += tokens;
-      room -= tile.fixed + tokens * tile.rate;
+      room -= cost(tile, tokens);
     }
   }
   return worker + 1;
@@ -68,10 +70,9 @@ int64_t KvSplitter::smallest_budget() const {
   int64_t uncuttable =
       0;  // a worker must be able to take the longest piece that no cut can shorten
   for (const Tile& tile : list_) {
-    total += tile.fixed + tile.num_tokens * tile.rate;
+    total += cost(tile, tile.num_tokens);
     uncuttable =
-        std::max(uncuttable,
-                 tile.fixed + std::min(tile.num_tokens, 2 * config_.min_piece_tokens) * tile.rate);
+        std::max(uncuttable, cost(tile, std::min(tile.num_tokens, 2 * config_.min_piece_tokens)));
   }
   const auto fits = [this](int64_t budget) {
     return deal(budget, [](const Tile&, int32_t, int32_t, int32_t) {}) <= config_.num_workers;

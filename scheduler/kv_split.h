@@ -58,6 +58,8 @@ class KvSplitter {
   };
 
   void list_tiles(const Packing& packing);
+  // Of a piece of `num_tokens` of a tile, in 1 / kRateUnit.
+  int64_t cost(const Tile& tile, int32_t num_tokens) const;
   // Tokens of a tile that still go to a worker with `room` left: all `left`, a cut, or 0 for none.
   int32_t tokens_that_fit(const Tile& tile, int32_t left, int64_t room) const;
   // Walks the tiles and calls piece(tile, offset, tokens, worker). Returns the number of workers used.

@@ -12,28 +12,21 @@ Policy policy_from_name(std::string_view name) {
   throw_invalid("policy must be one of memory, paper, per-node, query-centric, got ", name);
 }
 
-// Reading one token of a range by `num_requests` requests of one pack, in 1 / kRateUnit tokens.
-int64_t Packer::reading_cost(int32_t num_requests) const {
-  if (num_requests == 0) return 0;
-  return CostModel::kRateUnit + int64_t{cost_.pass_in_pack} * (tiles_.num_tiles(num_requests) - 1);
-}
-
 bool Packer::merges(int32_t parent_tokens, int32_t parent_requests, int32_t child_requests,
                     bool leaves_single_partial) const {
   if (policy_ == Policy::kPerNode) return false;
   if (policy_ == Policy::kPaper) return 4 * int64_t{child_requests} >= parent_tokens;
 
-  // Merging makes the child's pack read the parent's range as well, and leaves the parent's pack smaller.
-  const int32_t staying = parent_requests - child_requests;
-  const int64_t added_reading =
-      parent_tokens *
-      (reading_cost(child_requests) + reading_cost(staying) - reading_cost(parent_requests));
+  // Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.
+  const int32_t staying_tiles = tiles_.num_tiles(parent_requests - child_requests);
+  const int64_t added_passes =
+      tiles_.num_tiles(child_requests) + staying_tiles - tiles_.num_tiles(parent_requests);
   // Each row of the child has one partial less; two less if its output is then stored directly.
   const int64_t saved_partials =
       int64_t{child_requests} * tiles_.group_size() * (leaves_single_partial ? 2 : 1);
-  const int64_t saved_pieces = tiles_.num_tiles(parent_requests) - tiles_.num_tiles(staying);
-  return added_reading <=
-         CostModel::kRateUnit * (saved_partials * cost_.partial_row + saved_pieces * cost_.piece);
+  const int64_t saved_pieces = tiles_.num_tiles(parent_requests) - staying_tiles;
+  return added_passes * parent_tokens <=
+         saved_partials * cost_.partial_row + saved_pieces * cost_.piece;
 }
 
 void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {

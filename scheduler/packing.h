@@ -61,7 +61,6 @@ class Packer {
 
   void decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
   void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
-  int64_t reading_cost(int32_t num_requests) const;
   bool merges(int32_t parent_tokens, int32_t parent_requests, int32_t child_requests,
               bool leaves_single_partial) const;
 

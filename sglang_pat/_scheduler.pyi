@@ -57,6 +57,19 @@ class PlanCapacity:
     def layout(self) -> _Layout:
         """Section offsets and total size, in int32 units."""
 
+class CostModel:
+    """scheduler/cost_model.h: what the scheduler weighs; the defaults are its own."""
+
+    def __init__(
+        self,
+        *,
+        partial_row: int = ...,
+        piece: int = ...,
+        query_row: int = ...,
+        shortest: int = ...,
+        rows_at_ridge: int = ...,
+    ) -> None: ...
+
 class PackScheduler:
     """Paths and lengths in, plan out. Holds the last plan; not thread-safe."""
 
@@ -69,6 +82,7 @@ class PackScheduler:
         policy: str,
         min_piece_tokens: int,
         growth_tokens: int,
+        cost: CostModel = ...,
     ) -> None: ...
     def plan(
         self,

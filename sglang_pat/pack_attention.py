@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
 _CPU_WORKERS = 32
-_MIN_PIECE_TOKENS = 128
-_GROWTH_TOKENS = 256
+MIN_PIECE_TOKENS = 256
+GROWTH_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class PackAttention:
         device: torch.device | str = "cpu",
         policy: str = "memory",
         num_workers: int | None = None,
-        growth_tokens: int = _GROWTH_TOKENS,
+        growth_tokens: int = GROWTH_TOKENS,
         executor: Literal["auto", "cuda", "reference"] = "auto",
         max_requests: int | None = None,
         max_shared_slots: int = 1 << 20,
@@ -329,7 +329,7 @@ def new_scheduler(
     group_size: int,
     num_workers: int,
     policy: str = "memory",
-    growth_tokens: int = _GROWTH_TOKENS,
+    growth_tokens: int = GROWTH_TOKENS,
 ) -> PackScheduler:
     """A scheduler with the constants that PackAttention uses."""
     return PackScheduler(
@@ -337,7 +337,7 @@ def new_scheduler(
         num_workers=num_workers,
         max_block_q=TILE_TABLE[-1][0],
         policy=policy,
-        min_piece_tokens=_MIN_PIECE_TOKENS,
+        min_piece_tokens=MIN_PIECE_TOKENS,
         growth_tokens=growth_tokens,
     )
 

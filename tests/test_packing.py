@@ -66,10 +66,12 @@ def test_memory_stores_directly_where_that_saves_two_partials() -> None:
     assert shared_packs(make_case([(-1, 17)], two_requests), "memory") == [(0, 17, 2)]
 
 
-def test_memory_keeps_the_tiles_of_a_range_in_one_pack() -> None:
-    """Two full tiles could part at no more passes, but would then read the root from HBM twice."""
+def test_memory_counts_passes_per_tile() -> None:
+    """Children that fill tiles of their own add no pass over the root, so they take it along."""
     per_tile = TILE_TABLE[-1][0] // 4
-    assert shared_packs(siblings(4096, 400, per_tile), "memory")[0] == (0, 4096, 2 * per_tile)
+    assert shared_packs(siblings(4096, 400, per_tile), "memory") == [(0, 4496, per_tile)] * 2
+    halves = siblings(4096, 400, per_tile // 2)
+    assert shared_packs(halves, "memory")[0] == (0, 4096, 2 * (per_tile // 2))
 
 
 def test_nodes_with_the_same_holders_are_one_range() -> None:

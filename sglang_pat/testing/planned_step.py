@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PlanCapacity
+from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapacity
 from sglang_pat.decode_batch import DecodeBatch
 from sglang_pat.decode_kernels import DecodeKernels, DeviceStep
 from sglang_pat.decode_plan import DecodePlan, KvTokens
+from sglang_pat.pack_attention import GROWTH_TOKENS, MIN_PIECE_TOKENS
 
 
 class PlannedStep:
@@ -25,7 +26,8 @@ class PlannedStep:
         num_workers: int | None = None,
         policy: str = "memory",
         max_block_q: int = TILE_TABLE[-1][0],
-        min_piece_tokens: int = 128,
+        min_piece_tokens: int = MIN_PIECE_TOKENS,
+        cost: CostModel | None = None,
         max_requests: int = 4096,
         max_shared_slots: int = 1 << 17,
         max_partials: int = 1 << 15,
@@ -40,7 +42,8 @@ class PlannedStep:
             max_block_q=max_block_q,
             policy=policy,
             min_piece_tokens=min_piece_tokens,
-            growth_tokens=256,
+            growth_tokens=GROWTH_TOKENS,
+            cost=cost or CostModel(),
         )
         self.capacity = PlanCapacity(
             num_workers=num_workers,

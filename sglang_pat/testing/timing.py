@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping
 
 import torch
@@ -57,13 +55,3 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     us = interleaved_us({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
     return 2 * source.numel() / (us * 1e-6)
-
-
-def clock_report() -> str:
-    """SM and memory clock, temperature and power as nvidia-smi gives them; empty without it."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, check=False)
-    return result.stdout.strip().splitlines()[0] if result.returncode == 0 else ""
