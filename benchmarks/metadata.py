@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("sglang-pat", "torch", "sglang", "flashinfer-python", "sglang-kernel", "triton")
+PACKAGES = ("sglang-pat", "sglang", "flashinfer-python", "sglang-kernel", "triton")
 
 
 def metadata() -> dict[str, object]:
@@ -21,15 +21,17 @@ def metadata() -> dict[str, object]:
         "commit": _commit(),
         "cpu": _cpu(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
+        "torch": torch.__version__,
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in PACKAGES},
     }
 
 
 def gpu_state() -> str | None:
-    """Driver, SM and memory clock, temperature and power, as nvidia-smi reports them."""
-    fields = "driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    """SM and memory clock, temperature and power, as nvidia-smi reports them."""
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
     return _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
 
 
