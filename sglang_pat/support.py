@@ -50,7 +50,7 @@ _MATRIX = (
     SupportRow("head_dim", _any_of(HEAD_DIMS), REFUSED),
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
     SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
-    SupportRow("KV pool", "one pool for all layers, any page size", REFUSED),
+    SupportRow("KV pool", "one pool for all layers, page size 1 or more", REFUSED),
     SupportRow("sliding window", "none", REFUSED),
     SupportRow(
         "server options",

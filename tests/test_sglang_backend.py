@@ -122,6 +122,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: runner(server_args=server_arguments(dcp_size=2)),
         "server options = --dcp-size 2; supported: all but",
     ),
+    "page size": (
+        lambda: runner(server_args=server_arguments(page_size=0)),
+        "KV pool = --page-size 0; supported: one pool for all layers, page size 1 or more",
+    ),
     "speculation": (
         lambda: runner(server_args=server_arguments(speculative_algorithm="EAGLE")),
         "server options = --speculative-algorithm EAGLE; supported: all but",
