@@ -53,7 +53,7 @@ def check_server(model_runner: Any) -> None:
     if arguments.dcp_size > 1:
         raise support.unsupported("server options", f"--dcp-size {arguments.dcp_size}")
     if arguments.page_size is not None and arguments.page_size < 1:
-        raise support.unsupported("KV pool", f"--page-size {arguments.page_size}")
+        raise support.unsupported("KV pool", f"page size {arguments.page_size}")
 
 
 def check_layer(layer: RadixAttention, first: RadixAttention) -> None:

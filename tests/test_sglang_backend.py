@@ -124,7 +124,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "page size": (
         lambda: runner(server_args=server_arguments(page_size=0)),
-        "KV pool = --page-size 0; supported: one pool for all layers, page size 1 or more",
+        "KV pool = page size 0; supported: one pool for all layers, page size 1 or more",
     ),
     "speculation": (
         lambda: runner(server_args=server_arguments(speculative_algorithm="EAGLE")),
