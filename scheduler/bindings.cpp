@@ -1,7 +1,6 @@
 // Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts), GIL released.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <span>
 #include <string>

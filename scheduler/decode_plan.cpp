@@ -9,12 +9,11 @@ namespace pat {
 
 namespace {
 
-int32_t checked_int32(int64_t value, const char* what) {
+void check_int32(int64_t value, const char* what) {
   if (value > std::numeric_limits<int32_t>::max()) {
     throw std::length_error(std::string(what) +
                             " of this plan do not fit into int32: " + std::to_string(value));
   }
-  return static_cast<int32_t>(value);
 }
 
 void check_section(const char* name, int32_t needed, int32_t capacity) {
@@ -47,7 +46,7 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
                              .num_tokens = num_tokens,
                              .slot_begin = slot_begin_.back()});
     num_shared_slots += num_tokens;
-    checked_int32(num_shared_slots, "shared slots");
+    check_int32(num_shared_slots, "shared slots");
   }
 
   num_partials_.assign(num_requests, 0);
@@ -88,7 +87,7 @@ void DecodePlan::assign_partials(const Packing& packing, const Split& split) {
                        .num_partials = count,
                        .reserved = 0});
     next += count;
-    checked_int32(next, "partials");
+    check_int32(next, "partials");
   }
   header_.num_partials = static_cast<int32_t>(next);
 

@@ -55,7 +55,6 @@ class PackScheduler {
 
   const DecodePlan& last_plan() const { return plan_; }
   const StageTimes& stage_times() const { return times_; }
-  const SchedulerConfig& config() const { return config_; }
 
  private:
   SchedulerConfig config_;

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sglang_pat._scheduler import PlanCapacity
+from sglang_pat.decode_plan import CAPACITY_FIELDS
 from sglang_pat.kernel_config import KernelConfig
 
 
@@ -40,14 +41,7 @@ class DeviceStep:
     @property
     def capacity_list(self) -> list[int]:
         """In the order of PlanCapacity's fields."""
-        capacity = self.capacity
-        return [
-            capacity.num_workers,
-            capacity.num_work_items,
-            capacity.num_item_requests,
-            capacity.num_gather_spans,
-            capacity.num_merges,
-        ]
+        return [getattr(self.capacity, name) for name in CAPACITY_FIELDS]
 
 
 class DecodeKernels:

@@ -124,7 +124,7 @@ class PackAttention:
         self.policy = policy
         self.stats = PlanStats()
         if num_workers is None:
-            num_workers = _default_workers(self.device, num_kv_heads)
+            num_workers = default_workers(self.device, num_kv_heads)
         self._scheduler = new_scheduler(
             group_size=num_qo_heads // num_kv_heads,
             num_workers=num_workers,
@@ -163,12 +163,14 @@ class PackAttention:
                 f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, "
                 f"got {longest}"
             )
-        cause, paths = self._replan_cause(batch, served)
+        paths = batch.read_paths() if batch.key is None else None
+        key = batch.key if paths is None else _paths_key(paths)
+        cause = self._replan_cause(key, len(batch.seq_lens), served)
         step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         if cause is None:
             self.stats.plans_reused += 1
         else:
-            self._build(batch, paths, step)
+            self._build(batch, batch.read_paths() if paths is None else paths, key, step)
             self.stats.plans_built += 1
             self.stats.causes[cause] += 1
         assert self._plan is not None
@@ -253,34 +255,21 @@ class PackAttention:
             )
         return CudaExecutor(self.num_qo_heads, self.head_dim, self.dtype, self.device, reservation)
 
-    def _replan_cause(
-        self, batch: DecodeBatch, lengths_served: bool
-    ) -> tuple[str | None, PrefixPaths | None]:
-        """Why the last plan does not serve (None: it does); the paths if they had to be read."""
-        paths = None
-        key = batch.key
-        if key is None:
-            paths = batch.read_paths()
-            key = _paths_key(paths)
+    def _replan_cause(self, key: Hashable, num_requests: int, lengths_served: bool) -> str | None:
+        """Why the last plan does not serve; None if it does."""
         if self._plan is None:
-            cause: str | None = "first"
-        elif key != self._key or len(batch.seq_lens) != self._plan.header.num_requests:
-            cause = "batch_changed"
-        elif lengths_served:
-            cause = None
-        else:
-            cause = "tail_growth"
-        return cause, paths
+            return "first"
+        if key != self._key or num_requests != self._plan.header.num_requests:
+            return "batch_changed"
+        return None if lengths_served else "tail_growth"
 
-    def _build(self, batch: DecodeBatch, paths: PrefixPaths | None, step: Step) -> None:
-        if paths is None:
-            paths = batch.read_paths()
+    def _build(self, batch: DecodeBatch, paths: PrefixPaths, key: Hashable, step: Step) -> None:
         self._scheduler.plan(
             paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
         )
         self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
         self._plan = self._executor.load_plan(self._scheduler, step)
-        self._key = batch.key if batch.key is not None else _paths_key(paths)
+        self._key = key
 
     def _check_step(
         self,
@@ -362,7 +351,8 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def _default_workers(device: torch.device, num_kv_heads: int) -> int:
+def default_workers(device: torch.device, num_kv_heads: int) -> int:
+    """CTAs that share the work of one KV head: two per SM, over all KV heads."""
     if device.type == "cpu":
         return _CPU_WORKERS
     num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count

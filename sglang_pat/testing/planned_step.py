@@ -11,7 +11,7 @@ from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapa
 from sglang_pat.decode_batch import DecodeBatch
 from sglang_pat.decode_kernels import DecodeKernels, DeviceStep
 from sglang_pat.decode_plan import DecodePlan, KvTokens
-from sglang_pat.pack_attention import GROWTH_TOKENS, MIN_PIECE_TOKENS
+from sglang_pat.pack_attention import GROWTH_TOKENS, MIN_PIECE_TOKENS, default_workers
 
 
 class PlannedStep:
@@ -33,8 +33,7 @@ class PlannedStep:
         max_partials: int = 1 << 15,
     ) -> None:
         if num_workers is None:
-            sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-            num_workers = max(1, 2 * sms // num_kv_heads)
+            num_workers = default_workers(torch.device("cuda"), num_kv_heads)
         self.kernels = kernels
         self.scheduler = PackScheduler(
             group_size=num_qo_heads // num_kv_heads,
