@@ -1,6 +1,7 @@
 // Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts), GIL released.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <span>
 #include <string>
@@ -147,6 +148,20 @@ PYBIND11_MODULE(_scheduler, m) {
                                const pat::KvTokens& tokens = self.last_plan().kv_tokens();
                                return py::make_tuple(tokens.query_centric, tokens.planned,
                                                      tokens.lower_bound);
+                             })
+      .def_property_readonly("summary",
+                             [](const pat::PackScheduler& self) {
+                               const pat::PlanSummary summary = self.summarize();
+                               py::dict result;
+                               result["packs"] = summary.packs;
+                               result["tiles"] = summary.tiles;
+                               result["work_items"] = summary.work_items;
+                               result["partials"] = summary.partials;
+                               result["partials_before_split"] = summary.partials_before_split;
+                               result["tail"] = summary.tail;
+                               result["requests_per_pack"] = summary.requests_per_pack;
+                               result["tiles_by_body"] = summary.tiles_by_body;
+                               return result;
                              })
       .def_property_readonly("stage_times_ns", [](const pat::PackScheduler& self) {
         py::dict times;

@@ -115,4 +115,25 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   }
 }
 
+void KvSplitter::summarize_tiles(std::span<int32_t> tiles_by_body) const {
+  for (const Tile& tile : list_) ++tiles_by_body[tile.tile];
+}
+
+double KvSplitter::tail(const Split& split) const {
+  int64_t total = 0;
+  int64_t slowest = 0;
+  for (int32_t worker = 0; worker < config_.num_workers; ++worker) {
+    int64_t load = 0;
+    for (int32_t p = split.worker_begin[worker]; p < split.worker_begin[worker + 1]; ++p) {
+      const Piece& piece = split.pieces[p];
+      const int64_t tokens = std::max(piece.kv_end - piece.kv_begin, cost_.shortest);
+      load += cost_.fixed(piece.num_requests * tiles_.group_size()) +
+              tokens * cost_.rate(kTileTable[piece.tile].block_q);
+    }
+    total += load;
+    slowest = std::max(slowest, load);
+  }
+  return total == 0 ? 1.0 : static_cast<double>(slowest) * config_.num_workers / total;
+}
+
 }  // namespace pat

@@ -46,6 +46,11 @@ class KvSplitter {
   // smallest, up to a few tokens, with which the packs fit; found by bisection, each step linear in the tiles.
   void split(const Packing& packing, Split& out);
 
+  // Of the last split(): how many tiles each body has, in the order of the tile table; and the cost of the
+  // slowest worker over the mean of all workers, 1 without work.
+  void summarize_tiles(std::span<int32_t> tiles_by_body) const;
+  double tail(const Split& split) const;
+
  private:
   struct Tile {
     int32_t pack;

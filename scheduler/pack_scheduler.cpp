@@ -1,6 +1,7 @@
 #include "pack_scheduler.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <limits>
 
@@ -82,6 +83,26 @@ LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) cons
     check.served = seq_lens[i] >= lengths_[i].planned && seq_lens[i] <= lengths_[i].longest;
   }
   return check;
+}
+
+PlanSummary PackScheduler::summarize() const {
+  PlanSummary summary{.packs = static_cast<int32_t>(packing_.packs.size()),
+                      .work_items = plan_.header().num_work_items,
+                      .partials = plan_.header().num_partials};
+  std::vector<int32_t> packs_of(lengths_.size(), 0);
+  for (const Pack& pack : packing_.packs) {
+    const size_t bin = std::bit_width(static_cast<uint32_t>(pack.num_requests)) - 1;
+    if (summary.requests_per_pack.size() <= bin) summary.requests_per_pack.resize(bin + 1);
+    ++summary.requests_per_pack[bin];
+    for (const int32_t request : packing_.requests_of(pack)) ++packs_of[request];
+  }
+  for (const int32_t packs : packs_of) {
+    if (packs > 1) summary.partials_before_split += packs;
+  }
+  splitter_.summarize_tiles(summary.tiles_by_body);
+  for (const int32_t tiles : summary.tiles_by_body) summary.tiles += tiles;
+  summary.tail = splitter_.tail(split_);
+  return summary;
 }
 
 }  // namespace pat

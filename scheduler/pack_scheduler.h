@@ -41,6 +41,18 @@ struct LengthCheck {
   int32_t longest;  // 0 without requests
 };
 
+// What the last plan looks like, for reports. Partials are those of one query row.
+struct PlanSummary {
+  int32_t packs = 0;
+  int32_t tiles = 0;
+  int32_t work_items = 0;
+  int32_t partials = 0;
+  int32_t partials_before_split = 0;  // as if no tile had been cut
+  double tail = 1.0;                  // cost of the slowest worker over the mean of all workers
+  std::vector<int32_t> requests_per_pack;             // packs by floor(log2(requests))
+  std::array<int32_t, kNumTiles> tiles_by_body = {};  // in the order of the tile table
+};
+
 class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
@@ -55,6 +67,7 @@ class PackScheduler {
 
   const DecodePlan& last_plan() const { return plan_; }
   const StageTimes& stage_times() const { return times_; }
+  PlanSummary summarize() const;
 
  private:
   SchedulerConfig config_;

@@ -1,32 +1,68 @@
 #include "packing.h"
 
+#include <algorithm>
+
 #include "check.h"
 
 namespace pat {
 
+namespace {
+
+// Policy::kCompute: the tiles of FastTree's kernels, and the weights of what padding and partials waste. The
+// paper (section 4.2) leaves these weights to profiling; the ratios are 2/3, 1/3 and 1/10.
+constexpr int64_t kManyRows = 64;
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kTokensPerTile = 32;
+constexpr int64_t kRowPaddingWeight = 20;
+constexpr int64_t kTokenPaddingWeight = 10;
+constexpr int64_t kPartialWeight = 3;
+
+// What the padding of a pack's last tiles wastes.
+int64_t padding_cost(int64_t rows, int64_t tokens) {
+  const int64_t tile_rows = rows > kFewRows ? kManyRows : kFewRows;
+  const int64_t row_padding = (tile_rows - rows % tile_rows) % tile_rows;
+  const int64_t token_padding = std::max<int64_t>(kTokensPerTile - tokens, 0);
+  return kRowPaddingWeight * row_padding * tokens + kTokenPaddingWeight * token_padding * rows;
+}
+
+}  // namespace
+
 Policy policy_from_name(std::string_view name) {
   if (name == "memory") return Policy::kMemory;
   if (name == "paper") return Policy::kPaper;
+  if (name == "compute") return Policy::kCompute;
   if (name == "per-node") return Policy::kPerNode;
   if (name == "query-centric") return Policy::kQueryCentric;
-  throw_invalid("policy must be one of memory, paper, per-node, query-centric, got ", name);
+  throw_invalid("policy must be one of memory, paper, compute, per-node, query-centric, got ",
+                name);
 }
 
-bool Packer::merges(int32_t parent_tokens, int32_t parent_requests, int32_t child_requests,
-                    bool leaves_single_partial) const {
+bool Packer::merges(const Edge& edge) const {
   if (policy_ == Policy::kPerNode) return false;
-  if (policy_ == Policy::kPaper) return 4 * int64_t{child_requests} >= parent_tokens;
+  if (policy_ == Policy::kPaper) return 4 * int64_t{edge.child_requests} >= edge.parent_tokens;
+  if (policy_ == Policy::kCompute) return merging_computes_less(edge);
 
   // Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.
-  const int32_t staying_tiles = tiles_.num_tiles(parent_requests - child_requests);
-  const int64_t added_passes =
-      tiles_.num_tiles(child_requests) + staying_tiles - tiles_.num_tiles(parent_requests);
+  const int32_t staying_tiles = tiles_.num_tiles(edge.parent_requests - edge.child_requests);
+  const int64_t added_passes = tiles_.num_tiles(edge.child_requests) + staying_tiles -
+                               tiles_.num_tiles(edge.parent_requests);
   // Each row of the child has one partial less; two less if its output is then stored directly.
   const int64_t saved_partials =
-      int64_t{child_requests} * tiles_.group_size() * (leaves_single_partial ? 2 : 1);
-  const int64_t saved_pieces = tiles_.num_tiles(parent_requests) - staying_tiles;
-  return added_passes * parent_tokens <=
+      int64_t{edge.child_requests} * tiles_.group_size() * (edge.leaves_single_partial ? 2 : 1);
+  const int64_t saved_pieces = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
+  return added_passes * edge.parent_tokens <=
          saved_partials * cost_.partial_row + saved_pieces * cost_.piece;
+}
+
+bool Packer::merging_computes_less(const Edge& edge) const {
+  const int64_t group = tiles_.group_size();
+  const int64_t parent_rows = group * edge.parent_requests;
+  const int64_t child_rows = group * edge.child_requests;
+  const int64_t apart = padding_cost(parent_rows, edge.parent_tokens) +
+                        padding_cost(child_rows, edge.child_tokens) + kPartialWeight * child_rows;
+  const int64_t merged = padding_cost(parent_rows - child_rows, edge.parent_tokens) +
+                         padding_cost(child_rows, int64_t{edge.parent_tokens} + edge.child_tokens);
+  return apart > merged;
 }
 
 void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
@@ -49,7 +85,11 @@ void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_len
                     .left_parent = false};
     if (node.parent >= 0) {
       NodeState& parent = state_[node.parent];
-      if (merges(node.kv_begin - parent.pack_begin, parent.remaining, node.num_holders, false)) {
+      if (merges({.parent_tokens = node.kv_begin - parent.pack_begin,
+                  .parent_requests = parent.remaining,
+                  .child_tokens = node.kv_end - node.kv_begin,
+                  .child_requests = node.num_holders,
+                  .leaves_single_partial = false})) {
         state.pack_begin = parent.pack_begin;
         state.left_parent = true;
         parent.remaining -= node.num_holders;
@@ -65,7 +105,11 @@ void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_len
     // An empty private range is no child: there is nothing to read alone.
     if (anchor < 0 || seq_lens[request] == begin) continue;
     NodeState& parent = state_[anchor];
-    if (merges(begin - parent.pack_begin, parent.remaining, 1, parent.pack_begin == 0)) {
+    if (merges({.parent_tokens = begin - parent.pack_begin,
+                .parent_requests = parent.remaining,
+                .child_tokens = seq_lens[request] - begin,
+                .child_requests = 1,
+                .leaves_single_partial = parent.pack_begin == 0})) {
       begin = parent.pack_begin;
       --parent.remaining;
     }

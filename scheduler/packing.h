@@ -16,6 +16,7 @@ namespace pat {
 enum class Policy {
   kMemory,   // where that moves fewer bytes; see CostModel
   kPaper,    // PAT's Algorithm 1 as printed: where 4 * requests >= length of the parent's range
+  kCompute,  // FastTree's cost model: where tiles are padded less, and partials avoided
   kPerNode,  // never: every forest node is a pack of its own
   kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
 };
@@ -59,10 +60,19 @@ class Packer {
     bool left_parent;   // merged upwards: its requests are not in the parent's pack
   };
 
+  // A child that may leave its parent's pack.
+  struct Edge {
+    int32_t parent_tokens;    // of the parent's pack, ranges it was merged with included
+    int32_t parent_requests;  // in the parent's pack, the child's included
+    int32_t child_tokens;
+    int32_t child_requests;
+    bool leaves_single_partial;  // merged, the child's requests have no other partial
+  };
+
   void decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
   void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
-  bool merges(int32_t parent_tokens, int32_t parent_requests, int32_t child_requests,
-              bool leaves_single_partial) const;
+  bool merges(const Edge& edge) const;
+  bool merging_computes_less(const Edge& edge) const;
 
   Policy policy_;
   CostModel cost_;

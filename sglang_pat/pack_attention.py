@@ -165,7 +165,13 @@ class PackAttention:
             )
         paths = batch.read_paths() if batch.key is None else None
         key = batch.key if paths is None else _paths_key(paths)
-        cause = self._replan_cause(key, len(batch.seq_lens), served)
+        plan = self._plan
+        num_planned = None if plan is None else plan.header.num_requests
+        cause = replan_cause(
+            planned=plan is not None,
+            same_batch=key == self._key and len(batch.seq_lens) == num_planned,
+            lengths_served=served,
+        )
         step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         if cause is None:
             self.stats.plans_reused += 1
@@ -255,14 +261,6 @@ class PackAttention:
             )
         return CudaExecutor(self.num_qo_heads, self.head_dim, self.dtype, self.device, reservation)
 
-    def _replan_cause(self, key: Hashable, num_requests: int, lengths_served: bool) -> str | None:
-        """Why the last plan does not serve; None if it does."""
-        if self._plan is None:
-            return "first"
-        if key != self._key or num_requests != self._plan.header.num_requests:
-            return "batch_changed"
-        return None if lengths_served else "tail_growth"
-
     def _build(self, batch: DecodeBatch, paths: PrefixPaths, key: Hashable, step: Step) -> None:
         self._scheduler.plan(
             paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
@@ -311,6 +309,19 @@ class PackAttention:
             raise ValueError(f"{name} must be {self.dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:
+    """Why the last plan does not serve a step; None if it does.
+
+    planned: whether there is one. same_batch: its key is the step's. lengths_served: as the
+    scheduler's `check_lengths` says.
+    """
+    if not planned:
+        return "first"
+    if not same_batch:
+        return "batch_changed"
+    return None if lengths_served else "tail_growth"
 
 
 def new_scheduler(

@@ -12,7 +12,7 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.23")
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (64, 128)
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/include/pat/tile_table.h
-POLICIES = ("memory", "paper", "per-node", "query-centric")
+POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"

@@ -18,7 +18,7 @@ from sglang_pat._scheduler import (
 from sglang_pat.decode_batch import PrefixPaths
 from sglang_pat.decode_plan import DecodePlan, write_plan
 
-POLICIES = ("memory", "paper", "per-node", "query-centric")
+POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 many = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -13,8 +13,8 @@ from typing import Any, NotRequired, TypedDict
 # Keys, at any depth, whose values are measured times: two replays of a trace are equal without.
 TIMING_KEYS = frozenset({"planning_us", "seconds", "steps_per_second", "gpu"})
 
-# Keys of histograms are the decimal numbers they count; "packs of 1 row", "of 2 to 3 rows", ...:
-# rows per pack are binned by powers of two, the key is the lower end of the bin.
+# Keys of histograms are decimal numbers. Requests per pack and times are binned by powers of two; the
+# key is the lower end of the bin.
 Histogram = dict[str, int]
 
 
@@ -64,9 +64,24 @@ class PolicyTotals(TypedDict):
     work_items: int
     split_pieces: int  # work items beyond one per tile
     partials: int
-    rows_per_pack: Histogram
+    rows_per_pack: Histogram  # query rows: requests times the group size
     tiles: Histogram  # by block_q
     balance: Balance
+
+
+class PolicyComparison(TypedDict):
+    """The bytes of "memory" against those of another policy, plan by plan.
+
+    plans: compared. more: in how many "memory" moves more bytes. more_before_split: the same with
+    the partials that there would be if no tile were cut; a cut serves balance, not bytes.
+    worst_ratio: "memory" over the other, at most over all plans.
+    """
+
+    plans: int
+    more: int
+    more_before_split: int
+    worst_ratio: float
+    worst_ratio_before_split: float
 
 
 class Totals(TypedDict):
@@ -75,13 +90,15 @@ class Totals(TypedDict):
     retracted: int
     refused: int  # would never fit the pool or the context
     decode_tokens: int
+    prompt_tokens: int
     simulated_seconds: float
     batch_mean: float
     prefix_hit_rate: float  # prompt tokens found in the tree over all prompt tokens
     kv_tokens: KvTokenCounts
     partial_bytes: dict[str, PartialBytes]
-    bytes: dict[str, int]  # by policy and "query_centric", "lower_bound"; partials included
+    bytes: dict[str, int]  # by policy, partials included; "query_centric", "lower_bound": KV only
     policies: dict[str, PolicyTotals]
+    comparisons: dict[str, PolicyComparison]  # of "memory" with each other policy
     mutations: dict[str, int]  # of the tree, by kind
     plans: PlanCounts
     planning_us: PlanningTime

@@ -1,0 +1,327 @@
+"""Serves a trace the way SGLang's scheduler does, on a clock that is computed: no model runs.
+
+First stage of the replay: prefills before decodes, admission while the KV pool is expected to
+suffice, eviction when it is short, retraction when that does not help. The prefix cache is SGLang's
+own (`sglang_replay_tree.py`); every decode step goes to `planning.py`. Chunks of a long prompt are
+prefilled back to back, as SGLang does without mixed chunks, so they count as one prefill.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sglang_pat.decode_batch import IntArray, PrefixPaths
+from sglang_pat.replay.options import ReplayOptions
+from sglang_pat.replay.planning import StepPlan, StepPlanner
+from sglang_pat.replay.trace import Segment, Trace, TraceRequest, token_ids
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang_replay_tree import ReplayRequest, ReplayTree
+
+# SGLang's defaults. The share of its remaining answer that a running request is expected to need
+# of the pool falls from step to step, and rises again when requests had to be retracted.
+_NEW_TOKEN_RATIO_INIT = 0.7
+_NEW_TOKEN_RATIO_MIN = 0.7 * 0.14
+_NEW_TOKEN_RATIO_DECAY = (_NEW_TOKEN_RATIO_INIT - _NEW_TOKEN_RATIO_MIN) / 600
+_CLIP_NEW_TOKENS = 4096
+_RETRACT_STEPS = 20
+_ANSWERS = 0x5EED << 48  # contents of the answers' segments: out of the way of small numbers
+
+
+class Step(NamedTuple):
+    """One decode step, after it was planned. Borrowed until the next one."""
+
+    number: int
+    time: float  # simulated seconds, at the beginning of the step
+    reqs: list[ReplayRequest]
+    seq_lens: IntArray
+    read_paths: Callable[[], PrefixPaths]
+    plan: StepPlan
+    held_tokens: int  # of the pool
+
+
+@dataclass(slots=True)
+class Served:
+    """What has been served so far."""
+
+    steps: int = 0
+    arrived: int = 0
+    finished: int = 0
+    refused: int = 0
+    retracted: int = 0
+    decode_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_found: int = 0  # in the tree
+    input_tokens: int = 0  # of the trace, refused requests included
+    output_tokens: int = 0
+
+
+class _Waiting(NamedTuple):
+    """A request in the queue: since when, and how many of its tokens were generated before."""
+
+    since: float
+    request: ReplayRequest
+    generated: int
+
+
+class Simulator:
+    """One server, from an empty cache until all requests are answered or `stop` is set."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        tree: ReplayTree,
+        planner: StepPlanner,
+        options: ReplayOptions,
+        new_request: Callable[[int, array[int], int, int], ReplayRequest],
+    ) -> None:
+        """new_request: of a number, its tokens, the length of its prompt, and a row."""
+        self.served = Served()
+        self.now = 0.0
+        self.stop = False
+        self._tree = tree
+        self._planner = planner
+        self._options = options
+        self._new_request = new_request
+        self._arrivals = self._numbered(iter(trace.stream))
+        self._next_arrival: _Waiting | None = None
+        self._retracted: deque[_Waiting] = deque()
+        self._free_rows = list(range(options.max_batch, 0, -1))
+        self._batch: list[ReplayRequest] = []
+        self._seq_lens: IntArray = np.zeros(0, dtype=np.int32)
+        self._steps_left: IntArray = np.zeros(0, dtype=np.int32)
+        self._until_finish = 0  # steps until a request of the batch finishes
+        self._is_full = False  # no request is admitted before one leaves
+        self._prefills = 0
+        self._key: object = None
+        self._new_token_ratio = _NEW_TOKEN_RATIO_INIT
+        model, time = options.model, options.time
+        self._decode_base, self._decode_per_token = time.decode_seconds(model)
+        self._prefill_base, self._prefill_per_token = time.prefill_seconds(model)
+
+    def steps(self) -> Iterator[Step]:
+        """Every decode step, in order. Ends when the trace is served, or soon after `stop`."""
+        while not self.stop:
+            if self._prefill():
+                continue
+            if self._batch:
+                yield self._decode()
+                self._after_decode()
+                continue
+            waiting = self._head()
+            if waiting is None:
+                return
+            self.now = max(self.now, waiting.since)
+
+    # --- the queue: requests in order of arrival; the trace is read no further than needed ---
+
+    def _numbered(self, stream: Iterator[TraceRequest]) -> Iterator[_Waiting]:
+        options, served = self._options, self.served
+        for number, traced in enumerate(stream):
+            if options.limit is not None and number >= options.limit:
+                return
+            served.arrived += 1
+            length = traced.input_length
+            served.input_tokens += length
+            served.output_tokens += traced.output_length
+            if not self._can_ever_run(length, traced.output_length):
+                served.refused += 1
+                continue
+            tokens = array("q", token_ids(traced.prompt).tobytes())
+            answer = (Segment(_ANSWERS + number, traced.output_length),)
+            tokens.frombytes(token_ids(answer).tobytes())
+            request = self._new_request(number, tokens, length, 0)
+            yield _Waiting(traced.arrival / options.time_scale, request, 0)
+
+    def _can_ever_run(self, input_length: int, output_length: int) -> bool:
+        page = self._tree.pool.page_size
+        return 0 < input_length and input_length + output_length + 2 * page < self._tree.pool.size
+
+    def _head(self) -> _Waiting | None:
+        """The request that has waited longest."""
+        if self._next_arrival is None:
+            self._next_arrival = next(self._arrivals, None)
+        arrival = self._next_arrival
+        if self._retracted and (arrival is None or self._retracted[0].since < arrival.since):
+            return self._retracted[0]
+        return arrival
+
+    def _pop_head(self, head: _Waiting) -> None:
+        if head is self._next_arrival:
+            self._next_arrival = None
+        else:
+            self._retracted.popleft()
+
+    # --- prefill ---
+
+    def _prefill(self) -> bool:
+        """Admit waiting requests and compute their prompts. Whether there was anything to do."""
+        if self._is_full:
+            return False
+        admitted: list[tuple[ReplayRequest, int]] = []
+        new_tokens = 0
+        reserved = float(np.minimum(self._steps_left, _CLIP_NEW_TOKENS).sum())
+        reserved *= self._new_token_ratio
+        while new_tokens < self._options.prefill_tokens:
+            head = self._head()
+            if head is None or head.since > self.now:
+                break
+            if not self._free_rows:
+                self._is_full = True
+                break
+            found = self._try_admit(head, reserved)
+            if found is None:
+                self._is_full = True
+                break
+            self._pop_head(head)
+            admitted.append((head.request, head.generated))
+            length = head.request.kv_len
+            new_tokens += length - found
+            reserved += min(len(head.request.tokens) - length, _CLIP_NEW_TOKENS)
+            reserved += self._tree.pool.page_size
+            if head.generated == 0:
+                self.served.prompt_tokens += length
+                self.served.prompt_tokens_found += found
+        if not admitted:
+            return False
+        self.now += self._prefill_base + new_tokens * self._prefill_per_token
+        self._prefills += 1
+        self._start_decoding(admitted)
+        return True
+
+    def _try_admit(self, head: _Waiting, reserved: float) -> int | None:
+        """Lock a request's cached prefix and allocate the rest. Its cached tokens; None: no room."""
+        tree, request = self._tree, head.request
+        length = request.prompt_length + head.generated
+        wanted = min(len(request.tokens) - length, _CLIP_NEW_TOKENS) + tree.pool.page_size
+        request.req_pool_idx = self._free_rows[-1]
+        found = tree.match(request, length)
+        # Locking the prefix has made it unreachable.
+        if length - found + wanted + reserved >= tree.reachable:
+            tree.unlock(request)
+            return None
+        needed = tree.pool.pages(length - found)
+        if not tree.make_room(needed):
+            tree.unlock(request)
+            return None
+        tree.pool.available -= needed
+        self._free_rows.pop()
+        request.kv_len = length
+        return found
+
+    def _start_decoding(self, admitted: list[tuple[ReplayRequest, int]]) -> None:
+        """The prefill has given each request one token; what it computed goes into the tree."""
+        started, lens, left = [], [], []
+        for request, _ in admitted:
+            steps_left = len(request.tokens) - request.kv_len - 1
+            if steps_left == 0:
+                self._finish(request)
+                continue
+            self._tree.cache_prompt(request)
+            started.append(request)
+            lens.append(request.kv_len)
+            left.append(steps_left)
+        self._batch += started
+        self._seq_lens = np.concatenate((self._seq_lens, np.array(lens, dtype=np.int32)))
+        self._steps_left = np.concatenate((self._steps_left, np.array(left, dtype=np.int32)))
+        self._batch_changed()
+
+    # --- decode ---
+
+    def _decode(self) -> Step:
+        tree, pool = self._tree, self._tree.pool
+        needed = _tokens_needed(self._seq_lens, pool.page_size)
+        if pool.available < needed and not tree.make_room(needed):
+            self._retract()
+            needed = _tokens_needed(self._seq_lens, pool.page_size)
+        pool.available -= needed
+        self._seq_lens += 1
+        if self._key is None:
+            # As in an engine: a request that was retracted may return with all that the tree's own
+            # key looks at unchanged, by way of another prefill.
+            self._key = (self._prefills, tree.source.key(self._batch))
+        served = self.served
+        plan = self._planner.step(self._key, self._read_paths, self._seq_lens)
+        step = Step(
+            number=served.steps,
+            time=self.now,
+            reqs=self._batch,
+            seq_lens=self._seq_lens,
+            read_paths=self._read_paths,
+            plan=plan,
+            held_tokens=pool.size - pool.available,
+        )
+        served.steps += 1
+        served.decode_tokens += len(self._batch)
+        self.now += self._decode_base + plan.kv_tokens * self._decode_per_token
+        return step
+
+    def _after_decode(self) -> None:
+        """Each request has got one more token."""
+        self._steps_left -= 1
+        self._until_finish -= 1
+        ratio = self._new_token_ratio - _NEW_TOKEN_RATIO_DECAY
+        self._new_token_ratio = max(ratio, _NEW_TOKEN_RATIO_MIN)
+        if self._until_finish > 0:
+            return
+        for index in np.flatnonzero(self._steps_left == 0).tolist():
+            request = self._batch[index]
+            request.kv_len = int(self._seq_lens[index])
+            self._finish(request)
+        self._keep(np.flatnonzero(self._steps_left > 0))
+
+    def _retract(self) -> None:
+        """Put requests back into the queue until the others fit: at least one, never all."""
+        prompts = np.array([request.prompt_length for request in self._batch])
+        answers = self._seq_lens - prompts + 1
+        # As in SGLang: the shortest answer first, of equal ones that with the longest prompt.
+        order = np.lexsort((np.arange(len(prompts)), -prompts, answers))
+        for leaving in range(1, len(order)):
+            index = int(order[leaving - 1])
+            request = self._batch[index]
+            request.kv_len = int(self._seq_lens[index])
+            self._tree.release(request)
+            self._free_rows.append(request.req_pool_idx)
+            self._retracted.append(_Waiting(self.now, request, int(answers[index])))
+            self.served.retracted += 1
+            staying = np.sort(order[leaving:])
+            if self._tree.make_room(_tokens_needed(self._seq_lens[staying], self._tree.pool.page_size)):
+                break
+        self._keep(staying)
+        self._is_full = False
+        decoded = int(answers[staying].sum()) + _RETRACT_STEPS * len(staying)
+        wanted = int(answers[staying].sum() + self._steps_left.sum())
+        self._new_token_ratio = min(1.0, decoded / (wanted + 1))
+
+    def _finish(self, request: ReplayRequest) -> None:
+        self._tree.cache_finished(request)
+        self._free_rows.append(request.req_pool_idx)
+        self.served.finished += 1
+        self._is_full = False
+
+    def _keep(self, indices: np.ndarray) -> None:
+        """Leave only these requests in the batch, in order."""
+        self._batch = [self._batch[index] for index in indices.tolist()]
+        self._seq_lens = self._seq_lens[indices]
+        self._steps_left = self._steps_left[indices]
+        self._batch_changed()
+
+    def _batch_changed(self) -> None:
+        self._until_finish = int(self._steps_left.min()) if self._batch else 0
+        self._key = None
+
+    def _read_paths(self) -> PrefixPaths:
+        return self._tree.source.paths(self._batch, len(self._batch))
+
+
+def _tokens_needed(seq_lens: IntArray, page_size: int) -> int:
+    """Tokens of the pages that the next step of requests of these lengths begins."""
+    if page_size == 1:
+        return len(seq_lens)
+    return page_size * int(np.count_nonzero(seq_lens % page_size == 0))
