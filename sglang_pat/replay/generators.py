@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sglang_pat.replay.draws import Draws, zipf
 from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
 
-# Means of BurstGPT over all its requests; that lengths are log-normal, and the sigma, is our choice.
+# Means over all of BurstGPT; that lengths are log-normal, and the sigma, is our choice.
 _PROMPT_MEAN, _ANSWER_MEAN = 621, 126
 _CHAT_SIGMA = 1.0
 _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
@@ -37,7 +37,7 @@ _Burst = list[_Draft]
 
 
 class Workload(NamedTuple):
-    """A named generator. rate: bursts a second if none is asked for."""
+    """A named generator. rate: requests a second if none is asked for."""
 
     bursts: Callable[[Draws], Iterator[_Burst]]
     rate: float
@@ -47,9 +47,9 @@ class Workload(NamedTuple):
 def generate(name: str, *, requests: int, seed: int = 0, rate: float | None = None) -> Trace:
     """A trace of `requests` requests by one of `WORKLOADS`.
 
-    rate: bursts a second, arriving as a Poisson process; inf makes all arrive at once, None takes
-    the workload's own. Arrivals are whole milliseconds, the first is 0. ValueError names what is
-    not allowed.
+    rate: requests a second, in the mean; bursts arrive as a Poisson process. inf makes all arrive
+    at once, None takes the workload's own. Arrivals are whole milliseconds, the first is 0.
+    ValueError names what is not allowed.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r}; allowed: {', '.join(WORKLOADS)}")
@@ -73,7 +73,7 @@ def _timed(workload: Workload, requests: int, draws: Draws, rate: float) -> Iter
         left -= len(burst)
         if left <= 0:
             return
-        arrival += draws.exponential(1 / rate)
+        arrival += draws.exponential(len(burst) / rate)
 
 
 def conversation(
@@ -192,9 +192,9 @@ WORKLOADS: dict[str, Workload] = {
     "conversation": Workload(conversation, 5.0, "chat behind a three-level system prompt"),
     "toolagent": Workload(toolagent, 8.0, "task-specific system prompts, 59% found in the cache"),
     "few-shot": Workload(few_shot, 16.0, "a system prompt and one of 8 sets of 20 examples"),
-    "multi-chain": Workload(multi_chain, 4.0, "4 chains of reasoning for each question"),
+    "multi-chain": Workload(multi_chain, 16.0, "4 chains of reasoning for each question"),
     "multi-document": Workload(multi_document, 16.0, "3 of 6 parts of a report in every prompt"),
-    "rl-rollout": Workload(rl_rollout, 1.0, "16 samples of each prompt, at once"),
+    "rl-rollout": Workload(rl_rollout, 16.0, "16 samples of each prompt, at once"),
     "no-sharing": Workload(no_sharing, 5.0, "private prompts, as long as those of conversation"),
 }
 
