@@ -150,7 +150,7 @@ def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Reco
 def _from_zero(
     path: Path, errors: TraceErrors, records: Iterator[_Record]
 ) -> Iterator[TraceRequest]:
-    """Requests with arrivals from the first one on. TraceError if there is none."""
+    """Counts arrivals from the first, to the microsecond. TraceError if there is none."""
     first = next(records, None)
     if first is None:
         found = f"{errors.count} malformed lines, {errors.failed} failed requests"
@@ -159,7 +159,7 @@ def _from_zero(
     begin = first.request.arrival
     yield first.request._replace(arrival=0.0)
     for _, _, request in records:
-        yield request._replace(arrival=request.arrival - begin)
+        yield request._replace(arrival=round(request.arrival - begin, 6))
 
 
 def _open(path: Path) -> BinaryIO:
