@@ -89,14 +89,14 @@ def model_shape(name: str | Path) -> ModelShape:
 
 def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     if "kv_lora_rank" in config:
-        raise ValueError(f"{name}: kv_lora_rank is set: MLA is not supported, only MHA, GQA and MQA")
+        raise ValueError(f"{name}: kv_lora_rank is set; only MHA, GQA and MQA are supported")
     layers = _positive(name, config, "num_hidden_layers")
     qo_heads = _positive(name, config, "num_attention_heads")
     kv_heads = _positive(name, config, "num_key_value_heads", qo_heads)
     hidden = _positive(name, config, "hidden_size")
     head_dim = _positive(name, config, "head_dim", hidden // qo_heads)
     if qo_heads % kv_heads:
-        raise ValueError(f"{name}: {qo_heads} query heads are not a multiple of {kv_heads} KV heads")
+        raise ValueError(f"{name}: {qo_heads} query heads, no multiple of {kv_heads} KV heads")
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"{name}: torch_dtype={dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")

@@ -96,11 +96,13 @@ class TraceError(ValueError):
 class TraceErrors:
     """The malformed lines that a reader has skipped so far; the first few of them in full.
 
-    strict: the first one is raised instead.
+    strict: the first one is raised instead. failed: requests that the trace itself records as
+    failed; they are well-formed, but there is nothing to replay, so they are left out too.
     """
 
     strict: bool = False
     count: int = 0
+    failed: int = 0
     first: list[TraceError] = field(default_factory=list)
     keep: int = 10
 
