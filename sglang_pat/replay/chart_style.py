@@ -27,7 +27,7 @@ _LINES = {
     "memory": (BLUE, "solid"),
     "paper": (ORANGE, "dash"),
     "compute": (GREEN, "dashdot"),
-    "per-node": (PINK, "longdash"),
+    "per-node": (PINK, "10px,3px,2px,3px,2px,3px"),
 }
 _OTHER_LINE = ("#a58b2f", "longdashdot")
 
@@ -92,7 +92,7 @@ _TEMPLATE = go.layout.Template(
         "font": {"family": "system-ui, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 64, "r": 16, "t": 36, "b": 48},
+        "margin": {"l": 64, "r": 16, "t": 64, "b": 48},
         "legend": {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"},
         "hoverlabel": {"bgcolor": "#20262d", "bordercolor": "#20262d", "align": "left"},
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": BLUE},

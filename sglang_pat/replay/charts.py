@@ -30,7 +30,9 @@ from sglang_pat.replay.result import Histogram, Result, StepRow
 from sglang_pat.replay.summary import LOWER_BOUND, QUERY_CENTRIC, times, words
 
 _NO_STEPS = "No decode step was replayed."
-_MAX_INTERVALS = 80
+# Bars over time: no more than can be told apart, and none of less steps than make a share.
+_MAX_INTERVALS = 60
+_STEPS_PER_INTERVAL = 10
 
 
 def time_charts(result: Result) -> list[Chart]:
@@ -127,7 +129,8 @@ def _plan_reuse(result: Result) -> Chart:
     steps = result["steps"]
     if not steps:
         return Chart(key, title, "", _NO_STEPS, None)
-    intervals = np.array_split(np.arange(len(steps)), min(_MAX_INTERVALS, len(steps)))
+    num_intervals = min(_MAX_INTERVALS, -(-len(steps) // _STEPS_PER_INTERVAL))
+    intervals = np.array_split(np.arange(len(steps)), num_intervals)
     causes = list(dict.fromkeys([*CAUSE_COLORS, *(step["cause"] for step in steps)]))
     middles = [(steps[part[0]]["step"] + steps[part[-1]]["step"]) / 2 for part in intervals]
     widths = [max(steps[part[-1]]["step"] - steps[part[0]]["step"] + 1, 1) for part in intervals]
@@ -245,7 +248,7 @@ def _bytes_moved(result: Result) -> Chart:
             hovertemplate=f"{part}: %{{x:.4s}}B<extra>%{{y}}</extra>",
         )
     figure.update_layout(barmode="stack")
-    figure.update_xaxes(title="bytes", rangemode="tozero")
+    figure.update_xaxes(ticksuffix="B", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     least = totals["bytes"].get("lower_bound", 0)
     shares = ", ".join(

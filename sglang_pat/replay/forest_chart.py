@@ -21,8 +21,9 @@ from sglang_pat.replay.result import Forest, ForestNode
 # More rectangles make a browser slow, and are thinner than a pixel anyway.
 MAX_NODES = 1500
 _ROOT = -1
-_PRIVATE = "#b9c1ca"
-_COLORSCALE = "Viridis"
+_PRIVATE = "rgba(139, 147, 156, 0.45)"
+# The more sharers, the stronger; lightness alone tells them apart, on a light and on a dark page.
+_COLORSCALE = [[0, "#f6d98b"], [0.35, "#eda04d"], [0.7, "#d4553c"], [1, "#93193a"]]
 
 
 class Block(NamedTuple):
@@ -190,7 +191,6 @@ def _shared_marker(shared: Sequence[Block]) -> dict[str, object]:
     return {
         **_marker([float(np.log2(block.holders)) for block in shared]),
         "colorscale": _COLORSCALE,
-        "reversescale": True,
         "cmin": 1,
         "cmax": max(float(np.log2(most)), 1.01),
         "colorbar": {

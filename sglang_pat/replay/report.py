@@ -19,11 +19,11 @@ from sglang_pat.replay.summary import (
     count,
     fact_groups,
     headline,
+    key_numbers,
     main_policy,
-    one_line,
     policy_rows,
+    settings,
     warnings,
-    words,
 )
 
 _FOLDER = Path(__file__).parent
@@ -43,13 +43,16 @@ def render(result: Result) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"count": count, "one_line": one_line, "words": words}
+    environment.filters["count"] = count
     return environment.get_template("report.html.jinja").render(
         title=f"Replay of {result['trace']['name']} - sglang-pat",
         css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
         result=result,
         headline=headline(result),
+        key_numbers=key_numbers(result),
+        configuration=settings(result["config"]),
+        environment=settings(result["meta"]),
         warnings=warnings(result),
         main_policy=main_policy(result),
         policy_columns=POLICY_COLUMNS,

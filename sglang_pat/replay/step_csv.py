@@ -6,10 +6,10 @@ Behind the simulation. Spreadsheets and pandas read it; the JSON holds the same 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from sglang_pat.replay.flat import flatten
 from sglang_pat.replay.result import StepRow
 
 # The columns of a file without steps; nested objects of a step follow these, named by their keys.
@@ -22,17 +22,9 @@ def write_csv(steps: Sequence[StepRow], path: Path) -> None:
     Columns of nested values join their keys with a dot: `kv_tokens.policies.memory`. A value that a
     step does not have, of a policy say, is empty. Raises OSError where the file cannot be written.
     """
-    rows = [dict(_flatten(step)) for step in steps]
+    rows = [dict(flatten(step)) for step in steps]
     nested = dict.fromkeys(name for row in rows for name in row if name not in PLAIN_COLUMNS)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*PLAIN_COLUMNS, *nested], restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

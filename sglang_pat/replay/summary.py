@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from sglang_pat.replay.flat import flatten
 from sglang_pat.replay.result import Result
 
 # Where a ratio has no denominator, or a policy was not replayed.
@@ -84,9 +85,22 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def one_line(value: Any) -> str:
-    """A value of the configuration or of the metadata; lists and objects as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def shown(value: Any) -> str:
+    """A value of the configuration or of the metadata on one line; objects in it as JSON."""
+    if isinstance(value, list):
+        return ", ".join(map(shown, value)) or "none"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def settings(values: Mapping[str, Any]) -> list[Fact]:
+    """The configuration or the metadata, a line for each value however deep."""
+    return [Fact(words(name), shown(value)) for name, value in flatten(values)]
 
 
 def main_policy(result: Result) -> str | None:
@@ -105,10 +119,27 @@ def headline(result: Result) -> str:
         return f"{totals['steps']:,} decode steps; no packing policy was replayed."
     read = kv_tokens["policies"][policy]
     return (
-        f"{policy} reads {times(kv_tokens['query_centric'], read)} fewer KV tokens than "
+        f"Policy {policy} reads {times(kv_tokens['query_centric'], read)} fewer KV tokens than "
         f"query-centric attention, {times(read, kv_tokens['lower_bound'])} the lower bound, over "
         f"{totals['steps']:,} decode steps."
     )
+
+
+def key_numbers(result: Result) -> list[Fact]:
+    """The five numbers to look at first; none where no step was replayed."""
+    totals, policy = result["totals"], main_policy(result)
+    if not totals["steps"] or policy is None:
+        return []
+    kv_tokens, plans = totals["kv_tokens"], totals["plans"]
+    read = kv_tokens["policies"][policy]
+    built = sum(plans["built"].values())
+    return [
+        Fact("fewer KV tokens", times(kv_tokens["query_centric"], read), "than query-centric"),
+        Fact("the lower bound", times(read, kv_tokens["lower_bound"]), f"by {policy}"),
+        Fact("prefix-hit rate", f"{totals['prefix_hit_rate']:.1%}", "of prompt tokens"),
+        Fact("plans reused", percent(plans["reused"], built + plans["reused"]), "of all steps"),
+        Fact("to plan", f"{totals['planning_us']['p50']:,.0f} us", "median, host"),
+    ]
 
 
 def warnings(result: Result) -> list[str]:
