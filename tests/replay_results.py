@@ -119,7 +119,7 @@ def result(
             },
         },
         "steps": rows,
-        "capacity": {},
+        "capacity": capacity() if steps else {},
         "forest": forest(batch, seed) if steps else None,
     }
 
@@ -168,4 +168,40 @@ def _policy(name: str, steps: int) -> PolicyTotals:
         "rows_per_pack": {"1": 20 * steps, "4": 9 * steps, "16": 6 * steps, "128": 5 * steps},
         "tiles": {"16": 30 * steps, "64": 8 * steps, "128": (2 + len(name)) * steps},
         "balance": {"tail_mean": 1.04, "tail_max": 1.31},
+    }
+
+
+def capacity() -> dict[str, object]:
+    """A study of a 40 GiB pool: contiguous, paged and shared."""
+
+    def use(
+        scheme: str, page_size: int | None, requests: float, wasted: float
+    ) -> dict[str, object]:
+        reserved = 40 << 30
+        return {
+            "scheme": scheme,
+            "page_size": page_size,
+            "requests": requests,
+            "fewest": int(requests * 0.8),
+            "most": int(requests * 1.3),
+            "reserved_bytes": reserved,
+            "wasted_bytes": int(reserved * wasted),
+            "free_bytes": 1 << 20,
+            "shared_bytes": 6 << 30 if scheme == "shared" else 0,
+        }
+
+    sizes = (1, 16, 64, 256, 512)
+    return {
+        "model": "llama-3-8b",
+        "pool_bytes": 40 << 30,
+        "bytes_per_token": BYTES_PER_TOKEN,
+        "max_length": 126_000,
+        "fills": 12,
+        "full": True,
+        "refused": 2,
+        "uses": [
+            use("contiguous", None, 2.0, 0.9),
+            *(use("paged", size, 24.5 - size / 256, size / 20_000) for size in sizes),
+            *(use("shared", size, 31.5 - size / 128, size / 18_000) for size in sizes),
+        ],
     }

@@ -72,9 +72,13 @@ def text(value: str) -> str:
     return html.escape(value)
 
 
-def styled(figure: go.Figure, height: int) -> go.Figure:
-    """The figure with the report's template. height: in pixels; the width is the window's."""
-    return figure.update_layout(template=_TEMPLATE, height=height)
+def styled(figure: go.Figure, height: int, *, top: int = 64) -> go.Figure:
+    """The figure with the report's template.
+
+    height, top: of all and of the margin above, in pixels; there is the tool bar, and below it the
+    legend if there is one. The width is the window's.
+    """
+    return figure.update_layout(template=_TEMPLATE, height=height, margin={"t": top})
 
 
 _AXIS = {
@@ -83,7 +87,7 @@ _AXIS = {
     "showline": True,
     "ticks": "outside",
     "ticklen": 4,
-    "title": {"standoff": 8},
+    "title": {"standoff": 8, "font": {"size": 13}},
     "zeroline": False,
 }
 
@@ -92,7 +96,7 @@ _TEMPLATE = go.layout.Template(
         "font": {"family": "system-ui, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 64, "r": 16, "t": 64, "b": 48},
+        "margin": {"l": 64, "r": 16, "b": 48},
         "legend": {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"},
         "hoverlabel": {"bgcolor": "#20262d", "bordercolor": "#20262d", "align": "left"},
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": BLUE},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from typing import TypeAlias
 
 import numpy as np
 import plotly.graph_objects as go
@@ -34,6 +35,9 @@ _NO_STEPS = "No decode step was replayed."
 _MAX_INTERVALS = 60
 _STEPS_PER_INTERVAL = 10
 
+# What a line shows of a step; None leaves the step out.
+_Value: TypeAlias = Callable[[StepRow], float | None]
+
 
 def time_charts(result: Result) -> list[Chart]:
     """Over the decode steps: KV reads, plans, the state of the server, kernel times if measured."""
@@ -52,7 +56,7 @@ def total_charts(result: Result) -> list[Chart]:
         _histograms(
             "rows-per-pack",
             "Query rows per pack",
-            "Share of a policy's packs by their query rows. More rows use a read for more requests.",
+            "Share of a policy's packs by their query rows. The more, the more use a read is.",
             "query rows of a pack",
             {name: policy["rows_per_pack"] for name, policy in policies.items()},
             _power_of_two_bin,
@@ -81,24 +85,15 @@ def _kv_reads(result: Result) -> Chart:
     )
     names = _policies(steps)
 
-    def read(step: StepRow, name: str) -> float | None:
-        return step["kv_tokens"]["policies"].get(name)
-
-    def over_bound(step: StepRow, name: str) -> float | None:
-        tokens, least = read(step, name), step["kv_tokens"]["lower_bound"]
-        return tokens / least if tokens is not None and least else None
-
     figure.add_trace(
         _line(steps, QUERY_CENTRIC, lambda step: step["kv_tokens"]["query_centric"]), 1, 1
     )
     for name in names:
-        figure.add_trace(_line(steps, name, lambda step, name=name: read(step, name)), 1, 1)
-        ratio = _line(steps, name, lambda step, name=name: over_bound(step, name))
+        figure.add_trace(_line(steps, name, _tokens(name)), 1, 1)
+        ratio = _line(steps, name, _over_bound(name))
         ratio.update(showlegend=False, hovertemplate="%{y:.3f}x")
         figure.add_trace(ratio, 2, 1)
-    figure.add_trace(
-        _line(steps, LOWER_BOUND, lambda step: step["kv_tokens"]["lower_bound"]), 1, 1
-    )
+    figure.add_trace(_line(steps, LOWER_BOUND, lambda step: step["kv_tokens"]["lower_bound"]), 1, 1)
     figure.add_hline(1, row=2, col=1, line={**line(LOWER_BOUND)})
     figure.update_yaxes(title="tokens", row=1, col=1)
     figure.update_yaxes(title="over the bound", rangemode="normal", row=2, col=1)
@@ -186,7 +181,7 @@ def _load(result: Result) -> Chart:
         f"The batch holds {result['totals']['batch_mean']:,.1f} requests in the mean, "
         f"{max(step['batch'] for step in steps):,} at most in a sampled step; the pool at most "
         f"{max(step['held_tokens'] for step in steps):,} KV tokens.",
-        styled(figure, 360),
+        styled(figure, 360, top=40),
     )
 
 
@@ -195,8 +190,8 @@ def _kernel_times(result: Result) -> Chart:
     contenders = list(dict.fromkeys(name for step in steps for name in step["gpu"]))
     figure = go.Figure()
     means = []
-    for name, stroke in zip(contenders, cycle(BLUE, GREY, ORANGE), strict=False):
-        trace = _line(steps, name, lambda step, name=name: step["gpu"].get(name))
+    for name, stroke in zip(contenders, cycle((BLUE, GREY, ORANGE)), strict=False):
+        trace = _line(steps, name, _kernel_ms(name))
         trace.update(line={"color": stroke, "dash": "solid"}, hovertemplate="%{y:.4f} ms")
         figure.add_trace(trace)
         values = [step["gpu"][name] for step in steps if name in step["gpu"]]
@@ -219,20 +214,21 @@ def _kernel_times(result: Result) -> Chart:
 def _bytes_moved(result: Result) -> Chart:
     key, title = "bytes", "Bytes moved, partials included"
     totals = result["totals"]
-    names = {"query_centric": QUERY_CENTRIC} | {name: name for name in totals["policies"]}
-    names = {key: name for key, name in (names | {"lower_bound": LOWER_BOUND}).items()}
-    names = {key: name for key, name in names.items() if totals["bytes"].get(key)}
+    names = {"query_centric": QUERY_CENTRIC, **{name: name for name in totals["policies"]}}
+    names["lower_bound"] = LOWER_BOUND
+    names = {name: label for name, label in names.items() if totals["bytes"].get(name)}
     if not names:
         return Chart(key, title, "", _NO_STEPS, None)
-    partials = {
-        name: totals["partial_bytes"].get(name, {"written": 0, "read": 0}) for name in names
-    }
-    kv = [totals["bytes"][name] - sum(partials[name].values()) for name in names]
+    partials = [totals["partial_bytes"].get(name, {"written": 0, "read": 0}) for name in names]
+    moved = [totals["bytes"][name] for name in names]
+    kv = [
+        total - part["written"] - part["read"] for total, part in zip(moved, partials, strict=True)
+    ]
     figure = go.Figure()
     for part, values, opacity in (
         ("KV", kv, 1.0),
-        ("partials written", [partials[name]["written"] for name in names], 0.6),
-        ("partials read", [partials[name]["read"] for name in names], 0.3),
+        ("partials written", [part["written"] for part in partials], 0.6),
+        ("partials read", [part["read"] for part in partials], 0.3),
     ):
         figure.add_bar(
             orientation="h",
@@ -260,7 +256,7 @@ def _bytes_moved(result: Result) -> Chart:
         "All KV heads and layers, over the whole replay; the paler ends of a bar are partial "
         "results, written and read.",
         f"Bytes over the lower bound: {shares}.",
-        styled(figure, 300),
+        styled(figure, 300, top=40),
     )
 
 
@@ -344,13 +340,15 @@ def _histograms(
     figure.update_yaxes(title="share", tickformat=".0%")
     figure.update_xaxes(title=axis, type="category", showgrid=False)
     return Chart(
-        key, title, caption, f"Most frequent number of rows: {', '.join(modes)}.", styled(figure, 320)
+        key,
+        title,
+        caption,
+        f"Most frequent number of rows: {', '.join(modes)}.",
+        styled(figure, 320),
     )
 
 
-def _line(
-    steps: Sequence[StepRow], name: str, value: Callable[[StepRow], float | None]
-) -> go.Scatter:
+def _line(steps: Sequence[StepRow], name: str, value: _Value) -> go.Scatter:
     """A line over the steps that have the value, with its extremes kept if they are too many."""
     points = [(step["step"], at) for step in steps if (at := value(step)) is not None]
     chosen = extremes([at for _, at in points])
@@ -365,6 +363,23 @@ def _line(
         showlegend=True,
         hovertemplate="%{y:,}",
     )
+
+
+def _tokens(policy: str) -> _Value:
+    return lambda step: step["kv_tokens"]["policies"].get(policy)
+
+
+def _over_bound(policy: str) -> _Value:
+    def value(step: StepRow) -> float | None:
+        kv_tokens = step["kv_tokens"]
+        tokens = kv_tokens["policies"].get(policy)
+        return tokens / kv_tokens["lower_bound"] if tokens and kv_tokens["lower_bound"] else None
+
+    return value
+
+
+def _kernel_ms(contender: str) -> _Value:
+    return lambda step: step.get("gpu", {}).get(contender)
 
 
 def _policies(steps: Sequence[StepRow]) -> list[str]:
@@ -389,5 +404,4 @@ def _sorted(histogram: Histogram) -> list[tuple[int, int]]:
 
 
 def _power_of_two_bin(lower: int) -> str:
-    return str(lower) if lower < 2 else f"{lower}–{2 * lower - 1}"
-
+    return str(lower) if lower < 2 else f"{lower} to {2 * lower - 1}"

@@ -6,6 +6,7 @@ Beside the pipeline: used by the charts of the HTML report.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ def extremes(
     array = np.asarray(values, dtype=np.float64)
     bounds = np.linspace(0, len(array), max_points // 2 + 1).astype(np.int64)
     kept = {0, len(array) - 1}
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds):
         kept.add(int(begin + array[begin:end].argmin()))
         kept.add(int(begin + array[begin:end].argmax()))
     return np.array(sorted(kept), dtype=np.int64)

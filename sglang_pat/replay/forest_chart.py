@@ -39,6 +39,19 @@ class Block(NamedTuple):
     nodes: int = 1
 
 
+class NodeRow(NamedTuple):
+    """A shared node as text."""
+
+    node: str
+    positions: str
+    tokens: str
+    sharers: str
+    saved: str
+
+
+NODE_COLUMNS = NodeRow("node", "KV positions", "tokens", "sharers", "KV tokens saved")
+
+
 @dataclass(frozen=True)
 class Layout:
     """Blocks that cover a forest, parents before children. hidden: nodes drawn only as sums."""
@@ -132,14 +145,23 @@ def forest_chart(forest: Forest | None) -> Chart:
     )
 
 
-def largest_shared(forest: Forest | None, limit: int = 10) -> list[ForestNode]:
-    """The nodes whose sharing saves most: tokens times all holders but one, in that order."""
+def largest_shared(forest: Forest | None, limit: int = 10) -> list[NodeRow]:
+    """The nodes whose sharing saves most in the step, most first."""
     nodes = forest["nodes"] if forest else []
     shared = [node for node in nodes if node["holders"] > 1]
-    return sorted(shared, key=lambda node: (-saved_tokens(node), node["id"]))[:limit]
+    return [
+        NodeRow(
+            f"{node['id']}",
+            f"{node['begin']:,} to {node['end']:,}",
+            f"{node['end'] - node['begin']:,}",
+            f"{node['holders']:,}",
+            f"{_saved_tokens(node):,}",
+        )
+        for node in sorted(shared, key=lambda node: (-_saved_tokens(node), node["id"]))[:limit]
+    ]
 
 
-def saved_tokens(node: ForestNode) -> int:
+def _saved_tokens(node: ForestNode) -> int:
     """KV tokens that reading a node once saves in one step."""
     return (node["end"] - node["begin"]) * (node["holders"] - 1)
 
@@ -211,7 +233,7 @@ def _alt(forest: Forest) -> str:
         f"{len(shared):,} shared nodes and {len(nodes) - len(shared):,} private ones."
     )
     if shared:
-        widest = max(shared, key=saved_tokens)
+        widest = max(shared, key=_saved_tokens)
         text += (
             f" The node that saves most holds {widest['end'] - widest['begin']:,} tokens of "
             f"{widest['holders']:,} requests."

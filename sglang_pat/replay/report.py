@@ -11,12 +11,13 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
+from sglang_pat.replay.capacity_chart import capacity_chart
+from sglang_pat.replay.capacity_rows import CAPACITY_COLUMNS, capacity_rows
 from sglang_pat.replay.charts import time_charts, total_charts
-from sglang_pat.replay.forest_chart import forest_chart, largest_shared, saved_tokens
+from sglang_pat.replay.forest_chart import NODE_COLUMNS, forest_chart, largest_shared
 from sglang_pat.replay.result import Result
 from sglang_pat.replay.summary import (
     POLICY_COLUMNS,
-    count,
     fact_groups,
     headline,
     key_numbers,
@@ -43,7 +44,6 @@ def render(result: Result) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["count"] = count
     return environment.get_template("report.html.jinja").render(
         title=f"Replay of {result['trace']['name']} - sglang-pat",
         css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
@@ -62,5 +62,8 @@ def render(result: Result) -> str:
         total_charts=total_charts(result),
         forest=forest_chart(result["forest"]),
         largest=largest_shared(result["forest"]),
-        saved_tokens=saved_tokens,
+        node_columns=NODE_COLUMNS,
+        capacity=capacity_chart(result["capacity"]),
+        capacity_columns=CAPACITY_COLUMNS,
+        capacity_rows=capacity_rows(result["capacity"]),
     )

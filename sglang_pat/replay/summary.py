@@ -15,7 +15,7 @@ from sglang_pat.replay.flat import flatten
 from sglang_pat.replay.result import Result
 
 # Where a ratio has no denominator, or a policy was not replayed.
-NONE = "–"
+NONE = "-"
 
 QUERY_CENTRIC = "query-centric"
 LOWER_BOUND = "lower bound"
@@ -37,7 +37,11 @@ class FactGroup(NamedTuple):
 
 
 class PolicyRow(NamedTuple):
-    """One way to read KV, over all decode steps; every field is ready to print."""
+    """One way to read KV, over all decode steps; every field is ready to print.
+
+    saving: times fewer KV tokens than query-centric. partials: their share of the bytes. tail: the
+    longest worker's work over the mean, mean and maximum over the plans.
+    """
 
     name: str
     kv_tokens: str
@@ -54,14 +58,14 @@ class PolicyRow(NamedTuple):
 POLICY_COLUMNS = PolicyRow(
     name="policy",
     kv_tokens="KV tokens",
-    over_bound="over the bound",
-    saving="fewer than query-centric",
+    over_bound="vs bound",
+    saving="saving",
     total_bytes="bytes",
-    partials="of them partials",
+    partials="partials",
     packs="packs",
     work_items="work items",
-    split_pieces="split pieces",
-    tail="tail, mean / max",
+    split_pieces="pieces",
+    tail="tail",
 )
 
 
@@ -178,7 +182,7 @@ def policy_rows(result: Result) -> list[PolicyRow]:
 
     def row(name: str, key: str, tokens: int, **plans: str) -> PolicyRow:
         in_bytes = totals["bytes"].get(key)
-        details = {name: NONE for name in PolicyRow._fields[5:]} | plans
+        details = dict.fromkeys(PolicyRow._fields[5:], NONE) | plans
         return PolicyRow(
             name,
             count(tokens),
