@@ -77,7 +77,7 @@ $(VENV)/.package-built: $(VENV)/.dependencies-installed $(CPP_SOURCES)
 
 $(VENV)/.dependencies-installed: pyproject.toml | $(UV) $(RUN)
 	@echo "Installing SGLang $(SGLANG) into $(VENV) (first time: several GB, a minute or more)"
-	@$(INSTALL) --requirements pyproject.toml --extra test --extra bench --extra dev \
+	@$(INSTALL) --requirements pyproject.toml --extra replay --extra test --extra bench --extra dev \
 		--group pyproject.toml:build "sglang==$(SGLANG)"
 	@touch $@
 

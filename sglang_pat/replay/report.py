@@ -1,0 +1,69 @@
+"""The HTML report of a replay: one file that needs no network, with charts to hover and zoom.
+
+Behind the simulation: from a `Result` to a page. The charts are Plotly's, whose script (5 MB) is
+part of the file: a chart over 100,000 decode steps is of little use if one cannot look into it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from sglang_pat.replay.capacity_chart import capacity_chart
+from sglang_pat.replay.capacity_rows import CAPACITY_COLUMNS, capacity_rows
+from sglang_pat.replay.charts import time_charts, total_charts
+from sglang_pat.replay.forest_chart import NODE_COLUMNS, forest_chart, largest_shared
+from sglang_pat.replay.result import Result
+from sglang_pat.replay.summary import (
+    POLICY_COLUMNS,
+    fact_groups,
+    headline,
+    key_numbers,
+    main_policy,
+    policy_rows,
+    settings,
+    warnings,
+)
+
+_FOLDER = Path(__file__).parent
+
+
+def write_report(result: Result, path: Path) -> None:
+    """Write the page, UTF-8. Raises OSError where the file cannot be written."""
+    path.write_text(render(result), encoding="utf-8")
+
+
+def render(result: Result) -> str:
+    """The page: the same text for the same result. All text in it is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.jinja").render(
+        title=f"Replay of {result['trace']['name']} - sglang-pat",
+        css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
+        result=result,
+        headline=headline(result),
+        key_numbers=key_numbers(result),
+        configuration=settings(result["config"]),
+        environment=settings(result["meta"]),
+        warnings=warnings(result),
+        main_policy=main_policy(result),
+        policy_columns=POLICY_COLUMNS,
+        policies=policy_rows(result),
+        fact_groups=fact_groups(result),
+        time_charts=time_charts(result),
+        total_charts=total_charts(result),
+        forest=forest_chart(result["forest"]),
+        largest=largest_shared(result["forest"]),
+        node_columns=NODE_COLUMNS,
+        capacity=capacity_chart(result["capacity"]),
+        capacity_columns=CAPACITY_COLUMNS,
+        capacity_rows=capacity_rows(result["capacity"]),
+    )

@@ -1,0 +1,73 @@
+"""The result of a replay on a terminal: rich tables.
+
+Behind the simulation, last thing that the command prints. The rows come from summary.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sglang_pat.replay.capacity_rows import CAPACITY_COLUMNS, CapacityRow, capacity_rows
+from sglang_pat.replay.result import Result
+from sglang_pat.replay.summary import (
+    LOWER_BOUND,
+    POLICY_COLUMNS,
+    QUERY_CENTRIC,
+    fact_groups,
+    headline,
+    policy_rows,
+    warnings,
+)
+
+
+def print_result(result: Result, console: Console) -> None:
+    """Everything that the totals say, warnings first and the result in a sentence last."""
+    for warning in warnings(result):
+        console.print(f"[bold yellow]WARNING[/] {escape(warning)}")
+    console.print(totals_table(result))
+    console.print(policy_table(result))
+    if rows := capacity_rows(result["capacity"]):
+        console.print(capacity_table(rows))
+    console.print(headline(result), markup=False)
+
+
+def totals_table(result: Result) -> Table:
+    """Trace, serving, plans and the tree: one section each."""
+    table = Table(title=f"Replay of {escape(result['trace']['name'])}")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("", style="dim")
+    for group in fact_groups(result):
+        for fact in group.facts:
+            table.add_row(*map(escape, fact))
+        table.add_section()
+    return table
+
+
+def policy_table(result: Result) -> Table:
+    """KV read under each policy, between query-centric attention and the lower bound."""
+    table = _numbers("KV read in all decode steps", POLICY_COLUMNS)
+    for row in policy_rows(result):
+        style = "dim" if row.name in (QUERY_CENTRIC, LOWER_BOUND) else None
+        table.add_row(*map(escape, row), style=style)
+    return table
+
+
+def capacity_table(rows: Sequence[CapacityRow]) -> Table:
+    """How many requests fit into the KV pool, by the way its memory is handed out."""
+    table = _numbers("Requests that fit into the KV pool at once", CAPACITY_COLUMNS)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _numbers(title: str, columns: Sequence[str]) -> Table:
+    """A table whose first column is names, and the others numbers."""
+    table = Table(title=title)
+    for index, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    return table
