@@ -6,31 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_pat.testing.trees import PrefixTree
+from sglang_pat.testing.trees import PAT_TREES, PrefixTree
 
-# The 20 trees of Figure 10 of the PAT paper, in its order. The last two share nothing.
-PAT_TREES = (
-    "1,10_4096,416",
-    "1,256_256,32",
-    "1,1024_2048,32",
-    "1,2,64_1024,256,256",
-    "1,4,256_32,256,32",
-    "1,8,512_32,512,256",
-    "1,8,512_32,2048,256",
-    "1,8,512_512,512,256",
-    "1,4,8,256_32,256,256,32",
-    "1,4,16,512_1024,256,128,32",
-    "1,4,16,64,256,1024_256,32,256,64,32,256",
-    "1,16,32,64,128,1024_256,128,64,32,32,32",
-    "1,16,32,64,256,1024_256,128,64,32,32,32",
-    "1,8,16,32,64,128,1024_256,128,64,32,32,32,32",
-    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
-    "2,8,16,256_256,256,32,32",
-    "4,16,256,512_512,32,128,32",
-    "8,16,32,256_512,512,256,32",
-    "256_1024",
-    "256_4096",
-)
 PAT_HEADS = ((32, 8), (64, 8), (16, 8), (32, 32))
 HEAD_DIM = 128
 # What dense attention kernels reach on an H100 at best: the compute side of the floor.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_pat import demo, kernel_loader, support
+from sglang_pat.replay import command as replay
 
 
 def _support(arguments: argparse.Namespace) -> int:
@@ -29,6 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     compile_now = "compile the CUDA kernels now instead of on first use"
     kernel_loader.add_arguments(
         commands.add_parser("build", help=compile_now, description=compile_now)
+    )
+    replay.add_arguments(
+        commands.add_parser("replay", help=replay.DESCRIPTION, description=replay.DESCRIPTION)
     )
     matrix = commands.add_parser("support", help="print what is supported, as a Markdown table")
     matrix.set_defaults(run=_support)

@@ -46,7 +46,7 @@ class ReplayOptions:
     kv_tokens: of the KV pool. max_batch: requests decoded together at most. prefill_tokens: new
     tokens that one prefill takes on; the request that exceeds them is the last. policies: the first
     one decides when a plan is built and is the one whose planning is timed. sample: a row of the
-    result every so many steps. time_scale: requests arrive this many times as fast as the trace
+    result every so many steps, at first; never more than max_rows. time_scale: requests arrive this many times as fast as the trace
     says. forest_step: step whose forest is kept, None: the one that shares most. workers: CTAs per
     KV head.
     """
@@ -58,6 +58,7 @@ class ReplayOptions:
     prefill_tokens: int = 8192
     policies: tuple[str, ...] = DEFAULT_POLICIES
     sample: int = 1
+    max_rows: int = 2048
     time_scale: float = 1.0
     limit: int | None = None
     seed: int = 0
@@ -71,6 +72,8 @@ class ReplayOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.kv_tokens < 2 * self.page_size:
             raise ValueError(f"kv_tokens must be two pages at least, got {self.kv_tokens}")
+        if self.max_rows < 0 or self.max_rows == 1:
+            raise ValueError(f"max_rows must be 0 or at least 2, got {self.max_rows}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
         if not self.time_scale > 0:

@@ -15,8 +15,6 @@ from sglang_pat.replay.planning import StepPlanner
 from sglang_pat.replay.result import Forest, ForestNode, StepRow, Totals
 from sglang_pat.replay.simulator import Served, Step
 
-MAX_ROWS = 2048
-
 # Measures one step on a device: milliseconds of one layer, by contender.
 Measure = Callable[[DecodeBatch], dict[str, float]]
 
@@ -30,6 +28,7 @@ class StepRecorder:
         self.rows: list[StepRow] = []
         self._planner = planner
         self._stride = options.sample
+        self._max_rows = options.max_rows
         self._measure = measure
         self._forest_step = options.forest_step
         self._forest_number = 0
@@ -44,9 +43,9 @@ class StepRecorder:
     def add(self, step: Step) -> None:
         if step.plan.cause != "reused" or step.number == self._forest_step:
             self._consider_forest(step)
-        if step.number % self._stride:
+        if step.number % self._stride or self._max_rows == 0:
             return
-        if len(self.rows) == MAX_ROWS:
+        if len(self.rows) == self._max_rows:
             self.rows = self.rows[::2]
             self._stride *= 2
             if step.number % self._stride:

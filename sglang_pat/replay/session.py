@@ -1,0 +1,105 @@
+"""One replay from beginning to end: a trace and options in, the result out.
+
+Puts the stages together: simulator, planner, recorder. SGLang is imported here and nowhere above.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from time import perf_counter
+
+from sglang_pat.replay.options import ReplayOptions
+from sglang_pat.replay.planning import StepPlanner
+from sglang_pat.replay.recording import Measure, StepRecorder, totals
+from sglang_pat.replay.result import Result, TraceCounts
+from sglang_pat.replay.simulator import Simulator
+from sglang_pat.replay.trace import Trace
+
+_PROGRESS_STEPS = 64  # between two reports of progress
+
+
+class SGLangMissingError(RuntimeError):
+    """The replay needs SGLang's radix tree, and SGLang cannot be imported."""
+
+
+class Replay:
+    """A trace on its way through the simulated server. SGLangMissingError without SGLang.
+
+    measure: for sampled steps, e.g. kernels on a GPU. stop() may be called from a signal handler.
+    """
+
+    def __init__(
+        self, trace: Trace, options: ReplayOptions, *, measure: Measure | None = None
+    ) -> None:
+        try:
+            from sglang_pat.sglang_replay_tree import ReplayRequest, new_tree
+        except ImportError as error:
+            raise SGLangMissingError(
+                f"the replay runs SGLang's radix tree, but SGLang cannot be imported ({error}); "
+                "pip install 'sglang-pat[sglang,replay]'"
+            ) from error
+        self._trace = trace
+        self._options = options
+        self._tree = new_tree(options.kv_tokens, options.page_size)
+        self._planner = StepPlanner(options.model, options.policies, options.workers)
+        self._simulator = Simulator(trace, self._tree, self._planner, options, ReplayRequest)
+        self._recorder = StepRecorder(self._planner, options, measure)
+        self._seconds = 0.0
+
+    @property
+    def requests_done(self) -> int:
+        """Requests that are finished or were refused."""
+        return self._simulator.served.finished + self._simulator.served.refused
+
+    @property
+    def steps_done(self) -> int:
+        return self._simulator.served.steps
+
+    def stop(self) -> None:
+        """End after the current step; the result then says that it was interrupted."""
+        self._simulator.stop = True
+
+    def run(self, on_progress: Callable[[], None] | None = None) -> None:
+        """Serve the trace. TraceError at a malformed line if the trace is strict."""
+        started = perf_counter()
+        add = self._recorder.add
+        for step in self._simulator.steps():
+            add(step)
+            if on_progress is not None and step.number % _PROGRESS_STEPS == 0:
+                on_progress()
+        self._seconds = perf_counter() - started
+        if on_progress is not None:
+            on_progress()
+
+    def result(self) -> Result:
+        """What has been counted until now."""
+        served, trace = self._simulator.served, self._trace
+        seconds = max(self._seconds, 1e-9)
+        return Result(
+            meta={
+                "sglang_pat": version("sglang-pat"),
+                "sglang": version("sglang"),
+                "tree": self._tree.name,
+                "python": platform.python_version(),
+                "interrupted": self._simulator.stop,
+                "row_stride": self._recorder.stride,
+                "seconds": round(seconds, 3),
+                "steps_per_second": round(served.steps / seconds, 1),
+            },
+            trace=TraceCounts(
+                name=trace.name,
+                format=trace.format,
+                requests=served.arrived,
+                malformed=trace.errors.count,
+                errors=[str(error) for error in trace.errors.first],
+                input_tokens=served.input_tokens,
+                output_tokens=served.output_tokens,
+            ),
+            config=self._options.as_dict(),
+            totals=totals(served, self._planner, self._simulator.now, self._tree.mutations),
+            steps=self._recorder.rows,
+            capacity={},
+            forest=self._recorder.forest(),
+        )
