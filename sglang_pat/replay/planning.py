@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import thread_time_ns
 from typing import NamedTuple
 
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler
@@ -31,7 +31,7 @@ class StepPlan(NamedTuple):
     """What is known of a step after planning it."""
 
     cause: str  # of the new plan, "reused" if there is none
-    planning_ns: int
+    planning_ns: int  # CPU time of this thread: other processes do not count
     kv_tokens: int  # held by the requests of the step, query-centric
 
 
@@ -110,24 +110,30 @@ class StepPlanner:
             }
 
     def step(
-        self, key: Hashable, read_paths: Callable[[], PrefixPaths], seq_lens: IntArray
+        self,
+        read_key: Callable[[], Hashable] | None,
+        read_paths: Callable[[], PrefixPaths],
+        seq_lens: IntArray,
     ) -> StepPlan:
-        """Plan one decode step. Arguments as in `DecodeBatch`."""
-        started = perf_counter_ns()
+        """Plan one decode step. Key, paths and lengths as in `DecodeBatch`.
+
+        read_key: None promises the key of the last step.
+        """
+        started = thread_time_ns()
         scheduler = self._timed.scheduler
         served, total, _ = scheduler.check_lengths(seq_lens)
-        same_batch = key is self._key or key == self._key
+        key = self._key if read_key is None else read_key()
         cause = replan_cause(
-            planned=self._is_planned, same_batch=same_batch, lengths_served=served
+            planned=self._is_planned, same_batch=key == self._key, lengths_served=served
         )
         if cause is None:
-            planning_ns = perf_counter_ns() - started
+            planning_ns = thread_time_ns() - started
             self.plans_reused += 1
             self.reused_ns.add(planning_ns)
         else:
             paths = read_paths()
             _plan(scheduler, paths, seq_lens)
-            planning_ns = perf_counter_ns() - started
+            planning_ns = thread_time_ns() - started
             self.built_ns.add(planning_ns)
             self._close_plan()
             self._key = key

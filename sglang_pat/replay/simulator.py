@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -99,7 +99,7 @@ class Simulator:
         self._until_finish = 0  # steps until a request of the batch finishes
         self._is_full = False  # no request is admitted before one leaves
         self._prefills = 0
-        self._key: object = None
+        self._has_changed = False  # since the last step, other than in its lengths
         self._new_token_ratio = _NEW_TOKEN_RATIO_INIT
         model, time = options.model, options.time
         self._decode_base, self._decode_per_token = time.decode_seconds(model)
@@ -192,6 +192,7 @@ class Simulator:
             return False
         self.now += self._prefill_base + new_tokens * self._prefill_per_token
         self._prefills += 1
+        self._has_changed = True
         self._start_decoding(admitted)
         return True
 
@@ -242,12 +243,10 @@ class Simulator:
             needed = _tokens_needed(self._seq_lens, pool.page_size)
         pool.available -= needed
         self._seq_lens += 1
-        if self._key is None:
-            # As in an engine: a request that was retracted may return with all that the tree's own
-            # key looks at unchanged, by way of another prefill.
-            self._key = (self._prefills, tree.source.key(self._batch))
+        read_key = self._read_key if self._has_changed else None
+        self._has_changed = False
         served = self.served
-        plan = self._planner.step(self._key, self._read_paths, self._seq_lens)
+        plan = self._planner.step(read_key, self._read_paths, self._seq_lens)
         step = Step(
             number=served.steps,
             time=self.now,
@@ -314,7 +313,12 @@ class Simulator:
 
     def _batch_changed(self) -> None:
         self._until_finish = int(self._steps_left.min()) if self._batch else 0
-        self._key = None
+        self._has_changed = True
+
+    def _read_key(self) -> Hashable:
+        # As in an engine: a request that was retracted may return with all that the tree's own key
+        # looks at unchanged, by way of another prefill.
+        return self._prefills, self._tree.source.key(self._batch)
 
     def _read_paths(self) -> PrefixPaths:
         return self._tree.source.paths(self._batch, len(self._batch))
