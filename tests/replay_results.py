@@ -72,6 +72,7 @@ def result(
     }
     return {
         "meta": {
+            "command": "sglang-pat replay conversation_trace.jsonl --max-batch 64",
             "versions": {"sglang-pat": "0.1.0", "sglang": "0.5.23"},
             "interrupted": False,
             "seconds": 1.5,
@@ -92,6 +93,7 @@ def result(
             "requests": 4 * steps,
             "retracted": 0,
             "refused": 0,
+            "prompt_tokens": 41_000 * steps,
             "decode_tokens": sum(row["batch"] for row in rows),
             "simulated_seconds": steps * 0.025,
             "batch_mean": sum(row["batch"] for row in rows) / steps if steps else 0.0,
@@ -109,6 +111,17 @@ def result(
                 for name in ("query_centric", "lower_bound", *policies)
             },
             "policies": {name: _policy(name, steps) for name in policies if steps},
+            "comparisons": {
+                name: {
+                    "plans": steps,
+                    "more": 3 * (name == "compute"),
+                    "more_before_split": 0,
+                    "worst_ratio": 1.004 if name == "compute" else 0.98,
+                    "worst_ratio_before_split": 0.97,
+                }
+                for name in policies
+                if name != "memory"
+            },
             "mutations": {"insert": 5 * steps, "split": 2 * steps, "evict": steps},
             "plans": {"built": built, "reused": causes.count("reused")},
             "planning_us": {

@@ -85,9 +85,10 @@ def _kv_reads(result: Result) -> Chart:
     )
     names = _policies(steps)
 
-    figure.add_trace(
-        _line(steps, QUERY_CENTRIC, lambda step: step["kv_tokens"]["query_centric"]), 1, 1
-    )
+    if QUERY_CENTRIC not in names:
+        figure.add_trace(
+            _line(steps, QUERY_CENTRIC, lambda step: step["kv_tokens"]["query_centric"]), 1, 1
+        )
     for name in names:
         figure.add_trace(_line(steps, name, _tokens(name)), 1, 1)
         ratio = _line(steps, name, _over_bound(name))
@@ -214,7 +215,9 @@ def _kernel_times(result: Result) -> Chart:
 def _bytes_moved(result: Result) -> Chart:
     key, title = "bytes", "Bytes moved, partials included"
     totals = result["totals"]
-    names = {"query_centric": QUERY_CENTRIC, **{name: name for name in totals["policies"]}}
+    names = {name: name for name in totals["policies"]}
+    if QUERY_CENTRIC not in names:
+        names = {"query_centric": QUERY_CENTRIC, **names}
     names["lower_bound"] = LOWER_BOUND
     names = {name: label for name, label in names.items() if totals["bytes"].get(name)}
     if not names:

@@ -29,7 +29,6 @@ from sglang_pat.replay.summary import (
 )
 
 _SECTIONS = frozenset(Result.__annotations__)
-_LABELS = {"query_centric": QUERY_CENTRIC, "lower_bound": LOWER_BOUND}
 
 
 class Difference(NamedTuple):
@@ -92,7 +91,7 @@ def compared(left: Result, right: Result) -> list[RowGroup]:
         RowGroup("Serving", list(_serving(a, b))),
         RowGroup("KV tokens", list(_counts(_kv_tokens(a), _kv_tokens(b)))),
         RowGroup("KV tokens, times the lower bound", list(_over_bound(a, b))),
-        RowGroup("Bytes, partials included", list(_bytes(a, b))),
+        RowGroup("Bytes, partials included", list(_counts(_bytes(a), _bytes(b), decimal))),
         RowGroup("Packs", list(_counts(_plan_field(a, "packs"), _plan_field(b, "packs")))),
         RowGroup("Plans", list(_plans(a, b))),
         RowGroup("Changes of the tree", list(_counts(a["mutations"], b["mutations"]))),
@@ -153,9 +152,9 @@ def _serving(a: Totals, b: Totals) -> Iterator[Row]:
 def _kv_tokens(totals: Totals) -> dict[str, int]:
     kv_tokens = totals["kv_tokens"]
     return {
-        "query_centric": kv_tokens["query_centric"],
+        QUERY_CENTRIC: kv_tokens["query_centric"],
         **kv_tokens["policies"],
-        "lower_bound": kv_tokens["lower_bound"],
+        LOWER_BOUND: kv_tokens["lower_bound"],
     }
 
 
@@ -165,17 +164,23 @@ def _over_bound(a: Totals, b: Totals) -> Iterator[Row]:
     if not all(least):
         return
     for name, *read in _pairs(_kv_tokens(a), _kv_tokens(b)):
-        if name != "lower_bound":
+        if name != LOWER_BOUND:
             ratios = [
                 None if tokens is None else tokens / bound
                 for tokens, bound in zip(read, least, strict=True)
             ]
-            yield _row(_label(name), ratios[0], ratios[1], "{:.3f}".format)
+            yield _row(words(name), ratios[0], ratios[1], "{:.3f}".format)
 
 
-def _bytes(a: Totals, b: Totals) -> Iterator[Row]:
-    for name, left, right in _pairs(a["bytes"], b["bytes"]):
-        yield _row(_label(name), left, right, decimal)
+def _bytes(totals: Totals) -> dict[str, int]:
+    """A policy's own bytes outrank those of query-centric attention without partials."""
+    moved = totals["bytes"]
+    policies = {name: moved[name] for name in totals["kv_tokens"]["policies"]}
+    return {
+        QUERY_CENTRIC: moved["query_centric"],
+        **policies,
+        LOWER_BOUND: moved["lower_bound"],
+    }
 
 
 def _plan_field(totals: Totals, name: str) -> dict[str, int]:
@@ -191,9 +196,11 @@ def _plans(a: Totals, b: Totals) -> Iterator[Row]:
     yield _row("planning, p99, us", a["planning_us"]["p99"], b["planning_us"]["p99"])
 
 
-def _counts(a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Row]:
+def _counts(
+    a: Mapping[str, int], b: Mapping[str, int], show: Callable[[Any], str] = count
+) -> Iterator[Row]:
     for name, left, right in _pairs(a, b):
-        yield _row(_label(name), left, right)
+        yield _row(words(name), left, right, show)
 
 
 def _pairs(
@@ -201,10 +208,6 @@ def _pairs(
 ) -> Iterator[tuple[str, int | None, int | None]]:
     for name in dict.fromkeys([*a, *b]):
         yield name, a.get(name), b.get(name)
-
-
-def _label(name: str) -> str:
-    return _LABELS.get(name, words(name))
 
 
 def _row(

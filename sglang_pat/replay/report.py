@@ -6,7 +6,9 @@ part of the file: a chart over 100,000 decode steps is of little use if one cann
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
@@ -52,7 +54,7 @@ def render(result: Result) -> str:
         headline=headline(result),
         key_numbers=key_numbers(result),
         configuration=settings(result["config"]),
-        environment=settings(result["meta"]),
+        environment=settings(_without_command(result["meta"])),
         warnings=warnings(result),
         main_policy=main_policy(result),
         policy_columns=POLICY_COLUMNS,
@@ -67,3 +69,8 @@ def render(result: Result) -> str:
         capacity_columns=CAPACITY_COLUMNS,
         capacity_rows=capacity_rows(result["capacity"]),
     )
+
+
+def _without_command(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The page shows the command apart, to be copied."""
+    return {name: value for name, value in meta.items() if name != "command"}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.filesize import decimal
 
 from sglang_pat.replay.flat import flatten
-from sglang_pat.replay.result import Result
+from sglang_pat.replay.result import PolicyComparison, Result
 
 # Where a ratio has no denominator, or a policy was not replayed.
 NONE = "-"
@@ -165,12 +165,14 @@ def warnings(result: Result) -> list[str]:
 
 
 def fact_groups(result: Result) -> list[FactGroup]:
-    """Everything but the policies, in the order of the pipeline."""
+    """Everything but the policies, in the order of the pipeline; groups may be empty."""
+    totals = result["totals"]
     return [
         FactGroup("Trace", list(_trace_facts(result))),
         FactGroup("Serving", list(_serving_facts(result))),
         FactGroup("Plans", list(_plan_facts(result))),
-        FactGroup("Changes of the tree", list(_mutation_facts(result["totals"]["mutations"]))),
+        FactGroup("Bytes of memory against", list(_comparison_facts(totals["comparisons"]))),
+        FactGroup("Changes of the tree", list(_mutation_facts(totals["mutations"]))),
     ]
 
 
@@ -192,7 +194,9 @@ def policy_rows(result: Result) -> list[PolicyRow]:
             **details,
         )
 
-    rows = [row(QUERY_CENTRIC, "query_centric", most)]
+    # Replayed as a policy, it has plans, and a row like any other.
+    replayed = QUERY_CENTRIC in kv_tokens["policies"]
+    rows = [] if replayed else [row(QUERY_CENTRIC, "query_centric", most)]
     for name, tokens in kv_tokens["policies"].items():
         plans: dict[str, str] = {}
         if partials := totals["partial_bytes"].get(name):
@@ -241,6 +245,18 @@ def _plan_facts(result: Result) -> Iterator[Fact]:
         yield Fact("planning, 99th percentile", f"{planning['p99']:,.1f} us", "of a plan built")
     if plans["reused"]:
         yield Fact("reuse, median", f"{planning['reused_p50']:,.1f} us")
+
+
+def _comparison_facts(comparisons: Mapping[str, PolicyComparison]) -> Iterator[Fact]:
+    for name, against in comparisons.items():
+        if against["plans"]:
+            yield Fact(
+                name,
+                f"more in {against['more']:,} of {against['plans']:,} plans",
+                f"at most {against['worst_ratio']:.3f}x; before tiles are cut more in "
+                f"{against['more_before_split']:,}, at most "
+                f"{against['worst_ratio_before_split']:.3f}x",
+            )
 
 
 def _mutation_facts(mutations: Mapping[str, int]) -> Iterator[Fact]:

@@ -41,10 +41,11 @@ def totals_table(result: Result) -> Table:
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("", style="dim")
-    for group in fact_groups(result):
+    for group in filter(lambda group: group.facts, fact_groups(result)):
+        table.add_section()
+        table.add_row(f"[bold]{escape(group.title)}[/]")
         for fact in group.facts:
             table.add_row(*map(escape, fact))
-        table.add_section()
     return table
 
 

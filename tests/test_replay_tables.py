@@ -1,0 +1,212 @@
+"""What a replay prints and writes besides the page: tables, CSV, the comparison of two results."""
+
+from __future__ import annotations
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import replay_results
+from rich.console import Console
+
+from sglang_pat.replay.capacity_rows import capacity_rows
+from sglang_pat.replay.compare import compared, differences, print_comparison, read_result
+from sglang_pat.replay.downsample import extremes
+from sglang_pat.replay.flat import flatten
+from sglang_pat.replay.result import Result
+from sglang_pat.replay.step_csv import write_csv
+from sglang_pat.replay.summary import headline, key_numbers, policy_rows
+from sglang_pat.replay.tables import print_result
+
+
+def _console() -> tuple[Console, StringIO]:
+    written = StringIO()
+    return Console(file=written, width=160), written
+
+
+def _printed(result: Result) -> str:
+    console, written = _console()
+    print_result(result, console)
+    return written.getvalue()
+
+
+# --- tables ---
+
+
+def test_policies_are_measured_against_both_ends() -> None:
+    result = replay_results.result(steps=10, policies=["memory"])
+    result["totals"]["kv_tokens"] = {
+        "query_centric": 6_000_000,
+        "lower_bound": 2_000_000,
+        "policies": {"memory": 2_500_000},
+    }
+    result["totals"]["bytes"]["memory"] = 4_000
+    result["totals"]["partial_bytes"]["memory"] = {"written": 400, "read": 600}
+    first, memory, last = policy_rows(result)
+    assert (first.name, first.over_bound, first.saving) == ("query-centric", "3.00x", "1.00x")
+    assert (memory.kv_tokens, memory.over_bound, memory.saving) == ("2,500,000", "1.25x", "2.40x")
+    assert (memory.total_bytes, memory.partials) == ("4.0 kB", "25.0%")
+    assert (last.name, last.over_bound, last.saving) == ("lower bound", "1.00x", "3.00x")
+    assert "2.40x fewer" in headline(result)
+    assert "1.25x the lower bound" in headline(result)
+
+
+def test_query_centric_as_a_policy_has_one_row() -> None:
+    rows = policy_rows(replay_results.result(steps=10, policies=["memory", "query-centric"]))
+    assert [row.name for row in rows] == ["memory", "query-centric", "lower bound"]
+
+
+def test_everything_counted_is_printed() -> None:
+    result = replay_results.result(steps=40)
+    printed = _printed(result)
+    for number in (
+        result["totals"]["kv_tokens"]["policies"]["memory"],
+        result["totals"]["plans"]["reused"],
+        result["totals"]["mutations"]["split"],
+    ):
+        assert f"{number:,}" in printed
+    for name in ("memory", "paper", "compute", "per-node", "conversation_trace.jsonl", "173.5 us"):
+        assert name in printed
+    assert "more in 3 of 40 plans" in printed
+    assert len(capacity_rows(result["capacity"])) == 11
+    assert "31.5" in printed
+    assert "WARNING" not in printed
+
+
+def test_nothing_replayed_is_no_error() -> None:
+    result = replay_results.result(steps=0)
+    assert "No decode step was replayed." in _printed(result)
+    assert not key_numbers(result)
+
+
+def test_doubtful_results_are_marked() -> None:
+    result = replay_results.result(steps=5)
+    result["meta"]["interrupted"] = True
+    result["trace"] |= {"name": "[bold]x", "malformed": 1, "errors": ["x:2: no [length]"]}
+    result["totals"]["refused"] = 7
+    printed = _printed(result)
+    assert printed.count("WARNING") == 3
+    assert "[bold]x" in printed
+    assert "1 malformed line was skipped: x:2: no [length]" in printed
+    assert "7 requests were refused" in printed
+
+
+def test_capacity_of_a_short_trace_is_a_bound() -> None:
+    study = replay_results.capacity()
+    assert capacity_rows(study)[1].over_contiguous == "12.25x"
+    study["full"] = False
+    assert capacity_rows(study)[0].requests == "≥ 2.0"
+    assert capacity_rows({}) == []
+
+
+# --- CSV ---
+
+
+def test_csv_holds_every_number_of_every_step(tmp_path: Path) -> None:
+    steps = replay_results.result(steps=12)["steps"]
+    steps[5]["gpu"] = {"pat": 0.25}
+    del steps[6]["kv_tokens"]["policies"]["paper"]
+    write_csv(steps, tmp_path / "steps.csv")
+    with (tmp_path / "steps.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    for step, row in zip(steps, rows, strict=True):
+        expected = {name: str(value) for name, value in flatten(step)}
+        assert {name: value for name, value in row.items() if value} == expected
+    assert rows[6]["kv_tokens.policies.paper"] == ""
+    assert rows[5]["gpu.pat"] == "0.25"
+
+
+def test_csv_without_steps_is_a_header(tmp_path: Path) -> None:
+    write_csv([], tmp_path / "steps.csv")
+    written = (tmp_path / "steps.csv").read_text()
+    assert written == "step,time,batch,held_tokens,cause,planning_us\n"
+
+
+# --- two results ---
+
+
+def test_differences_are_named() -> None:
+    left = replay_results.result(steps=10)
+    right = replay_results.result(steps=10)
+    right["meta"] |= {"seconds": 99.0, "steps_per_second": 1.0}
+    assert not differences(left, right)
+    right["config"]["max_batch"] = 256
+    right["config"]["time"] = {"overhead": 1}
+    right["meta"]["versions"]["sglang"] = "0.5.17"
+    assert differences(left, right) == [
+        ("config: max batch", 64, 256),
+        ("config: time.overhead", None, 1),
+        ("meta: versions.sglang", "0.5.23", "0.5.17"),
+    ]
+
+
+def test_ratios_are_right_over_left() -> None:
+    left = replay_results.result(steps=10, policies=["memory", "paper"])
+    right = replay_results.result(steps=10, policies=["memory", "per-node"])
+    for result, tokens in ((left, 1_000), (right, 1_500)):
+        result["totals"]["kv_tokens"]["policies"]["memory"] = tokens
+        result["totals"]["kv_tokens"]["lower_bound"] = 500
+    groups = {group.title: group.rows for group in compared(left, right)}
+    rows = {row.name: row for row in groups["KV tokens"]}
+    assert rows["memory"] == ("memory", "1,000", "1,500", "1.50x")
+    assert rows["paper"].right == rows["paper"].ratio == "-"
+    assert rows["per-node"].left == rows["per-node"].ratio == "-"
+    bound = {row.name: row for row in groups["KV tokens, times the lower bound"]}
+    assert bound["memory"] == ("memory", "2.000", "3.000", "1.50x")
+
+
+def test_comparison_is_printed(tmp_path: Path) -> None:
+    left, right = tmp_path / "a.json", tmp_path / "b.json"
+    result = replay_results.result(steps=10)
+    left.write_text(json.dumps(result))
+    result["meta"]["interrupted"] = True
+    result["config"]["max_batch"] = 8
+    right.write_text(json.dumps(result))
+    console, written = _console()
+    print_comparison(left, right, console)
+    assert "max batch" in written.getvalue()
+    assert "The replay was interrupted" in written.getvalue()
+    console, written = _console()
+    print_comparison(left, left, console)
+    assert "Trace, configuration and versions are equal." in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"meta": {}, "trace": {}}', "without capacity, config, forest, steps, totals"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"other.json.*{message}"):
+        read_result(path)
+
+
+# --- downsampling ---
+
+
+def test_extremes_of_every_interval_are_kept() -> None:
+    values = [float(abs(i % 100 - 50)) for i in range(10_000)]
+    values[4_321], values[8_765] = 1e6, -1e6
+    kept = extremes(values, 100)
+    assert not isinstance(kept, slice)
+    assert {0, 4_321, 8_765, 9_999} <= set(kept.tolist())
+    assert (kept[1:] > kept[:-1]).all()
+    assert len(kept) <= 102
+    for begin in range(0, 10_000, 200):
+        inside = [values[i] for i in kept if begin <= i < begin + 200]
+        assert max(inside) == max(values[begin : begin + 200])
+        assert min(inside) == min(values[begin : begin + 200])
+
+
+def test_few_values_are_all_kept() -> None:
+    assert extremes([1.0, 2.0, 3.0], 3) == slice(None)
+    with pytest.raises(ValueError, match="max_points is 1"):
+        extremes([1.0], 1)
