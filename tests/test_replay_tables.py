@@ -45,12 +45,12 @@ def test_policies_are_measured_against_both_ends() -> None:
     result["totals"]["bytes"]["memory"] = 4_000
     result["totals"]["partial_bytes"]["memory"] = {"written": 400, "read": 600}
     first, memory, last = policy_rows(result)
-    assert (first.name, first.over_bound, first.saving) == ("query-centric", "3.00x", "1.00x")
-    assert (memory.kv_tokens, memory.over_bound, memory.saving) == ("2,500,000", "1.25x", "2.40x")
-    assert (memory.total_bytes, memory.partials) == ("4.0 kB", "25.0%")
-    assert (last.name, last.over_bound, last.saving) == ("lower bound", "1.00x", "3.00x")
+    assert (first.name, first.over_bound, first.saving) == ("query-centric", "3.000x", "1.00x")
+    assert (memory.kv_tokens, memory.over_bound, memory.saving) == ("2,500,000", "1.250x", "2.40x")
+    assert (memory.total_bytes, memory.partials) == ("4.00 kB", "25.0%")
+    assert (last.name, last.over_bound, last.saving) == ("lower bound", "1.000x", "3.00x")
     assert "2.40x fewer" in headline(result)
-    assert "1.25x the lower bound" in headline(result)
+    assert "1.250x the lower bound" in headline(result)
 
 
 def test_query_centric_as_a_policy_has_one_row() -> None:
@@ -73,6 +73,18 @@ def test_everything_counted_is_printed() -> None:
     assert len(capacity_rows(result["capacity"])) == 11
     assert "31.5" in printed
     assert "WARNING" not in printed
+
+
+def test_a_narrow_terminal_cuts_no_number() -> None:
+    result = replay_results.result(steps=40)
+    kv_tokens = result["totals"]["kv_tokens"]
+    kv_tokens |= {"query_centric": 14_997_456_789, "lower_bound": 4_978_333_452}
+    kv_tokens["policies"] = dict.fromkeys(kv_tokens["policies"], 5_077_484_812)
+    result["totals"]["policies"]["per-node"] |= {"packs": 1_098_765, "work_items": 12_789_654}
+    written = StringIO()
+    print_result(result, Console(file=written, width=80))
+    assert "…" not in written.getvalue()
+    assert "14,997,456,789" in written.getvalue()
 
 
 def test_nothing_replayed_is_no_error() -> None:

@@ -28,7 +28,7 @@ from sglang_pat.replay.chart_style import (
 )
 from sglang_pat.replay.downsample import MAX_POINTS, extremes
 from sglang_pat.replay.result import Histogram, Result, StepRow
-from sglang_pat.replay.summary import LOWER_BOUND, QUERY_CENTRIC, times, words
+from sglang_pat.replay.summary import LOWER_BOUND, QUERY_CENTRIC, over_bound, times, words
 
 _NO_STEPS = "No decode step was replayed."
 # Bars over time: no more than can be told apart, and none of less steps than make a share.
@@ -92,7 +92,7 @@ def _kv_reads(result: Result) -> Chart:
     for name in names:
         figure.add_trace(_line(steps, name, _tokens(name)), 1, 1)
         ratio = _line(steps, name, _over_bound(name))
-        ratio.update(showlegend=False, hovertemplate="%{y:.3f}x")
+        ratio.update(showlegend=False, hovertemplate="%{y:.4f}x")
         figure.add_trace(ratio, 2, 1)
     figure.add_trace(_line(steps, LOWER_BOUND, lambda step: step["kv_tokens"]["lower_bound"]), 1, 1)
     figure.add_hline(1, row=2, col=1, line={**line(LOWER_BOUND)})
@@ -102,7 +102,7 @@ def _kv_reads(result: Result) -> Chart:
     figure.update_layout(hovermode="x unified")
     kv_tokens = result["totals"]["kv_tokens"]
     reads = ", ".join(
-        f"{name} {times(tokens, kv_tokens['lower_bound'])}"
+        f"{name} {over_bound(tokens, kv_tokens['lower_bound'])}"
         for name, tokens in kv_tokens["policies"].items()
     )
     return Chart(

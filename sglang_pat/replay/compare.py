@@ -91,7 +91,7 @@ def compared(left: Result, right: Result) -> list[RowGroup]:
         RowGroup("Serving", list(_serving(a, b))),
         RowGroup("KV tokens", list(_counts(_kv_tokens(a), _kv_tokens(b)))),
         RowGroup("KV tokens, times the lower bound", list(_over_bound(a, b))),
-        RowGroup("Bytes, partials included", list(_counts(_bytes(a), _bytes(b), decimal))),
+        RowGroup("Bytes, partials included", list(_counts(_bytes(a), _bytes(b), _in_bytes))),
         RowGroup("Packs", list(_counts(_plan_field(a, "packs"), _plan_field(b, "packs")))),
         RowGroup("Plans", list(_plans(a, b))),
         RowGroup("Changes of the tree", list(_counts(a["mutations"], b["mutations"]))),
@@ -208,6 +208,10 @@ def _pairs(
 ) -> Iterator[tuple[str, int | None, int | None]]:
     for name in dict.fromkeys([*a, *b]):
         yield name, a.get(name), b.get(name)
+
+
+def _in_bytes(number: int) -> str:
+    return decimal(number, precision=2)
 
 
 def _row(

@@ -74,9 +74,14 @@ def count(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
-def times(numerator: float, denominator: float) -> str:
+def times(numerator: float, denominator: float, digits: int = 2) -> str:
     """A ratio as `1.23x`."""
-    return f"{numerator / denominator:,.2f}x" if denominator else NONE
+    return f"{numerator / denominator:,.{digits}f}x" if denominator else NONE
+
+
+def over_bound(tokens: float, lower_bound: float) -> str:
+    """Tokens read over the lower bound; policies often differ by less than a percent."""
+    return times(tokens, lower_bound, digits=3)
 
 
 def percent(part: float, whole: float) -> str:
@@ -124,8 +129,8 @@ def headline(result: Result) -> str:
     read = kv_tokens["policies"][policy]
     return (
         f"Policy {policy} reads {times(kv_tokens['query_centric'], read)} fewer KV tokens than "
-        f"query-centric attention, {times(read, kv_tokens['lower_bound'])} the lower bound, over "
-        f"{totals['steps']:,} decode steps."
+        f"query-centric attention, {over_bound(read, kv_tokens['lower_bound'])} the lower bound, "
+        f"over {totals['steps']:,} decode steps."
     )
 
 
@@ -139,7 +144,7 @@ def key_numbers(result: Result) -> list[Fact]:
     built = sum(plans["built"].values())
     return [
         Fact("fewer KV tokens", times(kv_tokens["query_centric"], read), "than query-centric"),
-        Fact("the lower bound", times(read, kv_tokens["lower_bound"]), f"by {policy}"),
+        Fact("the lower bound", over_bound(read, kv_tokens["lower_bound"]), f"by {policy}"),
         Fact("prefix-hit rate", f"{totals['prefix_hit_rate']:.1%}", "of prompt tokens"),
         Fact("plans reused", percent(plans["reused"], built + plans["reused"]), "of all steps"),
         Fact("to plan", f"{totals['planning_us']['p50']:,.0f} us", "median, host"),
@@ -188,9 +193,9 @@ def policy_rows(result: Result) -> list[PolicyRow]:
         return PolicyRow(
             name,
             count(tokens),
-            times(tokens, least),
+            over_bound(tokens, least),
             times(most, tokens),
-            NONE if in_bytes is None else decimal(in_bytes),
+            NONE if in_bytes is None else decimal(in_bytes, precision=2),
             **details,
         )
 
@@ -253,9 +258,9 @@ def _comparison_facts(comparisons: Mapping[str, PolicyComparison]) -> Iterator[F
             yield Fact(
                 name,
                 f"more in {against['more']:,} of {against['plans']:,} plans",
-                f"at most {against['worst_ratio']:.3f}x; before tiles are cut more in "
+                f"at most {against['worst_ratio']:.4f}x; before tiles are cut more in "
                 f"{against['more_before_split']:,}, at most "
-                f"{against['worst_ratio_before_split']:.3f}x",
+                f"{against['worst_ratio_before_split']:.4f}x",
             )
 
 

@@ -14,14 +14,16 @@ from rich.table import Table
 from sglang_pat.replay.capacity_rows import CAPACITY_COLUMNS, CapacityRow, capacity_rows
 from sglang_pat.replay.result import Result
 from sglang_pat.replay.summary import (
-    LOWER_BOUND,
+    NONE,
     POLICY_COLUMNS,
-    QUERY_CENTRIC,
+    PolicyRow,
     fact_groups,
     headline,
     policy_rows,
     warnings,
 )
+
+_FIRST_OF_PLANS = PolicyRow._fields.index("packs")
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -29,7 +31,8 @@ def print_result(result: Result, console: Console) -> None:
     for warning in warnings(result):
         console.print(f"[bold yellow]WARNING[/] {escape(warning)}")
     console.print(totals_table(result))
-    console.print(policy_table(result))
+    for table in policy_tables(result):
+        console.print(table)
     if rows := capacity_rows(result["capacity"]):
         console.print(capacity_table(rows))
     console.print(headline(result), markup=False)
@@ -49,13 +52,20 @@ def totals_table(result: Result) -> Table:
     return table
 
 
-def policy_table(result: Result) -> Table:
-    """KV read under each policy, between query-centric attention and the lower bound."""
-    table = _numbers("KV read in all decode steps", POLICY_COLUMNS)
-    for row in policy_rows(result):
-        style = "dim" if row.name in (QUERY_CENTRIC, LOWER_BOUND) else None
-        table.add_row(*map(escape, row), style=style)
-    return table
+def policy_tables(result: Result) -> list[Table]:
+    """KV read under each policy, between query-centric attention and the lower bound; its plans.
+
+    Two tables, for one does not fit a terminal of 80 columns.
+    """
+    rows = policy_rows(result)
+    reads = _numbers("KV read in all decode steps", POLICY_COLUMNS[:_FIRST_OF_PLANS])
+    plans = _numbers("Plans", (POLICY_COLUMNS.name, *POLICY_COLUMNS[_FIRST_OF_PLANS:]))
+    for row in rows:
+        style = None if row.packs != NONE else "dim"
+        reads.add_row(*map(escape, row[:_FIRST_OF_PLANS]), style=style)
+        if row.packs != NONE:
+            plans.add_row(*map(escape, (row.name, *row[_FIRST_OF_PLANS:])))
+    return [reads, plans]
 
 
 def capacity_table(rows: Sequence[CapacityRow]) -> Table:
