@@ -186,6 +186,8 @@ def test_sampling_is_said() -> None:
 
 def test_shares_of_plans_add_up() -> None:
     result = replay_results.result(steps=403)
+    for row in result["steps"]:
+        row["step"] *= 7  # sampled, so bars must reach to the next
     (chart,) = (chart for chart in time_charts(result) if chart.key == "plan-reuse")
     shares: dict[float, float] = {}
     counted = 0
@@ -194,18 +196,26 @@ def test_shares_of_plans_add_up() -> None:
         for place, share in zip(trace.x, trace.y, strict=True):
             shares[place] = shares.get(place, 0) + share
     assert counted == 403
+    first = chart.figure.data[0]
+    ends = [x + width / 2 for x, width in zip(first.x, first.width, strict=True)]
+    begins = [x - width / 2 for x, width in zip(first.x, first.width, strict=True)]
+    assert ends[:-1] == begins[1:]
     assert list(shares.values()) == pytest.approx([1] * len(shares))
 
 
 def test_bars_of_bytes_end_at_the_totals() -> None:
     result = replay_results.result(steps=40)
+    result["totals"]["bytes"]["query_centric"] = 3 * 10**15
     (chart,) = (chart for chart in total_charts(result) if chart.key == "bytes")
-    sums: dict[str, int] = {}
+    assert chart.figure.layout.xaxis.title.text == "PB"
+    sums: dict[str, float] = {}
     for trace in chart.figure.data:
         for name, value in zip(trace.y, trace.x, strict=True):
             sums[name] = sums.get(name, 0) + value
     assert sums == {
-        name.replace("query_centric", "query-centric").replace("_", " "): value
+        name.replace("query_centric", "query-centric").replace("_", " "): pytest.approx(
+            value / 1e15
+        )
         for name, value in result["totals"]["bytes"].items()
     }
 

@@ -69,7 +69,7 @@ def test_everything_counted_is_printed() -> None:
         assert f"{number:,}" in printed
     for name in ("memory", "paper", "compute", "per-node", "conversation_trace.jsonl", "173.5 us"):
         assert name in printed
-    assert "more in 3 of 40 plans" in printed
+    assert "3 of 40" in printed
     assert len(capacity_rows(result["capacity"])) == 11
     assert "31.5" in printed
     assert "WARNING" not in printed

@@ -25,7 +25,7 @@ class CapacityRow(NamedTuple):
 CAPACITY_COLUMNS = CapacityRow(
     scheme="scheme",
     page_size="page size",
-    requests="requests at once",
+    requests="requests",
     extent="range",
     over_contiguous="vs contiguous",
     wasted="wasted",

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import TypeAlias
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from rich.filesize import pick_unit_and_suffix
 
 from sglang_pat.replay.chart_style import (
     BLUE,
@@ -28,12 +29,20 @@ from sglang_pat.replay.chart_style import (
 )
 from sglang_pat.replay.downsample import MAX_POINTS, extremes
 from sglang_pat.replay.result import Histogram, Result, StepRow
-from sglang_pat.replay.summary import LOWER_BOUND, QUERY_CENTRIC, over_bound, times, words
+from sglang_pat.replay.summary import (
+    LOWER_BOUND,
+    QUERY_CENTRIC,
+    main_policy,
+    over_bound,
+    times,
+    words,
+)
 
 _NO_STEPS = "No decode step was replayed."
 # Bars over time: no more than can be told apart, and none of less steps than make a share.
 _MAX_INTERVALS = 60
 _STEPS_PER_INTERVAL = 10
+_BYTE_UNITS = ["bytes", "kB", "MB", "GB", "TB", "PB", "EB"]
 
 # What a line shows of a step; None leaves the step out.
 _Value: TypeAlias = Callable[[StepRow], float | None]
@@ -83,17 +92,19 @@ def _kv_reads(result: Result) -> Chart:
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, row_heights=[0.62, 0.38], vertical_spacing=0.06
     )
-    names = _policies(steps)
+    names, foremost = _policies(steps), main_policy(result)
 
     if QUERY_CENTRIC not in names:
         figure.add_trace(
             _line(steps, QUERY_CENTRIC, lambda step: step["kv_tokens"]["query_centric"]), 1, 1
         )
     for name in names:
-        figure.add_trace(_line(steps, name, _tokens(name)), 1, 1)
+        tokens = _line(steps, name, _tokens(name))
         ratio = _line(steps, name, _over_bound(name))
         ratio.update(showlegend=False, hovertemplate="%{y:.4f}x")
-        figure.add_trace(ratio, 2, 1)
+        for row, trace in enumerate((tokens, ratio), start=1):
+            # Lines that coincide hide each other; the one that the replay is about stays visible.
+            figure.add_trace(trace.update(zorder=int(name == foremost)), row, 1)
     figure.add_trace(_line(steps, LOWER_BOUND, lambda step: step["kv_tokens"]["lower_bound"]), 1, 1)
     figure.add_hline(1, row=2, col=1, line={**line(LOWER_BOUND)})
     figure.update_yaxes(title="tokens", row=1, col=1)
@@ -128,8 +139,9 @@ def _plan_reuse(result: Result) -> Chart:
     num_intervals = min(_MAX_INTERVALS, -(-len(steps) // _STEPS_PER_INTERVAL))
     intervals = np.array_split(np.arange(len(steps)), num_intervals)
     causes = list(dict.fromkeys([*CAUSE_COLORS, *(step["cause"] for step in steps)]))
-    middles = [(steps[part[0]]["step"] + steps[part[-1]]["step"]) / 2 for part in intervals]
-    widths = [max(steps[part[-1]]["step"] - steps[part[0]]["step"] + 1, 1) for part in intervals]
+    edges = [steps[part[0]]["step"] for part in intervals] + [steps[-1]["step"] + 1]
+    middles = [(begin + end) / 2 for begin, end in pairwise(edges)]
+    widths = [end - begin for begin, end in pairwise(edges)]
     figure = go.Figure()
     for cause in causes:
         numbers = [sum(steps[i]["cause"] == cause for i in part) for part in intervals]
@@ -227,6 +239,7 @@ def _bytes_moved(result: Result) -> Chart:
     kv = [
         total - part["written"] - part["read"] for total, part in zip(moved, partials, strict=True)
     ]
+    unit, suffix = pick_unit_and_suffix(max(moved), _BYTE_UNITS, 1000)
     figure = go.Figure()
     for part, values, opacity in (
         ("KV", kv, 1.0),
@@ -237,17 +250,17 @@ def _bytes_moved(result: Result) -> Chart:
             orientation="h",
             name=part,
             y=[text(label) for label in names.values()],
-            x=values,
+            x=[value / unit for value in values],
             marker={
                 "color": [color(label) for label in names.values()],
                 "opacity": opacity,
                 "line": {"width": 0},
             },
             showlegend=False,
-            hovertemplate=f"{part}: %{{x:.4s}}B<extra>%{{y}}</extra>",
+            hovertemplate=f"{part}: %{{x:,.2f}} {suffix}<extra>%{{y}}</extra>",
         )
     figure.update_layout(barmode="stack")
-    figure.update_xaxes(ticksuffix="B", rangemode="tozero")
+    figure.update_xaxes(title=suffix, rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     least = totals["bytes"].get("lower_bound", 0)
     shares = ", ".join(

@@ -216,7 +216,7 @@ def _shared_marker(shared: Sequence[Block]) -> dict[str, object]:
         "cmin": 1,
         "cmax": max(float(np.log2(most)), 1.01),
         "colorbar": {
-            "title": {"text": "sharers", "side": "right"},
+            "title": {"text": "sharers", "side": "right", "font": {"size": 13}},
             "thickness": 12,
             "outlinewidth": 0,
             "tickvals": [float(np.log2(tick)) for tick in ticks],

@@ -98,6 +98,8 @@ def shown(value: Any) -> str:
     """A value of the configuration or of the metadata on one line; objects in it as JSON."""
     if isinstance(value, list):
         return ", ".join(map(shown, value)) or "none"
+    if value is None:
+        return "not set"
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -176,7 +178,9 @@ def fact_groups(result: Result) -> list[FactGroup]:
         FactGroup("Trace", list(_trace_facts(result))),
         FactGroup("Serving", list(_serving_facts(result))),
         FactGroup("Plans", list(_plan_facts(result))),
-        FactGroup("Bytes of memory against", list(_comparison_facts(totals["comparisons"]))),
+        FactGroup(
+            "Plans in which memory moves more bytes", list(_comparison_facts(totals["comparisons"]))
+        ),
         FactGroup("Changes of the tree", list(_mutation_facts(totals["mutations"]))),
     ]
 
@@ -255,12 +259,12 @@ def _plan_facts(result: Result) -> Iterator[Fact]:
 def _comparison_facts(comparisons: Mapping[str, PolicyComparison]) -> Iterator[Fact]:
     for name, against in comparisons.items():
         if against["plans"]:
+            uncut = against["worst_ratio_before_split"]
             yield Fact(
-                name,
-                f"more in {against['more']:,} of {against['plans']:,} plans",
-                f"at most {against['worst_ratio']:.4f}x; before tiles are cut more in "
-                f"{against['more_before_split']:,}, at most "
-                f"{against['worst_ratio_before_split']:.4f}x",
+                f"than {name}",
+                f"{against['more']:,} of {against['plans']:,}",
+                f"at most {against['worst_ratio']:.5f}x; were no tile cut, "
+                f"{against['more_before_split']:,}, at most {uncut:.5f}x",
             )
 
 
