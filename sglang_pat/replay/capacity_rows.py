@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sglang_pat.replay.summary import percent, times
+from sglang_pat.replay.summary import NumberTable, percent, times
 
 
 class CapacityRow(NamedTuple):
@@ -47,6 +47,12 @@ def capacity_rows(capacity: Mapping[str, Any]) -> list[CapacityRow]:
         )
         for use in uses
     ]
+
+
+def capacity_table(capacity: Mapping[str, Any]) -> NumberTable:
+    """The rows under their headings."""
+    rows: list[tuple[str, ...]] = list(capacity_rows(capacity))
+    return NumberTable("Requests that fit into the KV pool at once", CAPACITY_COLUMNS, rows)
 
 
 def page_size(use: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 from sglang_pat.replay.chart_style import GREY, OUTLINE, Chart, styled
 from sglang_pat.replay.result import Forest, ForestNode
+from sglang_pat.replay.summary import NumberTable
 
 # More rectangles make a browser slow, and are thinner than a pixel anyway.
 MAX_NODES = 1500
@@ -159,6 +160,12 @@ def largest_shared(forest: Forest | None, limit: int = 10) -> list[NodeRow]:
         )
         for node in sorted(shared, key=lambda node: (-_saved_tokens(node), node["id"]))[:limit]
     ]
+
+
+def largest_table(forest: Forest | None) -> NumberTable:
+    """The rows of `largest_shared` under their headings."""
+    rows: list[tuple[str, ...]] = list(largest_shared(forest))
+    return NumberTable("Nodes whose sharing saves most", NODE_COLUMNS, rows)
 
 
 def _saved_tokens(node: ForestNode) -> int:

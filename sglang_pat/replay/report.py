@@ -14,17 +14,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from sglang_pat.replay.capacity_chart import capacity_chart
-from sglang_pat.replay.capacity_rows import CAPACITY_COLUMNS, capacity_rows
+from sglang_pat.replay.capacity_rows import capacity_table
 from sglang_pat.replay.charts import time_charts, total_charts
-from sglang_pat.replay.forest_chart import NODE_COLUMNS, forest_chart, largest_shared
+from sglang_pat.replay.forest_chart import forest_chart, largest_table
 from sglang_pat.replay.result import Result
 from sglang_pat.replay.summary import (
-    POLICY_COLUMNS,
     fact_groups,
     headline,
     key_numbers,
     main_policy,
-    policy_rows,
+    policy_tables,
     settings,
     warnings,
 )
@@ -57,17 +56,14 @@ def render(result: Result) -> str:
         environment=settings(_without_command(result["meta"])),
         warnings=warnings(result),
         main_policy=main_policy(result),
-        policy_columns=POLICY_COLUMNS,
-        policies=policy_rows(result),
+        policy_tables=policy_tables(result),
         fact_groups=fact_groups(result),
         time_charts=time_charts(result),
         total_charts=total_charts(result),
         forest=forest_chart(result["forest"]),
-        largest=largest_shared(result["forest"]),
-        node_columns=NODE_COLUMNS,
+        largest=largest_table(result["forest"]),
         capacity=capacity_chart(result["capacity"]),
-        capacity_columns=CAPACITY_COLUMNS,
-        capacity_rows=capacity_rows(result["capacity"]),
+        capacity_table=capacity_table(result["capacity"]),
     )
 
 

@@ -69,6 +69,17 @@ POLICY_COLUMNS = PolicyRow(
 )
 
 
+_FIRST_OF_PLANS = PolicyRow._fields.index("packs")
+
+
+class NumberTable(NamedTuple):
+    """A table whose first column is names, and the others numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
 def count(value: float) -> str:
     """A count with thousands separated; fractions, as means have them, to two decimals."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
@@ -219,6 +230,23 @@ def policy_rows(result: Result) -> list[PolicyRow]:
             plans["tail"] = f"{balance['tail_mean']:.2f} / {balance['tail_max']:.2f}"
         rows.append(row(name, name, tokens, **plans))
     return [*rows, row(LOWER_BOUND, "lower_bound", least)]
+
+
+def policy_tables(result: Result) -> list[NumberTable]:
+    """What the policies read, and what their plans look like: together too wide for a terminal."""
+    rows, plans = policy_rows(result), slice(_FIRST_OF_PLANS, None)
+    return [
+        NumberTable(
+            "KV read in all decode steps",
+            POLICY_COLUMNS[:_FIRST_OF_PLANS],
+            [row[:_FIRST_OF_PLANS] for row in rows],
+        ),
+        NumberTable(
+            "Plans in all decode steps",
+            (POLICY_COLUMNS.name, *POLICY_COLUMNS[plans]),
+            [(row.name, *row[plans]) for row in rows if row.packs != NONE],
+        ),
+    ]
 
 
 def _trace_facts(result: Result) -> Iterator[Fact]:
