@@ -14,9 +14,10 @@ from workloads import HEAD_DIM, Workload, WorkloadTensors
 
 from sglang_pat.kernel_config import KernelConfig
 from sglang_pat.kernel_loader import load_kernels
+from sglang_pat.testing import contenders
+from sglang_pat.testing.contenders import Layer
 from sglang_pat.testing.planned_step import PlannedStep
 
-Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
 
@@ -48,29 +49,8 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
 
 
 def flashinfer(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FlashInfer's paged decode, page size 1, with tensor cores where there is a group."""
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-    requests, length = tensors.req_to_token.shape
-    indptr = torch.arange(requests + 1, dtype=torch.int32) * length
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(512 << 20, dtype=torch.uint8, device="cuda"),
-        "NHD",
-        use_tensor_cores=workload.num_qo_heads > workload.num_kv_heads,
-    )
-    wrapper.plan(
-        indptr,
-        tensors.req_to_token.flatten(),
-        torch.ones(requests, dtype=torch.int32),
-        workload.num_qo_heads,
-        workload.num_kv_heads,
-        HEAD_DIM,
-        1,
-        q_data_type=workload.dtype,
-        kv_data_type=workload.dtype,
-    )
-    out = torch.empty_like(tensors.q)
-    return lambda k, v: wrapper.run(tensors.q, (k.unsqueeze(1), v.unsqueeze(1)), out=out)
+    """FlashInfer's paged decode."""
+    return contenders.flashinfer(_step(workload, tensors))
 
 
 def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
@@ -107,25 +87,14 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
 
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FA3 as SGLang calls it on Hopper: sglang-kernel, page table in tokens."""
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    """FA3 as SGLang calls it on Hopper."""
+    return contenders.fa3(_step(workload, tensors))
 
-    q = tensors.q.unsqueeze(1)
-    lengths = tensors.seq_lens.int()
 
-    def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result = flash_attn_with_kvcache(
-            q,
-            k.unsqueeze(1),
-            v.unsqueeze(1),
-            cache_seqlens=lengths,
-            page_table=tensors.req_to_token,
-            softmax_scale=HEAD_DIM**-0.5,
-            causal=True,
-        )
-        return result.squeeze(1)
-
-    return run
+def _step(workload: Workload, tensors: WorkloadTensors) -> contenders.StepTensors:
+    return contenders.StepTensors(
+        tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens
+    )
 
 
 CONTENDERS: dict[str, Contender] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -135,6 +135,10 @@ class ReplayTree(ABC):
     "evict" (calls) and "evicted_tokens".
     """
 
+    # Up to 0.5.17 a finished request keeps its place until the next decode step is prepared, which
+    # is after requests are admitted.
+    FINISHED_LEAVE_WITH_NEXT_DECODE: ClassVar[bool]
+
     def __init__(self, tree: Any, pool: CountingPool) -> None:
         self.tree = tree
         self.pool = pool
@@ -201,6 +205,8 @@ class ReplayTree(ABC):
 class NodeTree(ReplayTree):
     """RadixCache, the default up to 0.5.17: nodes are objects, a Req holds its own fields."""
 
+    FINISHED_LEAVE_WITH_NEXT_DECODE = True
+
     def __init__(self, num_tokens: int, page_size: int) -> None:
         pool = CountingPool(num_tokens, page_size)
         tree = RadixCache(_init_params(pool))
@@ -239,6 +245,8 @@ class NodeTree(ReplayTree):
 
 class IdTree(ReplayTree):
     """UnifiedRadixCache of 0.5.23: nodes are ids, splits happen out of sight."""
+
+    FINISHED_LEAVE_WITH_NEXT_DECODE = False
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
         pool = CountingPool(num_tokens, page_size)

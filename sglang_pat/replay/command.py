@@ -43,6 +43,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _DEFAULT_KV_GB = 40.0
 _GENERATED_REQUESTS = 2000
+_SAMPLE_ON_GPU = 256  # a sampled step takes some tenths of a second there
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +166,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda":
         from sglang_pat.replay.kernel_times import KernelTimes
 
-        measure = KernelTimes(options.model, options.workers)
+        measure = KernelTimes(options.model, options.kv_tokens)
     replay = Replay(trace, options, measure=measure)
     console = Console()
     with _interruptible(replay):
@@ -201,6 +202,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         if "generate" in given:
             raise ValueError("give a TRACE or --generate NAME, not both")
         preset.pop("generate", None)
+    if arguments.device == "cuda":
+        preset.setdefault("sample", _SAMPLE_ON_GPU)
     settings = dict.fromkeys(vars(arguments)) | _DEFAULTS | preset | given
     if settings["trace"] is None and settings["generate"] is None:
         raise ValueError("what is to be replayed? give a TRACE, --generate NAME or --preset NAME")
@@ -281,9 +284,7 @@ def _interruptible(replay: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _run_with_progress(
-    replay: Any, requests: int | None, limit: int | None, console: Any
-) -> None:
+def _run_with_progress(replay: Any, requests: int | None, limit: int | None, console: Any) -> None:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,10 +44,10 @@ class ReplayOptions:
 
     kv_tokens: of the KV pool. max_batch: requests decoded together at most. prefill_tokens: new
     tokens that one prefill takes on; the request that exceeds them is the last. policies: the first
-    one decides when a plan is built and is the one whose planning is timed. sample: a row of the
-    result every so many steps, at first; never more than max_rows. time_scale: requests arrive this many times as fast as the trace
-    says. forest_step: step whose forest is kept, None: the one that shares most. workers: CTAs per
-    KV head.
+    one decides when a plan is built, and is the one whose planning is timed. sample: a row of the
+    result every so many steps; max_rows: of those, at most. time_scale: requests arrive this many
+    times as fast as the trace says. forest_step: step whose forest is kept, None: the one that
+    shares most. workers: CTAs per KV head.
     """
 
     model: ModelShape = field(default_factory=lambda: model_shape("llama-3-8b"))
@@ -84,6 +83,6 @@ class ReplayOptions:
             if policy not in POLICIES:
                 raise ValueError(f"a policy is one of {', '.join(POLICIES)}, got {policy}")
 
-    def as_dict(self) -> Mapping[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For the result."""
         return asdict(self)

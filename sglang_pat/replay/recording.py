@@ -40,6 +40,11 @@ class StepRecorder:
         """Steps from one row to the next."""
         return self._stride
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether rows hold kernel times."""
+        return self._measure is not None
+
     def add(self, step: Step) -> None:
         if step.plan.cause != "reused" or step.number == self._forest_step:
             self._consider_forest(step)

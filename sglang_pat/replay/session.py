@@ -77,6 +77,11 @@ class Replay:
         """What has been counted until now."""
         served, trace = self._simulator.served, self._trace
         seconds = max(self._seconds, 1e-9)
+        sums = totals(served, self._planner, self._simulator.now, self._tree.mutations)
+        if self._recorder.is_measured:
+            from sglang_pat.replay.kernel_times import mean_times
+
+            sums["gpu"] = mean_times(self._recorder.rows, self._options.model, self._options.time)
         return Result(
             meta={
                 "sglang_pat": version("sglang-pat"),
@@ -98,7 +103,7 @@ class Replay:
                 output_tokens=served.output_tokens,
             ),
             config=self._options.as_dict(),
-            totals=totals(served, self._planner, self._simulator.now, self._tree.mutations),
+            totals=sums,
             steps=self._recorder.rows,
             capacity={},
             forest=self._recorder.forest(),

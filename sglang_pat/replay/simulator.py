@@ -98,6 +98,7 @@ class Simulator:
         self._steps_left: IntArray = np.zeros(0, dtype=np.int32)
         self._until_finish = 0  # steps until a request of the batch finishes
         self._is_full = False  # no request is admitted before one leaves
+        self._leaving = 0  # finished, but still in the batch as SGLang sees it
         self._prefills = 0
         self._has_changed = False  # since the last step, other than in its lengths
         self._new_token_ratio = _NEW_TOKEN_RATIO_INIT
@@ -114,6 +115,7 @@ class Simulator:
                 yield self._decode()
                 self._after_decode()
                 continue
+            self._forget_leaving()
             waiting = self._head()
             if waiting is None:
                 return
@@ -141,7 +143,7 @@ class Simulator:
 
     def _can_ever_run(self, input_length: int, output_length: int) -> bool:
         page = self._tree.pool.page_size
-        return 0 < input_length and input_length + output_length + 2 * page < self._tree.pool.size
+        return input_length > 0 and input_length + output_length + 2 * page < self._tree.pool.size
 
     def _head(self) -> _Waiting | None:
         """The request that has waited longest."""
@@ -172,7 +174,7 @@ class Simulator:
             head = self._head()
             if head is None or head.since > self.now:
                 break
-            if not self._free_rows:
+            if len(self._batch) + self._leaving + len(admitted) >= self._options.max_batch:
                 self._is_full = True
                 break
             found = self._try_admit(head, reserved)
@@ -197,7 +199,7 @@ class Simulator:
         return True
 
     def _try_admit(self, head: _Waiting, reserved: float) -> int | None:
-        """Lock a request's cached prefix and allocate the rest. Its cached tokens; None: no room."""
+        """Lock a cached prefix and allocate the rest. The cached tokens; None: no room."""
         tree, request = self._tree, head.request
         length = request.prompt_length + head.generated
         wanted = min(len(request.tokens) - length, _CLIP_NEW_TOKENS) + tree.pool.page_size
@@ -223,6 +225,7 @@ class Simulator:
             steps_left = len(request.tokens) - request.kv_len - 1
             if steps_left == 0:
                 self._finish(request)
+                self._is_full = False
                 continue
             self._tree.cache_prompt(request)
             started.append(request)
@@ -236,6 +239,7 @@ class Simulator:
     # --- decode ---
 
     def _decode(self) -> Step:
+        self._forget_leaving()
         tree, pool = self._tree, self._tree.pool
         needed = _tokens_needed(self._seq_lens, pool.page_size)
         if pool.available < needed and not tree.make_room(needed):
@@ -269,11 +273,21 @@ class Simulator:
         self._new_token_ratio = max(ratio, _NEW_TOKEN_RATIO_MIN)
         if self._until_finish > 0:
             return
-        for index in np.flatnonzero(self._steps_left == 0).tolist():
+        finished = np.flatnonzero(self._steps_left == 0).tolist()
+        for index in finished:
             request = self._batch[index]
             request.kv_len = int(self._seq_lens[index])
             self._finish(request)
+        self._leaving = len(finished)
         self._keep(np.flatnonzero(self._steps_left > 0))
+        if not self._tree.FINISHED_LEAVE_WITH_NEXT_DECODE:
+            self._forget_leaving()
+
+    def _forget_leaving(self) -> None:
+        """Finished requests leave the batch; there may be room for others."""
+        if self._leaving:
+            self._leaving = 0
+            self._is_full = False
 
     def _retract(self) -> None:
         """Put requests back into the queue until the others fit: at least one, never all."""
@@ -290,7 +304,9 @@ class Simulator:
             self._retracted.append(_Waiting(self.now, request, int(answers[index])))
             self.served.retracted += 1
             staying = np.sort(order[leaving:])
-            if self._tree.make_room(_tokens_needed(self._seq_lens[staying], self._tree.pool.page_size)):
+            if self._tree.make_room(
+                _tokens_needed(self._seq_lens[staying], self._tree.pool.page_size)
+            ):
                 break
         self._keep(staying)
         self._is_full = False
@@ -302,7 +318,6 @@ class Simulator:
         self._tree.cache_finished(request)
         self._free_rows.append(request.req_pool_idx)
         self.served.finished += 1
-        self._is_full = False
 
     def _keep(self, indices: np.ndarray) -> None:
         """Leave only these requests in the batch, in order."""
