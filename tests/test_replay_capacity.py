@@ -109,10 +109,12 @@ def test_fills_follow_each_other_and_are_averaged():
 
 
 def test_sharing_does_not_reach_into_the_next_fill():
-    requests = [TraceRequest(0.0, (Segment(1, 50),), 30)] * 4
-    result = study(requests, 110, page_sizes=[1])
-    assert result.fills == 1
-    assert use_of(result, "shared", 1).requests == 2
+    same = TraceRequest(0.0, (Segment(1, 50),), 30)
+    other = TraceRequest(0.0, (Segment(2, 20),), 10)
+    result = study([same, same, same, other, same], 110, page_sizes=[1])
+    # 80 + 30 | 80 + 30 | 80: only the second request finds anything.
+    assert result.fills == 2
+    assert use_of(result, "shared", 1).shared_bytes == 2 * 50 / 2
 
 
 def test_pool_that_never_gets_full_says_so():
