@@ -83,6 +83,7 @@ def result(
             "format": "mooncake",
             "requests": 4 * steps,
             "malformed": 0,
+            "failed": 0,
             "errors": [],
             "input_tokens": 41_000 * steps,
             "output_tokens": 1_300 * steps,

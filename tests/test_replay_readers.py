@@ -47,7 +47,7 @@ def read(path: Path, **options: object) -> tuple[list[TraceRequest], Trace]:
 def test_mooncake_blocks_become_segments_and_the_last_one_is_partial(tmp_path):
     path = write(tmp_path / "trace.jsonl", [mooncake_line(1500), mooncake_line(2750)])
     requests, trace = read(path)
-    assert trace.format == "mooncake"
+    assert (trace.format, trace.requests) == ("mooncake", 2)
     assert requests[0] == TraceRequest(0.0, (Segment(7, 512), Segment(8, 188)), 5)
     assert requests[1].arrival == 1.25
 
@@ -98,7 +98,7 @@ def test_burstgpt_rows_are_private_and_failed_requests_are_left_out(tmp_path):
         "1002,ChatGPT,472,20,492,Conversation log",
     ]
     requests, trace = read(write(tmp_path / "trace.csv", [BURSTGPT_HEADER, *rows]))
-    assert trace.format == "burstgpt"
+    assert (trace.format, trace.requests) == ("burstgpt", 3)
     assert [(r.arrival, r.input_length, r.output_length) for r in requests] == [
         (0.0, 472, 18),
         (2.0, 472, 20),
@@ -218,6 +218,9 @@ def test_missing_file_and_folder_without_dumps_are_refused(tmp_path):
         read(tmp_path)
     with pytest.raises(ValueError, match="only the format sglang-dump"):
         open_trace(tmp_path, "mooncake")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="a pipe cannot be read twice"):
+        open_trace(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("lines", [["{}"], ["[1]", "2"]])

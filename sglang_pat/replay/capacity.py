@@ -49,11 +49,6 @@ class PoolUse:
     free_bytes: int
     shared_bytes: int
 
-    @property
-    def wasted_share(self) -> float:
-        """Of what was handed out."""
-        return self.wasted_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -76,26 +71,6 @@ class Capacity:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Column titles and rows, as text."""
-        contiguous = self.uses[0].requests
-        at_least = "" if self.full else "≥ "
-        rows: list[tuple[str, ...]] = []
-        for use in self.uses:
-            rows.append(
-                (
-                    use.scheme,
-                    "-" if use.page_size is None else str(use.page_size),
-                    f"{at_least}{use.requests:.1f}",
-                    f"{use.fewest} to {use.most}",
-                    f"{use.requests / contiguous:.2f}x" if contiguous else "-",
-                    f"{use.wasted_share:.1%}",
-                    f"{use.shared_bytes / 2**30:.2f} GiB" if use.scheme == "shared" else "-",
-                )
-            )
-        titles = ("scheme", "page", "requests", "range", "vs contiguous", "wasted", "shared")
-        return titles, rows
 
 
 def capacity(

@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of a file: conversation, toolagent, few-shot, multi-chain, multi-document, "
         f"rl-rollout, no-sharing or {FIGURE_10}",
     )
+    trace.add_argument(
+        "--save", type=Path, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
+    )
     trace.add_argument("--rate", type=float, help="generated requests a second, or inf")
     trace.add_argument("--seed", type=int, help="of the generator (default: 0)")
     trace.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
@@ -154,9 +157,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     options = _options(settings)
     trace = _open_trace(settings)
-    for path in (arguments.json, arguments.csv, arguments.html):
+    for path in (arguments.json, arguments.csv, arguments.html, arguments.save):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")
+    if arguments.save is not None:
+        _save(arguments.save, settings)
     enable_cpu_engine()
     warnings.simplefilter("ignore")  # of SGLang's imports
 
@@ -249,6 +254,14 @@ def _open_trace(settings: dict[str, Any]) -> Any:
     )
 
 
+def _save(path: Path, settings: dict[str, Any]) -> None:
+    from sglang_pat.replay.mooncake import write_mooncake
+
+    if settings["trace"] is not None:
+        raise ValueError(f"--save {path}: only what --generate makes can be saved")
+    write_mooncake(path, _open_trace(settings).stream)
+
+
 def _limited(stream: Any, limit: int | None) -> Iterator[Any]:
     from itertools import islice
 
@@ -262,7 +275,16 @@ def _command_line(settings: dict[str, Any]) -> str:
         words.append(str(settings["trace"]))
     for name, value in settings.items():
         is_default = value is None or value is False or value == _DEFAULTS.get(name)
-        if is_default or name in ("trace", "run", "json", "csv", "html", "preset", "compare"):
+        if is_default or name in (
+            "trace",
+            "run",
+            "json",
+            "csv",
+            "html",
+            "save",
+            "preset",
+            "compare",
+        ):
             continue
         flag = "--" + name.replace("_", "-")
         words += [flag] if value is True else [flag, str(value)]

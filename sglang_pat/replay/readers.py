@@ -11,6 +11,7 @@ import gzip
 import heapq
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -29,6 +30,8 @@ REORDER_WINDOW = 1024
 _GZIP_MAGIC = b"\x1f\x8b"
 _PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
+# Lines of larger files are not counted ahead; up to here it takes a second or two.
+_COUNT_BYTES = 4 << 30
 
 
 class _Record(NamedTuple):
@@ -54,19 +57,21 @@ def open_trace(
     The stream is read once. Arrivals count from the first request. Requests that are out of order
     by up to `REORDER_WINDOW` requests are put in order, later ones are malformed lines. A malformed
     line is skipped and counted, or raised if `strict`; a trace without a single request, and a file
-    that ends within gzip data, raise TraceError.
+    that ends within gzip data, raise TraceError. The number of requests is that of lines.
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format {format!r}; allowed: auto, {', '.join(FORMATS)}")
     if not path.exists():
         raise ValueError(f"{path}: there is no such file")
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path}: neither a file nor a folder; a pipe cannot be read twice")
     if format == "auto":
         format = "sglang-dump" if path.is_dir() else _detect(path)
     elif path.is_dir() and format != "sglang-dump":
         raise ValueError(f"{path}: a folder; only the format sglang-dump is read from folders")
     errors = TraceErrors(strict=strict)
     stream = _stream(path, format, errors, tokenize)
-    return Trace(name=path.name, format=format, stream=stream, errors=errors)
+    return Trace(path.name, format, stream, errors, requests=_count_lines(path, format))
 
 
 def _stream(
@@ -162,10 +167,22 @@ def _from_zero(
         yield request._replace(arrival=round(request.arrival - begin, 6))
 
 
-def _open(path: Path) -> BinaryIO:
+def _count_lines(path: Path, format: str) -> int | None:
+    """About how many requests a file has, for progress. None where that would take long."""
+    if format == "sglang-dump" or path.stat().st_size > _COUNT_BYTES or _is_gzip(path):
+        return None
     with path.open("rb") as file:
-        is_gzip = file.read(2) == _GZIP_MAGIC
-    return cast(BinaryIO, gzip.open(path, "rb")) if is_gzip else path.open("rb")
+        lines = sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 1 << 20), b""))
+    return max(lines - (format == "burstgpt"), 1)
+
+
+def _is_gzip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == _GZIP_MAGIC
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if _is_gzip(path) else path.open("rb")
 
 
 def _detect(path: Path) -> str:

@@ -148,6 +148,7 @@ class TraceCounts(TypedDict):
     requests: int
     malformed: int
     errors: list[str]  # the first few malformed lines
+    failed: int  # requests that the trace records as failed, left out
     input_tokens: int
     output_tokens: int
 

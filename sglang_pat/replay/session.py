@@ -98,6 +98,7 @@ class Replay:
                 format=trace.format,
                 requests=served.arrived,
                 malformed=trace.errors.count,
+                failed=trace.errors.failed,
                 errors=[str(error) for error in trace.errors.first],
                 input_tokens=served.input_tokens,
                 output_tokens=served.output_tokens,

@@ -170,6 +170,9 @@ def warnings(result: Result) -> list[str]:
     trace, totals = result["trace"], result["totals"]
     if result["meta"].get("interrupted"):
         found.append("The replay was interrupted: the numbers cover the part that was done.")
+    if trace["failed"]:
+        failed = "request" if trace["failed"] == 1 else "requests"
+        found.append(f"{trace['failed']:,} {failed} left out: failed when the trace was recorded.")
     if trace["malformed"]:
         shown = "; ".join(trace["errors"])
         more = ", ..." if trace["malformed"] > len(trace["errors"]) else ""
