@@ -13,8 +13,8 @@ from typing import Any, NotRequired, TypedDict
 # Keys, at any depth, whose values are measured times: two replays of a trace are equal without.
 TIMING_KEYS = frozenset({"planning_us", "seconds", "steps_per_second", "gpu"})
 
-# Keys of histograms are decimal numbers. Rows per pack and times are binned by powers of two; the key
-# is the lower end of the bin.
+# Keys of histograms are decimal numbers. Rows per pack and times are binned by powers of two; the
+# key is the lower end of the bin.
 Histogram = dict[str, int]
 
 
