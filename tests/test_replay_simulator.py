@@ -65,7 +65,7 @@ def test_two_replays_are_equal_to_the_byte() -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_no_token_of_the_pool_is_lost(page_size: int) -> None:
     """With evictions and retractions: what is not free in the end is in the tree, unlocked."""
-    requests = sharing(40, answer=200) + [TraceRequest(1.0, (Segment(7, 900),), 30)]
+    requests = [*sharing(40, answer=200), TraceRequest(1.0, (Segment(7, 900),), 30)]
     running, tree, _ = simulator(
         trace_of(*requests), kv_tokens=4000, page_size=page_size, max_batch=16
     )

@@ -20,15 +20,15 @@ from sglang_step_recorder import FILE, WAIT_FOR, described, install
 
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.planning import StepPlanner
-from sglang_pat.replay.simulator import Served, Simulator
+from sglang_pat.replay.simulator import Simulator
 from sglang_pat.replay.trace import TokenPrompt, Trace, TraceErrors, TraceRequest
-from sglang_pat.sglang_replay_tree import ReplayRequest, new_tree
+from sglang_pat.sglang_replay_tree import ReplayRequest, ReplayTree, new_tree
 from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
 pytestmark = pytest.mark.engine
 
 MAX_RUNNING = 7
-POOL_TOKENS = 1500
+POOL_TOKENS = 1400
 MAX_PREFILL = 4096
 
 
@@ -44,7 +44,7 @@ def requests() -> list[Request]:
     asked = [Request(tools[i % 3] + tokens(3 + 7 * (i % 5)), 6 + 5 * i % 23) for i in range(18)]
     asked += [Request(asked[i].prompt + tokens(20), 9 + i) for i in range(4)]
     asked += [Request(tokens(150 + 40 * i), 12) for i in range(3)]
-    asked += [Request(system + tokens(5 + i), 150) for i in range(7)]  # outgrow the pool together
+    asked += [Request(system + tokens(5 + i), 230) for i in range(7)]  # outgrow the pool together
     asked += [Request(tools[i % 3] + tokens(8 + i), 10) for i in range(6)]
     return asked
 
@@ -69,8 +69,10 @@ def recorded_steps(folder: Path, model: Path, asked: list[Request]) -> tuple[Any
     return [json.loads(line) for line in file.read_text().splitlines()], answers
 
 
-def replayed_steps(asked: list[Request], answers: list[list[int]]) -> tuple[Any, Served]:
-    """The replay's decode steps, and what it served."""
+def replayed_steps(
+    asked: list[Request], answers: list[list[int]]
+) -> tuple[Any, Simulator, ReplayTree]:
+    """The replay's decode steps, and what took them."""
     stream = [
         TraceRequest(0.0, TokenPrompt(np.array(r.prompt, dtype=np.int64)), r.num_tokens)
         for r in asked
@@ -94,18 +96,19 @@ def replayed_steps(asked: list[Request], answers: list[list[int]]) -> tuple[Any,
     for step in simulator.steps():
         tokens = [request.tokens for request in step.reqs]
         steps.append(described(step.reqs, step.seq_lens.tolist(), tokens, tree.source))
-    return steps, simulator.served
+    return steps, simulator, tree
 
 
 def test_every_step_is_the_engines(tmp_path: Path, tiny_model: Path) -> None:
     asked = requests()
     recorded, answers = recorded_steps(tmp_path, tiny_model, asked)
     assert [len(answer) for answer in answers] == [request.num_tokens for request in asked]
-    replayed, served = replayed_steps(asked, answers)
+    replayed, simulator, tree = replayed_steps(asked, answers)
     for number, (ours, theirs) in enumerate(zip(replayed, recorded, strict=False)):
         assert ours == theirs, f"decode step {number}"
     assert len(replayed) == len(recorded)
-    assert served.finished == len(asked)
+    assert simulator.served.finished == len(asked)
     # The scenario shows what it is meant to show.
-    assert served.retracted > 0
-    assert served.prompt_tokens_found > 0
+    assert simulator.served.retracted > 0
+    assert simulator.served.prompt_tokens_found > 0
+    assert tree.mutations["evicted_tokens"] > 0

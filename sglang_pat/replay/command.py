@@ -32,6 +32,7 @@ _NEEDED_FOR_HTML = ("plotly", "jinja2")
 _DEFAULTS: dict[str, Any] = {
     "format": "auto",
     "model": "llama-3-8b",
+    "kv_pool_gb": 40.0,
     "page_size": 1,
     "max_batch": 128,
     "prefill_tokens": 8192,
@@ -41,7 +42,6 @@ _DEFAULTS: dict[str, Any] = {
     "time_scale": 1.0,
     "seed": 0,
 }
-_DEFAULT_KV_GB = 40.0
 _GENERATED_REQUESTS = 2000
 _SAMPLE_ON_GPU = 256  # a sampled step takes some tenths of a second there
 
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--model", metavar="NAME", help="llama-3-8b, qwen3-8b or a config.json")
     pool = server.add_mutually_exclusive_group()
     pool.add_argument(
-        "--kv-pool-gb", type=float, metavar="GB", help=f"KV pool (default: {_DEFAULT_KV_GB:g})"
+        "--kv-pool-gb", type=float, metavar="GB", help="KV pool (default: 40)"
     )
     pool.add_argument("--kv-tokens", type=int, metavar="N", help="the same, in tokens")
     server.add_argument("--page-size", type=int, metavar="N", help="tokens a page (default: 1)")
@@ -222,8 +222,7 @@ def _options(settings: dict[str, Any]) -> Any:
     model = model_shape(settings["model"])
     kv_tokens = settings["kv_tokens"]
     if kv_tokens is None:
-        gigabytes = settings["kv_pool_gb"] or _DEFAULT_KV_GB
-        kv_tokens = int(gigabytes * 1e9) // model.kv_bytes_per_token
+        kv_tokens = int(settings["kv_pool_gb"] * 1e9) // model.kv_bytes_per_token
     return ReplayOptions(
         model=model,
         kv_tokens=kv_tokens,
