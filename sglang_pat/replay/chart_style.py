@@ -1,6 +1,6 @@
 """How the charts of the HTML report look: one Plotly template, one colour per policy.
 
-Beside the pipeline: below charts.py and forest_chart.py. Colours of text and grid are the page's
+Beside the pipeline: below all charts. Colours of text and grid are the page's
 (report.css), so that they follow its light or dark scheme; those here are legible on both.
 """
 

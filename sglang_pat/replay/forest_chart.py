@@ -21,6 +21,7 @@ from sglang_pat.replay.summary import NumberTable
 
 # More rectangles make a browser slow, and are thinner than a pixel anyway.
 MAX_NODES = 1500
+_MAX_OUTLINED_ROWS = 150
 _ROOT = -1
 _PRIVATE = "rgba(139, 147, 156, 0.45)"
 # The more sharers, the stronger; lightness alone tells them apart, on a light and on a dark page.
@@ -127,6 +128,8 @@ def forest_chart(forest: Forest | None) -> Chart:
             **_bars(summed, "several nodes"),
             marker={**_marker(GREY), "pattern": {"shape": "/", "size": 5, "solidity": 0.25}},
         )
+    # Rows of less than some three pixels would be all outline.
+    figure.update_traces(marker_line_width=0.5 if forest["batch"] <= _MAX_OUTLINED_ROWS else 0)
     figure.update_layout(barmode="overlay", xaxis_title="KV position, tokens")
     figure.update_yaxes(
         title="requests", range=[max(forest["batch"], 1), 0], autorange=False, tickformat=",d"
@@ -208,7 +211,7 @@ def _hover(block: Block) -> str:
 
 
 def _marker(fill: object) -> dict[str, object]:
-    return {"color": fill, "line": {"width": 0.5, "color": OUTLINE}}
+    return {"color": fill, "line": {"color": OUTLINE}}
 
 
 def _shared_marker(shared: Sequence[Block]) -> dict[str, object]:

@@ -15,9 +15,9 @@ from plotly.offline import get_plotlyjs
 
 from sglang_pat.replay.capacity_chart import capacity_chart
 from sglang_pat.replay.capacity_rows import capacity_table
-from sglang_pat.replay.charts import time_charts, total_charts
 from sglang_pat.replay.forest_chart import forest_chart, largest_table
 from sglang_pat.replay.result import Result
+from sglang_pat.replay.step_charts import time_charts
 from sglang_pat.replay.summary import (
     fact_groups,
     headline,
@@ -27,6 +27,7 @@ from sglang_pat.replay.summary import (
     settings,
     warnings,
 )
+from sglang_pat.replay.total_charts import total_charts
 
 _FOLDER = Path(__file__).parent
 
