@@ -140,8 +140,9 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             check_argument_names(layer, kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            # Without layer.k_scale and v_scale, which checkpoints made for an fp8 cache have.
-            # SGLang's pools apply them only to a cache of another type than the model's, which is refused.
+            # Without layer.k_scale and v_scale, which checkpoints made for an fp8 cache have: for
+            # SGLang's pools they mean nothing unless the cache's type is not the model's, and that
+            # is refused at start-up.
             pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
