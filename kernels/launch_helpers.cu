@@ -23,8 +23,7 @@ cudaError_t launch_merge_partials(const MergeParams& params, cudaStream_t stream
   constexpr int kCtasPerSm = 8;
   const int64_t rows = int64_t{params.max_merges} * params.num_q_heads;
   const int64_t ctas =
-      std::min<int64_t>((rows + kMergeWarps - 1) / kMergeWarps, num_sms * kCtasPerSm);
-  if (ctas == 0) return cudaSuccess;
+      std::clamp<int64_t>((rows + kMergeWarps - 1) / kMergeWarps, 1, num_sms * kCtasPerSm);
   return launch(&merge_partials_kernel<Element, kHeadDim>, params,
                 dim3(static_cast<unsigned>(ctas)), kMergeWarps * 32, 0, /*overlap=*/true, stream);
 }

@@ -4,12 +4,11 @@
 
 namespace pat {
 
-cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, int num_ctas,
-                                        cudaStream_t stream);
+cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, cudaStream_t stream);
 
-cudaError_t launch_pack_decode(const DecodeParams& params, int num_ctas, cudaStream_t stream) {
-  if (params.soft_cap) return launch_pack_decode_soft_cap(params, num_ctas, stream);
-  return launch_pack_decode_variant<false>(params, num_ctas, stream);
+cudaError_t launch_pack_decode(const DecodeParams& params, cudaStream_t stream) {
+  if (params.soft_cap) return launch_pack_decode_soft_cap(params, stream);
+  return launch_pack_decode_variant<false>(params, stream);
 }
 
 }  // namespace pat

@@ -3,9 +3,8 @@
 
 namespace pat {
 
-cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, int num_ctas,
-                                        cudaStream_t stream) {
-  return launch_pack_decode_variant<true>(params, num_ctas, stream);
+cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, cudaStream_t stream) {
+  return launch_pack_decode_variant<true>(params, stream);
 }
 
 }  // namespace pat

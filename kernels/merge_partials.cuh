@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   int4 entry = first_row < num_rows ? entries[first_row / num_heads] : int4{};
   // Only now: the plan was there before pack_decode began, the partials are what it writes.
   ptx::wait_for_dependencies();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.num_draws = 0;  // pack_decode has drawn its last
   for (int row = first_row; row < num_rows; row += row_step) {
     const int head = row % num_heads;
     const int request = entry.x, num_partials = entry.z;

@@ -1,9 +1,9 @@
 // pack_decode: the attention of one decode step over the plan's work items.
 //
-// Persistent. CTA w * num_kv_heads + h executes the items of worker w for KV head h, in order. Two producer warps
-// keep a ring of KV stages and a ring of query tiles full across items; four consumer warps run the tile body
-// that the item asks for. A row that is its request's only partial goes straight to the output, every other to
-// the partials that merge_partials reads.
+// Persistent. A CTA draws tickets until none is left: the first by its own number, the others from a counter, so
+// that whoever is early takes more. Two producer warps keep a ring of KV stages and a ring of query tiles full
+// across items and tickets; four consumer warps run the tile body that the item asks for. A row that is its
+// request's only partial goes straight to the output, every other to the partials that merge_partials reads.
 #pragma once
 
 #include "pat/producer.cuh"
@@ -24,8 +24,6 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
 
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
-  const int kv_head = blockIdx.x % params.num_kv_heads;
-  const int worker = blockIdx.x / params.num_kv_heads;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Storage::kStages; ++i) {
@@ -36,24 +34,22 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
       ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
     }
+    for (int i = 0; i < kDrawsAhead; ++i) {
+      ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
+      ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);
+    }
   }
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
-  const int item_begin = params.plan.worker_begin[worker];
-  const int item_end = params.plan.worker_begin[worker + 1];
-  if (threadIdx.x == 0) storage.num_items = item_end - item_begin;
   __syncthreads();
 
   if (warp == kConsumerWarps) {
-    Producer<T, kHeadDim, true>(params, storage, kv_head, lane).run(item_begin, item_end);
+    Producer<T, kHeadDim, true>(params, storage, lane).run();
   } else if (warp == kConsumerWarps + 1) {
-    Producer<T, kHeadDim, false>(params, storage, kv_head, lane).run(item_begin, item_end);
+    Producer<T, kHeadDim, false>(params, storage, lane).run();
   } else {
     Consumer<kHeadDim> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
-    while (consumer.position.item < storage.num_items) {
-      consumer.wait_for_queries();
-      execute_item<T, kHeadDim, kSoftCap>(params, consumer);
-    }
+    while (consumer.wait_for_item()) execute_item<T, kHeadDim, kSoftCap>(params, consumer);
   }
 }
 

@@ -97,7 +97,7 @@ PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
   check_contiguous(plan, "plan");
   TORCH_CHECK_VALUE(capacity.size() == 5, "capacity must have 5 entries (PlanCapacity), got ",
                     capacity.size());
-  const PlanLayout layout = PlanLayout::of({.num_workers = static_cast<int32_t>(capacity[0]),
+  const PlanLayout layout = PlanLayout::of({.num_tickets = static_cast<int32_t>(capacity[0]),
                                             .num_work_items = static_cast<int32_t>(capacity[1]),
                                             .num_item_requests = static_cast<int32_t>(capacity[2]),
                                             .num_gather_spans = static_cast<int32_t>(capacity[3]),
@@ -108,7 +108,7 @@ PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(base) % kAlignment == 0, "plan must be aligned to ",
                     kAlignment, " bytes, got address ", reinterpret_cast<uintptr_t>(base));
   return {.header = reinterpret_cast<const PlanHeader*>(base + layout.header),
-          .worker_begin = base + layout.worker_begin,
+          .ticket_begin = base + layout.ticket_begin,
           .work_items = reinterpret_cast<const WorkItem*>(base + layout.work_items),
           .item_requests = reinterpret_cast<const ItemRequest*>(base + layout.item_requests),
           .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
@@ -168,15 +168,12 @@ Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
 }
 
 void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-            const at::Tensor& plan, at::IntArrayRef capacity, int64_t num_workers,
-            const at::Tensor& shared_slots, const at::Tensor& req_to_token,
-            const at::Tensor& req_pool_indices, const at::Tensor& seq_lens, at::Tensor& out,
-            const std::optional<at::Tensor>& out_lse, at::Tensor& partial_out,
-            at::Tensor& partial_lse, double sm_scale, double logit_cap) {
+            const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& shared_slots,
+            const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
+            const at::Tensor& seq_lens, at::Tensor& out, const std::optional<at::Tensor>& out_lse,
+            at::Tensor& partial_out, at::Tensor& partial_lse, at::Tensor& num_draws,
+            double sm_scale, double logit_cap) {
   const PlanView view = plan_view(plan, capacity);
-  TORCH_CHECK_VALUE(num_workers >= 1 && num_workers <= capacity[0],
-                    "num_workers must be 1 to the plan's capacity ", capacity[0], ", got ",
-                    num_workers);
   check_type(q, "q", kElement, 3);
   check_type(k_cache, "k_cache", kElement, 3);
   const int64_t num_requests = q.size(0), num_q_heads = q.size(1), num_kv_heads = k_cache.size(1);
@@ -193,6 +190,9 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_device(shared_slots, "shared_slots", plan);
   check_req_to_token(req_to_token, plan);
+  check_type(num_draws, "num_draws", at::kInt, 1);
+  check_shape(num_draws, "num_draws", {1});
+  check_device(num_draws, "num_draws", plan);
   const IndexArray rows = index_array(req_pool_indices, "req_pool_indices", plan);
   const IndexArray lengths = index_array(seq_lens, "seq_lens", plan);
   TORCH_CHECK_VALUE(req_pool_indices.size(0) >= num_requests && seq_lens.size(0) >= num_requests,
@@ -222,6 +222,8 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .out_lse = outputs.out_lse,
       .partial_out = outputs.partial_out,
       .partial_lse = outputs.partial_lse,
+      .num_draws = num_draws.mutable_data_ptr<int32_t>(),
+      .max_tickets = static_cast<int32_t>(capacity[0]),
       .num_kv_heads = static_cast<int32_t>(num_kv_heads),
       .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
       .logit_scale = LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
@@ -231,12 +233,12 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                                  .partial_lse = outputs.partial_lse,
                                  .out = outputs.out,
                                  .out_lse = outputs.out_lse,
+                                 .num_draws = decode_params.num_draws,
                                  .num_q_heads = static_cast<int32_t>(num_q_heads),
                                  .max_merges = static_cast<int32_t>(capacity[4])};
   const c10::cuda::CUDAGuard guard(plan.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const int num_ctas = static_cast<int>(num_workers * num_kv_heads);
-  check_launch(launch_pack_decode(decode_params, num_ctas, stream), "pack_decode");
+  check_launch(launch_pack_decode(decode_params, stream), "pack_decode");
   check_launch(launch_merge_partials(merge_params, stream), "merge_partials");
 }
 
@@ -252,13 +254,11 @@ PAT_LIBRARY(PAT_NAMESPACE, module) {
       "gather_slots(Tensor plan, int[] capacity, Tensor req_to_token, Tensor req_pool_indices, "
       "Tensor(a!) shared_slots) -> ()");
   module.def(
-      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor plan, int[] capacity, int "
-      "num_workers, "
+      "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor plan, int[] capacity, "
       "Tensor shared_slots, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
       "Tensor(a!) out, "
-      "Tensor(b!)? out_lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, float sm_scale, float "
-      "logit_cap) "
-      "-> ()");
+      "Tensor(b!)? out_lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, "
+      "Tensor(e!) num_draws, float sm_scale, float logit_cap) -> ()");
 }
 
 PAT_LIBRARY_IMPL(PAT_NAMESPACE, CUDA, module) {

@@ -41,7 +41,7 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
 py::dict layout_dict(const pat::PlanLayout& layout) {
   py::dict result;
   result["header"] = layout.header;
-  result["worker_begin"] = layout.worker_begin;
+  result["ticket_begin"] = layout.ticket_begin;
   result["work_items"] = layout.work_items;
   result["item_requests"] = layout.item_requests;
   result["gather_spans"] = layout.gather_spans;
@@ -68,18 +68,18 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("TILE_TABLE") = py::tuple(tiles);
 
   py::class_<pat::PlanCapacity>(m, "PlanCapacity")
-      .def(py::init([](int32_t workers, int32_t work_items, int32_t item_requests,
+      .def(py::init([](int32_t tickets, int32_t work_items, int32_t item_requests,
                        int32_t gather_spans, int32_t merges) {
-             return pat::PlanCapacity{.num_workers = workers,
+             return pat::PlanCapacity{.num_tickets = tickets,
                                       .num_work_items = work_items,
                                       .num_item_requests = item_requests,
                                       .num_gather_spans = gather_spans,
                                       .num_merges = merges};
            }),
-           py::kw_only(), py::arg("num_workers") = 0, py::arg("num_work_items") = 0,
+           py::kw_only(), py::arg("num_tickets") = 0, py::arg("num_work_items") = 0,
            py::arg("num_item_requests") = 0, py::arg("num_gather_spans") = 0,
            py::arg("num_merges") = 0)
-      .def_readonly("num_workers", &pat::PlanCapacity::num_workers)
+      .def_readonly("num_tickets", &pat::PlanCapacity::num_tickets)
       .def_readonly("num_work_items", &pat::PlanCapacity::num_work_items)
       .def_readonly("num_item_requests", &pat::PlanCapacity::num_item_requests)
       .def_readonly("num_gather_spans", &pat::PlanCapacity::num_gather_spans)

@@ -50,19 +50,21 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
   }
 
   num_partials_.assign(num_requests, 0);
+  kv_tokens_.planned = 0;
   for (const Piece& piece : split.pieces) {
+    kv_tokens_.planned += piece.kv_end - piece.kv_begin;
     for (int32_t i = 0; i < piece.num_requests; ++i) {
       ++num_partials_[packing.requests[piece.request_begin + i]];
     }
   }
-  worker_begin_ = split.worker_begin;
   assign_partials(packing, split);
+  list_work_items(packing, split);
 
   header_ = {.magic = kPlanMagic,
              .version = kPlanVersion,
              .num_requests = num_requests,
              .group_size = group_size,
-             .num_workers = static_cast<int32_t>(worker_begin_.size()) - 1,
+             .num_tickets = static_cast<int32_t>(ticket_begin_.size()) - 1,
              .num_work_items = static_cast<int32_t>(work_items_.size()),
              .num_item_requests = static_cast<int32_t>(item_requests_.size()),
              .num_gather_spans = static_cast<int32_t>(gather_spans_.size()),
@@ -91,33 +93,46 @@ void DecodePlan::assign_partials(const Packing& packing, const Split& split) {
   }
   header_.num_partials = static_cast<int32_t>(next);
 
-  work_items_.clear();
   item_requests_.clear();
-  kv_tokens_.planned = 0;
+  request_begin_.clear();
   for (const Piece& piece : split.pieces) {
-    const Pack& pack = packing.packs[piece.pack];
-    const bool open = pack.is_private && piece.kv_end == pack.kv_end;
-    const int32_t shift = pack.is_private ? 0 : slot_begin_[piece.pack] - pack.kv_begin;
-    work_items_.push_back(
-        {.tile = piece.tile,
-         .num_requests = piece.num_requests,
-         .request_begin = static_cast<int32_t>(item_requests_.size()),
-         .kv_request = pack.is_private ? packing.requests[pack.request_begin] : kSharedKv,
-         .kv_begin = piece.kv_begin + shift,
-         .kv_end = open ? kOpenEnd : piece.kv_end + shift,
-         .reserved = {}});
+    request_begin_.push_back(static_cast<int32_t>(item_requests_.size()));
     for (int32_t i = 0; i < piece.num_requests; ++i) {
       const int32_t request = packing.requests[piece.request_begin + i];
       int32_t& slot = next_partial_[request];
       item_requests_.push_back({.request = request, .partial_slot = slot});
       if (slot != kDirectStore) ++slot;
     }
-    kv_tokens_.planned += piece.kv_end - piece.kv_begin;
   }
 }
 
+void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
+  work_items_.clear();
+  ticket_begin_.assign(1, 0);
+  for (const Ticket& ticket : split.tickets) {
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
+      work_items_.push_back(work_item(packing, split.pieces[p], request_begin_[p]));
+    }
+    ticket_begin_.push_back(static_cast<int32_t>(work_items_.size()));
+  }
+}
+
+WorkItem DecodePlan::work_item(const Packing& packing, const Piece& piece,
+                               int32_t request_begin) const {
+  const Pack& pack = packing.packs[piece.pack];
+  const bool open = pack.is_private && piece.kv_end == pack.kv_end;
+  const int32_t shift = pack.is_private ? 0 : slot_begin_[piece.pack] - pack.kv_begin;
+  return {.tile = piece.tile,
+          .num_requests = piece.num_requests,
+          .request_begin = request_begin,
+          .kv_request = pack.is_private ? packing.requests[pack.request_begin] : kSharedKv,
+          .kv_begin = piece.kv_begin + shift,
+          .kv_end = open ? kOpenEnd : piece.kv_end + shift,
+          .reserved = {}};
+}
+
 PlanCapacity DecodePlan::required_capacity() const {
-  return {.num_workers = header_.num_workers,
+  return {.num_tickets = header_.num_tickets,
           .num_work_items = header_.num_work_items,
           .num_item_requests = header_.num_item_requests,
           .num_gather_spans = header_.num_gather_spans,
@@ -125,7 +140,7 @@ PlanCapacity DecodePlan::required_capacity() const {
 }
 
 void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) const {
-  check_section("workers", header_.num_workers, capacity.num_workers);
+  check_section("tickets", header_.num_tickets, capacity.num_tickets);
   check_section("work_items", header_.num_work_items, capacity.num_work_items);
   check_section("item_requests", header_.num_item_requests, capacity.num_item_requests);
   check_section("gather_spans", header_.num_gather_spans, capacity.num_gather_spans);
@@ -137,7 +152,7 @@ void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) con
                             std::to_string(out.size()));
   }
   std::memcpy(out.data() + layout.header, &header_, sizeof(header_));
-  copy_section(worker_begin_, layout.worker_begin, out);
+  copy_section(ticket_begin_, layout.ticket_begin, out);
   copy_section(work_items_, layout.work_items, out);
   copy_section(item_requests_, layout.item_requests, out);
   copy_section(gather_spans_, layout.gather_spans, out);

@@ -42,19 +42,24 @@ class DecodePlan {
   }
 
  private:
+  // Fills merges and item_requests, the latter in the order of the pieces.
   void assign_partials(const Packing& packing, const Split& split);
+  // Fills work_items and tickets, in the order in which they are drawn.
+  void list_work_items(const Packing& packing, const Split& split);
+  WorkItem work_item(const Packing& packing, const Piece& piece, int32_t request_begin) const;
 
   PlanHeader header_{};
   KvTokens kv_tokens_;
-  std::vector<int32_t> worker_begin_;
+  std::vector<int32_t> ticket_begin_;
   std::vector<WorkItem> work_items_;
   std::vector<ItemRequest> item_requests_;
   std::vector<GatherSpan> gather_spans_;
   std::vector<MergeEntry> merges_;
 
-  std::vector<int32_t> slot_begin_;    // per pack: where its range begins in the slot buffer
-  std::vector<int32_t> num_partials_;  // per request
-  std::vector<int32_t> next_partial_;  // per request
+  std::vector<int32_t> slot_begin_;     // per pack: where its range begins in the slot buffer
+  std::vector<int32_t> num_partials_;   // per request
+  std::vector<int32_t> next_partial_;   // per request
+  std::vector<int32_t> request_begin_;  // per piece, into item_requests_
 };
 
 }  // namespace pat

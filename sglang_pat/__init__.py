@@ -1,13 +1,21 @@
-"""sglang-pat: decode attention for SGLang that reads each shared KV prefix once per step."""
+"""sglang-pat: decode attention for SGLang that reads each shared KV prefix once per step.
 
-from importlib.metadata import version
+The names below are imported when they are first used: SGLang loads the package in each of its
+processes, and the command line needs neither torch nor the scheduler to show its help.
+"""
 
-from sglang_pat.decode_batch import DecodeBatch, PathNode, PrefixPaths
-from sglang_pat.decode_plan import DecodePlan, KvTokens
-from sglang_pat.pack_attention import PackAttention, PlanStats
-from sglang_pat.support import support_matrix
+from __future__ import annotations
 
-__version__ = version("sglang-pat")
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_pat.decode_batch import DecodeBatch, PathNode, PrefixPaths
+    from sglang_pat.decode_plan import DecodePlan, KvTokens
+    from sglang_pat.pack_attention import PackAttention, PlanStats
+    from sglang_pat.support import support_matrix
+
+    __version__: str
 
 __all__ = [
     "DecodeBatch",
@@ -19,3 +27,32 @@ __all__ = [
     "PrefixPaths",
     "support_matrix",
 ]
+
+_MODULES = {
+    "DecodeBatch": "decode_batch",
+    "DecodePlan": "decode_plan",
+    "KvTokens": "decode_plan",
+    "PackAttention": "pack_attention",
+    "PathNode": "decode_batch",
+    "PlanStats": "pack_attention",
+    "PrefixPaths": "decode_batch",
+    "support_matrix": "support",
+}
+
+
+def __getattr__(name: str) -> object:
+    value: object
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("sglang-pat")
+    elif name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # so that this function is asked once per name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

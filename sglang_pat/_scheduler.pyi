@@ -19,7 +19,7 @@ TILE_TABLE: tuple[tuple[int, int, int], ...]
 
 class _Layout(TypedDict):
     header: int
-    worker_begin: int
+    ticket_begin: int
     work_items: int
     item_requests: int
     gather_spans: int
@@ -48,14 +48,14 @@ class PlanCapacity:
     def __init__(
         self,
         *,
-        num_workers: int = 0,
+        num_tickets: int = 0,
         num_work_items: int = 0,
         num_item_requests: int = 0,
         num_gather_spans: int = 0,
         num_merges: int = 0,
     ) -> None: ...
     @property
-    def num_workers(self) -> int: ...
+    def num_tickets(self) -> int: ...
     @property
     def num_work_items(self) -> int: ...
     @property

@@ -1,6 +1,7 @@
 """The console script `sglang-pat`: one subcommand per thing a user does outside of SGLang.
 
-Beside the pipeline. What only one subcommand needs is imported when that one runs.
+Beside the pipeline. Here and in the modules imported here are the arguments only; what a subcommand
+needs to run, torch above all, is imported when it runs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sglang_pat import demo, kernel_loader, support
+from sglang_pat import build_command, demo, doctor_command, support
 from sglang_pat.replay import command as replay
 
 
@@ -24,16 +25,15 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sglang-pat", description="Prefix-shared decode attention for SGLang."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    demo.add_arguments(
-        commands.add_parser("demo", help=demo.DESCRIPTION, description=demo.DESCRIPTION)
-    )
-    compile_now = "compile the CUDA kernels now instead of on first use"
-    kernel_loader.add_arguments(
-        commands.add_parser("build", help=compile_now, description=compile_now)
-    )
-    replay.add_arguments(
-        commands.add_parser("replay", help=replay.DESCRIPTION, description=replay.DESCRIPTION)
-    )
+    for name, command in (
+        ("doctor", doctor_command),
+        ("build", build_command),
+        ("demo", demo),
+        ("replay", replay),
+    ):
+        command.add_arguments(
+            commands.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION)
+        )
     matrix = commands.add_parser("support", help="print what is supported, as a Markdown table")
     matrix.set_defaults(run=_support)
     return parser

@@ -42,14 +42,15 @@ class Reservation:
     def for_requests(
         cls, max_requests: int, num_shared_slots: int, num_workers: int, group_size: int
     ) -> Reservation:
-        """Enough for paths of about five shared ranges per request. A cut adds at most a tile's
-        requests.
+        """Enough for paths of about five shared ranges per request. Cuts add at most a largest
+        tile's requests for each worker (scheduler/kv_split.h).
         """
-        entries = 6 * max_requests + num_workers * (TILE_TABLE[-1][0] // group_size)
+        cut_requests = num_workers * (TILE_TABLE[-1][0] // group_size)
+        entries = 6 * max_requests + cut_requests
         return cls(
             plan=PlanCapacity(
-                num_workers=num_workers,
-                num_work_items=4 * max_requests + num_workers,
+                num_tickets=4 * max_requests + cut_requests,
+                num_work_items=4 * max_requests + cut_requests,
                 num_item_requests=entries,
                 num_gather_spans=2 * max_requests,
                 num_merges=max_requests,
@@ -85,6 +86,7 @@ class CudaExecutor:
         self._copied = [torch.cuda.Event() for _ in range(_RING)]  # type: ignore[no-untyped-call]
         self._step: DeviceStep | None = None
         self._plan: DecodePlan | None = None
+        self._num_draws = torch.zeros(1, dtype=torch.int32, device=device)
         reservation = reservation or Reservation(PlanCapacity(), 0, 0)
         self._allocate_plan(reservation.plan)
         self._allocate_partials(reservation.num_partials)
@@ -100,14 +102,14 @@ class CudaExecutor:
         self._plan_buffer.copy_(host, non_blocking=True)
         self._copied[self._ring].record(torch.cuda.current_stream(self._device))
         if plan.header.num_gather_spans:
-            self._kernels.gather_slots(self._device_step(step, plan.header.num_workers))
+            self._kernels.gather_slots(self._device_step(step))
         self._plan = plan
         return plan
 
     def begin_step(self, step: Step) -> None:
         """The following run()s, and replays of graphs that captured them, read these tensors."""
         assert self._plan is not None
-        self._step = self._device_step(step, self._plan.header.num_workers)
+        self._step = self._device_step(step)
 
     def run(
         self,
@@ -123,17 +125,17 @@ class CudaExecutor:
         assert self._step is not None
         self._kernels.decode(self._step, q, k_cache, v_cache, out, lse, sm_scale, logit_cap)
 
-    def _device_step(self, step: Step, num_workers: int) -> DeviceStep:
+    def _device_step(self, step: Step) -> DeviceStep:
         return DeviceStep(
             plan=self._plan_buffer,
             capacity=self._capacity,
-            num_workers=num_workers,
             shared_slots=self._shared_slots,
             req_to_token=step.req_to_token,
             req_pool_indices=step.req_pool_indices,
             seq_lens=step.seq_lens,
             partial_out=self._partial_out,
             partial_lse=self._partial_lse,
+            num_draws=self._num_draws,
         )
 
     def _make_room(self, scheduler: PackScheduler) -> None:

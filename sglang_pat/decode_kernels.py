@@ -21,22 +21,23 @@ class DeviceStep:
     """What a decode step reads besides queries and KV. The contents of these device tensors may
     change from one replay of a graph to the next, but not their addresses.
 
-    plan: int32, laid out for `capacity` (plan_format.h). num_workers: per KV head, as in the plan's
-    header. shared_slots: int32, filled by gather_slots when the plan changes. req_to_token: int32
+    plan: int32, laid out for `capacity` (plan_format.h). shared_slots: int32, filled by
+    gather_slots when the plan changes. req_to_token: int32
     `[num_rows, max_context_len]`. req_pool_indices, seq_lens: int32 or int64 `[num_requests]` or
     longer. partial_out: float32 `[num_partials, num_qo_heads, head_dim]`; partial_lse: float32
     `[num_partials, num_qo_heads]`; both at least as long as the plan's num_partials.
+    num_draws: int32 `[1]`, 0 between steps; not for two streams at once.
     """
 
     plan: torch.Tensor
     capacity: PlanCapacity
-    num_workers: int
     shared_slots: torch.Tensor
     req_to_token: torch.Tensor
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    num_draws: torch.Tensor
 
     @property
     def capacity_list(self) -> list[int]:
@@ -87,7 +88,6 @@ class DecodeKernels:
             v_cache,
             step.plan,
             step.capacity_list,
-            step.num_workers,
             step.shared_slots,
             step.req_to_token,
             step.req_pool_indices,
@@ -96,6 +96,7 @@ class DecodeKernels:
             out_lse,
             step.partial_out,
             step.partial_lse,
+            step.num_draws,
             sm_scale,
             logit_cap,
         )

@@ -30,7 +30,7 @@ class PlanHeader(NamedTuple):
     version: int
     num_requests: int
     group_size: int
-    num_workers: int
+    num_tickets: int
     num_work_items: int
     num_item_requests: int
     num_gather_spans: int
@@ -59,7 +59,7 @@ class DecodePlan:
     """
 
     header: PlanHeader
-    worker_begin: IntArray  # [num_workers + 1]
+    ticket_begin: IntArray  # [num_tickets + 1]
     work_items: IntArray  # [num_work_items, 8]
     item_requests: IntArray  # [num_item_requests, 2]
     gather_spans: IntArray  # [num_gather_spans, 4]
@@ -84,7 +84,7 @@ class DecodePlan:
 
         return cls(
             header=header,
-            worker_begin=section(layout["worker_begin"], header.num_workers + 1, 1)[:, 0],
+            ticket_begin=section(layout["ticket_begin"], header.num_tickets + 1, 1)[:, 0],
             work_items=section(layout["work_items"], header.num_work_items, 8),
             item_requests=section(layout["item_requests"], header.num_item_requests, 2),
             gather_spans=section(layout["gather_spans"], header.num_gather_spans, 4),
@@ -93,22 +93,22 @@ class DecodePlan:
         )
 
     def describe(self) -> str:
-        """The plan as text: one line per work item: worker, tile, KV range, requests."""
+        """The plan as text: one line per work item: ticket, tile, KV range, requests."""
         return "\n".join(self._describe_lines())
 
     def _describe_lines(self) -> Iterator[str]:
         h, tokens = self.header, self.kv_tokens
         yield (
             f"plan v{h.version}: {h.num_requests} requests, group size {h.group_size}, "
-            f"{h.num_work_items} work items on {h.num_workers} workers per KV head, "
+            f"{h.num_work_items} work items in {h.num_tickets} tickets per KV head, "
             f"{h.num_partials} partials, {h.num_shared_slots} shared slots"
         )
         yield (
             f"KV tokens: {tokens.query_centric} query-centric, {tokens.planned} planned, "
             f"{tokens.lower_bound} at least"
         )
-        for worker in range(h.num_workers):
-            for item in range(self.worker_begin[worker], self.worker_begin[worker + 1]):
+        for ticket in range(h.num_tickets):
+            for item in range(self.ticket_begin[ticket], self.ticket_begin[ticket + 1]):
                 tile, count, first, kv_request, kv_begin, kv_end = self.work_items[
                     item, :6
                 ].tolist()
@@ -120,7 +120,7 @@ class DecodePlan:
                     for request, slot in requests.tolist()
                 )
                 yield (
-                    f"worker {worker}: item {item}, tile {TILE_TABLE[tile][0]} rows, "
+                    f"ticket {ticket}: item {item}, tile {TILE_TABLE[tile][0]} rows, "
                     f"{source} [{kv_begin}, {end}), requests (->partial) {' '.join(stores)}"
                 )
         for request, begin, count, _ in self.merges.tolist():
@@ -128,7 +128,7 @@ class DecodePlan:
 
 
 CAPACITY_FIELDS = (
-    "num_workers",
+    "num_tickets",
     "num_work_items",
     "num_item_requests",
     "num_gather_spans",

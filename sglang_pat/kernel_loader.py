@@ -7,7 +7,6 @@ current.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import functools
 import hashlib
@@ -28,9 +27,8 @@ from pathlib import Path
 
 import torch
 
-from sglang_pat import support
 from sglang_pat.decode_kernels import DecodeKernels
-from sglang_pat.kernel_config import KernelConfig, parse_arch
+from sglang_pat.kernel_config import KernelConfig
 
 _CUDA_SOURCES = ("launch_pack_decode.cu", "launch_pack_decode_soft_cap.cu", "launch_helpers.cu")
 _TORCH_SOURCE = "torch_ops.cpp"
@@ -63,18 +61,21 @@ def build(config: KernelConfig, *, cache: Path | None = None, verbose: bool = Fa
     KernelBuildError if there is no usable compiler, or if it fails.
     """
     toolchain = Toolchain.find()
-    cache = default_cache() if cache is None else cache
-    key = f"{config.name}-{_content_hash(config, toolchain)}"
-    library = cache / key / _LIBRARY
+    library = library_path(config, toolchain, default_cache() if cache is None else cache)
     if not library.exists():
-        _build_locked(config, toolchain, cache, key)
+        _build_locked(config, toolchain, library)
     if verbose:
         print(library.with_name(_REPORT).read_text())
     return library
 
 
-def _build_locked(config: KernelConfig, toolchain: Toolchain, cache: Path, key: str) -> None:
-    library = cache / key / _LIBRARY
+def library_path(config: KernelConfig, toolchain: Toolchain, cache: Path) -> Path:
+    """Where the library of `config` lies once it is compiled from today's sources and compilers."""
+    return cache / f"{config.name}-{_content_hash(config, toolchain)}" / _LIBRARY
+
+
+def _build_locked(config: KernelConfig, toolchain: Toolchain, library: Path) -> None:
+    key, cache = library.parent.name, library.parent.parent
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f"{key}.lock"):
         for abandoned in cache.glob(f"{key}.build-*"):
@@ -261,44 +262,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `sglang-pat build`."""
-    parser.add_argument(
-        "--arch",
-        action="append",
-        required=True,
-        help="compute capability, e.g. 9.0; may be repeated",
-    )
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        choices=["float16", "bfloat16"],
-        help="of queries and KV cache; default bfloat16; may be repeated",
-    )
-    parser.add_argument(
-        "--head-dim",
-        action="append",
-        type=int,
-        choices=support.HEAD_DIMS,
-        help="default 128; may be repeated",
-    )
-    parser.add_argument("--cache", type=Path, default=None, help=f"default {default_cache()}")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="print registers and spills of every kernel"
-    )
-    parser.set_defaults(run=_build_command)
-
-
-def _build_command(arguments: argparse.Namespace) -> int:
-    try:
-        for arch in arguments.arch:
-            for dtype in arguments.dtype or ["bfloat16"]:
-                for head_dim in arguments.head_dim or [128]:
-                    config = KernelConfig(getattr(torch, dtype), head_dim, parse_arch(arch))
-                    print(build(config, cache=arguments.cache, verbose=arguments.verbose))
-    except (KernelBuildError, ValueError) as error:
-        print(f"sglang-pat build: {error}", file=sys.stderr)
-        return 1
-    return 0

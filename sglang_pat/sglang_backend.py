@@ -7,6 +7,7 @@ not decode stays with SGLang's own backend, beside it in a HybridAttnBackend.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -30,7 +31,8 @@ from sglang_pat.sglang_refusals import (
     check_kv_pool,
     check_server,
 )
-from sglang_pat.stats_file import StatsFile
+from sglang_pat.sglang_reports import StepReports
+from sglang_pat.step_counters import Counters, read_counters
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +96,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         self._reader = BatchReader()
         self._debug = environment.debug
         self._checkers: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
-        self._stats_file: StatsFile | None = None
-        # All ranks of a tensor-parallel group make the same plans.
-        if environment.stats_file is not None and torch.distributed.get_rank() == 0:
-            self._stats_file = StatsFile(environment.stats_file)
-        self._write_stats()
+        self._reports = StepReports(environment, model_runner, self._counters)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Eager decode. The requests are taken from the step that is being run."""
@@ -119,7 +117,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed: writes the plan that the graph reads."""
         assert self._captured is not None
-        self._plan(self._captured, forward_batch)
+        self._plan(self._captured, forward_batch, is_step=not in_capture)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -142,6 +140,9 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             check_argument_names(layer, kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
+            # Without layer.k_scale and v_scale, which checkpoints made for an fp8 cache have: for
+            # SGLang's pools they mean nothing unless the cache's type is not the model's, and that
+            # is refused at start-up.
             pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -152,9 +153,10 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         assert isinstance(out, torch.Tensor)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _plan(self, attention: PackAttention, forward_batch: Any) -> None:
+    def _plan(self, attention: PackAttention, forward_batch: Any, *, is_step: bool = True) -> None:
         if forward_batch.batch_size == 0:  # an idle rank under data parallelism
             return
+        start = time.perf_counter()
         self._attention = attention
         built_before = attention.stats.plans_built
         batch = self._reader.read(forward_batch)
@@ -170,16 +172,17 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             plan(batch)
         except PlanOverflowError:
             plan(self._reader.without_sharing(batch, OVERFLOW))
+        seconds = time.perf_counter() - start
+        plan_is_new = attention.stats.plans_built > built_before
         shared = self._reader.last_shared
         if self._debug and shared is not None:
-            plan_is_new = attention.stats.plans_built > built_before
             self._checkers[attention].check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
-        self._write_stats()
+        if is_step:
+            self._reports.add_step(seconds, plan_is_new=plan_is_new)
 
-    def _write_stats(self) -> None:
-        if self._stats_file is not None:
-            stats = [each.stats for each in (self._eager, self._captured) if each is not None]
-            self._stats_file.write(stats, private_steps=self._reader.private_steps)
+    def _counters(self) -> Counters:
+        stats = [each.stats for each in (self._eager, self._captured) if each is not None]
+        return read_counters(stats, private_steps=self._reader.private_steps)
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:

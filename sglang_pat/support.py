@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 SGLANG_VERSIONS = ("0.5.17", "0.5.23")
 DTYPES = ("float16", "bfloat16", "float32")
+KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 HEAD_DIMS = (64, 128)
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/include/pat/tile_table.h
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from sglang_pat.testing.cpu_engine import enable_cpu_engine
 from sglang_pat.testing.tiny_model import TinyModel
@@ -43,3 +45,28 @@ def expected(tiny_model: Path, workload: Workload) -> Expected:
     # may rightly disagree: then the workload is at fault, and needs another seed.
     assert answers.smallest_gap > 1e-4
     return answers
+
+
+@pytest.fixture
+def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What SGLang has published about a server: one rank, no metrics. Change it before use."""
+    from sglang_pat import sglang_reports
+
+    context = SimpleNamespace(
+        observability=SimpleNamespace(
+            enable_metrics=False,
+            enable_metrics_for_all_schedulers=False,
+            decode_log_interval=40,
+            extra_metric_labels=None,
+            stat_loggers=None,
+        ),
+        parallel=SimpleNamespace(
+            attn_tp_rank=0, attn_cp_rank=0, tp_rank=0, pp_rank=0, moe_ep_rank=0, dp_rank=None
+        ),
+        serving=SimpleNamespace(served_model_name="a model"),
+        disagg=SimpleNamespace(disaggregation_mode="null"),
+    )
+    for name, value in vars(context).items():
+        monkeypatch.setattr(sglang_reports, f"get_{name}", lambda value=value: value)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: context.parallel.tp_rank)
+    return context

@@ -20,6 +20,8 @@ from typing import Any
 
 import requests
 import sglang
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
@@ -223,6 +225,13 @@ class Server:
         response.raise_for_status()
         answer: list[int] = response.json()["output_ids"]
         return answer
+
+    def metrics(self) -> list[Sample]:
+        """Everything on the page of metrics."""
+        response = requests.get(f"{self.url}/metrics", timeout=30)
+        response.raise_for_status()
+        families = text_string_to_metric_families(response.text)
+        return [sample for family in families for sample in family.samples]
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

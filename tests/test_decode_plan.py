@@ -12,12 +12,12 @@ from test_plan_properties import make_scheduler, plan_case
 from sglang_pat._scheduler import PLAN_MAGIC, PLAN_VERSION, TILE_TABLE, PackScheduler, PlanCapacity
 from sglang_pat.decode_plan import DecodePlan, KvTokens, fits, grown, write_plan
 
-SECTIONS = ("num_workers", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
+SECTIONS = ("num_tickets", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
 
 
 def test_sections_start_on_cache_lines_and_do_not_overlap() -> None:
     capacity = PlanCapacity(
-        num_workers=33, num_work_items=7, num_item_requests=19, num_gather_spans=3, num_merges=5
+        num_tickets=33, num_work_items=7, num_item_requests=19, num_gather_spans=3, num_merges=5
     )
     layout = capacity.layout()
     offsets = list(layout.values())
@@ -55,7 +55,7 @@ def test_a_buffer_with_room_to_spare_holds_smaller_plans() -> None:
     plan_case(scheduler, make_case([], [(-1, 5)]))
     small = write_plan(scheduler, capacity, buffer)
     assert small.header.num_work_items == 1
-    assert small.worker_begin.ctypes.data == large.worker_begin.ctypes.data
+    assert small.ticket_begin.ctypes.data == large.ticket_begin.ctypes.data
 
 
 def test_a_buffer_without_a_plan_is_recognised() -> None:

@@ -247,6 +247,26 @@ def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers
     check_case(case, Heads(*geometry), num_workers=num_workers)
 
 
+def test_more_tickets_than_ctas() -> None:
+    """CTAs draw from a counter then; it is back at 0 after every step."""
+    heads = Heads(64, 64, 64)
+    case = make_case([(-1, 700)], [(0, 1900 + 31 * r) for r in range(48)])
+    tensors = Tensors.make(case, heads)
+    step = planned_step(heads, num_workers=4)
+    plan = step.write(
+        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    )
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert plan.header.num_tickets * heads.num_kv_heads > 2 * num_sms
+    first = run(step, tensors)
+    check(*first, tensors)
+    for _ in range(20):
+        out, lse = run(step, tensors)
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+    assert step.num_draws.item() == 0
+
+
 def test_bitwise_equal_from_run_to_run() -> None:
     heads = Heads(32, 8)
     tensors = Tensors.make(MIXED, heads)

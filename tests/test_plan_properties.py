@@ -84,24 +84,23 @@ def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> 
 
 def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None:
     h = plan.header
-    # Work items: each on one worker, its rows within its tile, and in the smallest tile that holds
+    # Work items: each in one ticket, its rows within its tile, and in the smallest tile that holds
     # them.
-    assert plan.worker_begin[0] == 0
-    assert plan.worker_begin[-1] == h.num_work_items
-    assert (np.diff(plan.worker_begin) >= 0).all()
-    covered = 0
+    assert plan.ticket_begin[0] == 0
+    assert plan.ticket_begin[-1] == h.num_work_items
+    assert (np.diff(plan.ticket_begin) > 0).all()
+    taken = np.zeros(h.num_item_requests, dtype=int)
     for tile, count, first, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
         rows = count * group_size
         assert 0 < rows <= TILE_TABLE[tile][0]
         assert tile == 0 or rows > TILE_TABLE[tile - 1][0]
-        assert first == covered
-        covered += count
+        taken[first : first + count] += 1
         assert kv_begin >= 0
         assert kv_end > kv_begin or kv_end == OPEN_END
         assert kv_request == SHARED_KV or count == 1
-    assert covered == h.num_item_requests
+    assert (taken == 1).all()
 
-    # Partials: dense and unique; merged in the order of the work items; single ones stored
+    # Partials: dense and unique; merged in the order of the KV; single ones stored
     # directly.
     num_requests = len(case.seq_lens)
     slots_of: list[list[int]] = [[] for _ in range(num_requests)]
@@ -184,7 +183,7 @@ def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase
     plan_case(used, other)  # leaves its state behind
     again = plan_case(used, case)
     assert fresh.header == again.header
-    for name in ("worker_begin", "work_items", "item_requests", "gather_spans", "merges"):
+    for name in ("ticket_begin", "work_items", "item_requests", "gather_spans", "merges"):
         assert getattr(fresh, name).tobytes() == getattr(again, name).tobytes()
 
 
@@ -207,14 +206,45 @@ def test_a_padding_row_has_nothing_to_merge() -> None:
     assert plan.merges.tolist() == [[0, 0, 0, 0]]
 
 
-def test_work_is_balanced() -> None:
-    """No worker has more than its share by more than the shortest piece, and none of 33 idles."""
-    case = make_case([(-1, 9000)], [(0, 700 + 97 * r) for r in range(24)])
+def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
+    """KV tokens of every ticket."""
+    ends = plan.work_items[:, 5]
+    ends = np.where(ends == OPEN_END, case.seq_lens[plan.work_items[:, 3]], ends)
+    tokens = ends - plan.work_items[:, 4]
+    return [int(part.sum()) for part in np.split(tokens, plan.ticket_begin[1:-1])]
+
+
+def test_a_little_work_is_one_ticket_for_each_worker() -> None:
+    """None has more than its share by more than the shortest piece, and none of 33 idles."""
+    case = make_case([(-1, 4500)], [(0, 350 + 48 * r) for r in range(24)])
+    tokens = ticket_tokens(plan_case(make_scheduler(), case), case)
+    assert len(tokens) == 33
+    assert max(tokens) <= np.mean(tokens) + 128
+
+
+def test_much_work_is_tickets_that_shrink() -> None:
+    case = make_case([], [(-1, 700 + 970 * r) for r in range(40)])
     plan = plan_case(make_scheduler(), case)
-    loads = []
-    for worker in range(plan.header.num_workers):
-        items = plan.work_items[plan.worker_begin[worker] : plan.worker_begin[worker + 1]]
-        ends = np.where(items[:, 5] == OPEN_END, case.seq_lens[items[:, 3]], items[:, 5])
-        loads.append(int((ends - items[:, 4]).sum()))
-    assert min(loads) > 0
-    assert max(loads) <= np.mean(loads) + 128
+    tokens = ticket_tokens(plan, case)
+    share = sum(tokens) / 33
+    assert max(tokens) <= 0.75 * share
+    assert max(tokens[-33:]) <= 600
+    check_coverage(plan, case, case.seq_lens)
+
+
+def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:
+    """The shared ones twice as fast, so that they end first."""
+    case = make_case([(-1, 2048)], [(0, 900)] * 512)
+    plan = plan_case(make_scheduler(), case)
+    is_shared = plan.work_items[:, 3] == SHARED_KV
+    last_shared = np.flatnonzero(is_shared)[-1]
+    private_before = (~is_shared[:last_shared]).sum()
+    assert 0.35 < private_before / (~is_shared).sum() < 0.65
+
+
+def test_long_kv_of_many_requests_is_cut_no_more_than_partials_allow() -> None:
+    """Tickets that shrink would cut the one tile here into hundreds of pieces."""
+    case = make_case([(-1, 300_000)], [(0, 9)] * 16)
+    plan = plan_case(make_scheduler(), case)
+    assert plan.header.num_item_requests <= 2 * 16 + 33 * 16
+    assert len(ticket_tokens(plan, case)) == 33

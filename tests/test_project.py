@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import sglang_pat
 from sglang_pat import _scheduler, support
 from sglang_pat.env import Environment
 
@@ -112,6 +113,22 @@ def test_command_line_needs_neither_sglang_nor_rich() -> None:
         "from sglang_pat import cli; cli.main(['support'])"
     )
     assert _python(code).strip() == support.markdown_table()
+
+
+@pytest.mark.parametrize("module", ["sglang_pat", "sglang_pat.cli", "sglang_pat.sglang_plugin"])
+def test_importing_is_light(module: str) -> None:
+    heavy = "{'torch', 'numpy', 'sglang', 'rich', 'sglang_pat._scheduler'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    assert _python(code).strip() == "[]"
+
+
+def test_public_names_are_imported_on_first_use() -> None:
+    for name in sglang_pat.__all__:
+        assert getattr(sglang_pat, name).__name__ == name
+        assert name in dir(sglang_pat)
+    assert sglang_pat.__version__ == version("sglang-pat")
+    with pytest.raises(AttributeError, match="'sglang_pat' has no attribute 'PackAttentions'"):
+        _ = sglang_pat.PackAttentions  # type: ignore[attr-defined]
 
 
 def test_kernel_sources_are_installed() -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from sglang_pat.cli import main
 from sglang_pat.replay import command
-from sglang_pat.replay.presets import PRESETS, figure_10_trace
+from sglang_pat.replay.figure_10 import figure_10_trace
+from sglang_pat.replay.presets import PRESETS
 from sglang_pat.replay.session import Replay
 from sglang_pat.testing.trees import PAT_TREES, PrefixTree
 

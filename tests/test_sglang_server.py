@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_engines import (
@@ -22,6 +24,8 @@ from sglang_engines import (
 pytestmark = pytest.mark.engine
 
 SHUTDOWN_SECONDS = 60
+PUBLISHED_SECONDS = 20
+DECODE_LOG_INTERVAL = 10
 
 
 @pytest.fixture
@@ -41,15 +45,65 @@ def assert_answers_concurrent_clients(
     assert answers == [expected.of(request) for request in asked]
 
 
+def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> None:
+    """The page of SGLang's metrics has ours, with SGLang's labels and up to the last step."""
+    expected = {
+        "sglang:pat_plans_built_total": counted["plans_built"],
+        "sglang:pat_plans_reused_total": counted["plans_reused"],
+        "sglang:pat_kv_tokens_query_centric_total": counted["kv_tokens_query_centric"],
+        "sglang:pat_kv_tokens_read_total": counted["kv_tokens_planned"],
+        "sglang:pat_kv_tokens_lower_bound_total": counted["kv_tokens_lower_bound"],
+        "sglang:pat_plan_seconds_count": counted["plans_built"] + counted["plans_reused"],
+    }
+    deadline = time.monotonic() + PUBLISHED_SECONDS
+    found: dict[str, float] = {}
+    while found != expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+        samples = server.metrics()
+        found = {
+            name: sum(each.value for each in samples if each.name == name) for name in expected
+        }
+    assert found == expected
+    (running,) = (each for each in samples if each.name == "sglang:num_running_reqs")
+    (reused,) = (each for each in samples if each.name == "sglang:pat_plans_reused_total")
+    assert reused.labels == running.labels
+    causes = {
+        each.labels["cause"]: each.value
+        for each in samples
+        if each.name == "sglang:pat_plans_built_total"
+    }
+    assert causes == counted["causes"]
+    (ratio,) = (each.value for each in samples if each.name == "sglang:pat_kv_read_ratio")
+    assert 0 < ratio <= 1
+
+
+def assert_steps_are_logged(log: str) -> None:
+    lines = [line for line in log.splitlines() if "Pat decode, #plan: " in line]
+    assert lines
+    for line in lines:
+        planned = re.search(r"#plan: (\d+), #reuse: (\d+), .* kv read ratio: [01]\.\d\d, ", line)
+        assert planned is not None
+        assert int(planned[1]) + int(planned[2]) == DECODE_LOG_INTERVAL
+
+
 def test_launch_server_answers_and_ends_on_sigterm(
     tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
 ) -> None:
-    arguments = {"attention_backend": "pat", "max_total_tokens": 8192, "max_running_requests": 8}
+    arguments = {
+        "attention_backend": "pat",
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+        "enable_metrics": True,
+        "decode_log_interval": DECODE_LOG_INTERVAL,
+        "log_level": "info",
+    }
     with running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server:
         assert_answers_concurrent_clients(server, workload, expected)
         counted = stats.new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         assert counted["private_steps"] == {}
+        assert_metrics_are_published(server, json.loads(stats.path.read_text()))
+        assert_steps_are_logged(server.log.read_text())
 
         server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + SHUTDOWN_SECONDS

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.replay.presets import FIGURE_10, PRESETS, figure_10_trace
+from sglang_pat.replay.presets import FIGURE_10, PRESETS
 from sglang_pat.support import POLICIES
 
 DESCRIPTION = "replay a trace of requests through SGLang's radix tree and the pack scheduler"
@@ -240,6 +240,7 @@ def _options(settings: dict[str, Any]) -> Any:
 
 
 def _open_trace(settings: dict[str, Any]) -> Any:
+    from sglang_pat.replay.figure_10 import figure_10_trace
     from sglang_pat.replay.generators import generate
     from sglang_pat.replay.readers import open_trace
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
-from sglang_pat.testing.trees import PAT_TREES, PrefixTree
-
-_TREE_ANSWER = 17  # tokens: 16 decode steps with all requests of a tree
-_TREE_INTERVAL = 1e6  # seconds, in which the tree before has long been served
 FIGURE_10 = "pat-figure-10"
 
 
@@ -43,28 +37,3 @@ PRESETS = {
         },
     ),
 }
-
-
-def figure_10_trace() -> Trace:
-    """The trees of PAT's Figure 10 that share something, one after another, each all at once."""
-    trees = [PrefixTree.parse(text) for text in PAT_TREES]
-    shared = [tree for tree in trees if tree.is_shared]
-    return Trace(
-        name=FIGURE_10,
-        format="generated",
-        stream=_tree_requests(shared),
-        errors=TraceErrors(),
-        requests=sum(tree.num_requests for tree in shared),
-    )
-
-
-def _tree_requests(trees: list[PrefixTree]) -> Iterator[TraceRequest]:
-    for number, tree in enumerate(trees):
-        for request in range(tree.num_requests):
-            prompt = tuple(
-                Segment(
-                    (number << 32) + (level << 24) + request * nodes // tree.num_requests, tokens
-                )
-                for level, (nodes, tokens) in enumerate(zip(tree.nodes, tree.tokens, strict=True))
-            )
-            yield TraceRequest(number * _TREE_INTERVAL, prompt, _TREE_ANSWER)

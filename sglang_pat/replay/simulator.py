@@ -304,6 +304,7 @@ class Simulator:
             self._retracted.append(_Waiting(self.now, request, int(answers[index])))
             self.served.retracted += 1
             staying = np.sort(order[leaving:])
+            self._tree.make_room(_RETRACT_STEPS * len(staying))  # as much as can be had
             if self._tree.make_room(
                 _tokens_needed(self._seq_lens[staying], self._tree.pool.page_size)
             ):

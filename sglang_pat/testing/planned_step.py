@@ -45,8 +45,8 @@ class PlannedStep:
             cost=cost or CostModel(),
         )
         self.capacity = PlanCapacity(
-            num_workers=num_workers,
-            num_work_items=4 * max_requests + num_workers,
+            num_tickets=8 * max_requests + num_workers,
+            num_work_items=8 * max_requests + num_workers,
             num_item_requests=16 * max_requests + 64 * num_workers,
             num_gather_spans=4 * max_requests,
             num_merges=max_requests,
@@ -61,7 +61,7 @@ class PlannedStep:
         self.shared_slots = torch.full(
             (max_shared_slots,), 2147480000, dtype=torch.int32, device="cuda"
         )
-        self.num_workers = num_workers
+        self.num_draws = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.step: DeviceStep | None = None
         self.plan: DecodePlan | None = None
 
@@ -84,13 +84,13 @@ class PlannedStep:
         self.step = DeviceStep(
             plan=self.device_plan,
             capacity=self.capacity,
-            num_workers=self.num_workers,
             shared_slots=self.shared_slots,
             req_to_token=req_to_token,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             partial_out=self.partial_out,
             partial_lse=self.partial_lse,
+            num_draws=self.num_draws,
         )
         self.kernels.gather_slots(self.step)
         tokens = KvTokens(*self.scheduler.kv_tokens)

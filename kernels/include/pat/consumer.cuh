@@ -19,9 +19,12 @@ struct Consumer {
     return storage.records[position.record()];
   }
 
-  __device__ __forceinline__ void wait_for_queries() const {
+  // Waits for the next item's record and queries; false: there is none.
+  __device__ __forceinline__ bool wait_for_item() const {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
                       position.item_parity());
+    // Through a shuffle, so that ptxas knows it to be uniform: it serialises wgmma where warps may diverge.
+    return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
   }
 
   // Address of the next item's queries, a tile of `units` units.

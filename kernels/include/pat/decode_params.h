@@ -18,7 +18,7 @@ struct IndexArray {
 // The sections of a plan in device memory (PlanLayout).
 struct PlanView {
   const PlanHeader* header;
-  const int32_t* worker_begin;
+  const int32_t* ticket_begin;
   const WorkItem* work_items;
   const ItemRequest* item_requests;
   const GatherSpan* gather_spans;
@@ -73,6 +73,8 @@ struct DecodeParams {
   float* out_lse;               // [num_requests, Hq], may be nullptr
   float* partial_out;           // [num_partials, Hq, D], normalised
   float* partial_lse;           // [num_partials, Hq], natural log
+  int32_t* num_draws;   // tickets drawn beyond the first of each CTA: 0 before and after every step
+  int32_t max_tickets;  // capacity of the plan
   int32_t num_kv_heads;
   QueryRows rows;
   LogitScale logit_scale;
@@ -85,6 +87,7 @@ struct MergeParams {
   const float* partial_lse;  // [num_partials, Hq]
   void* out;                 // [num_requests, Hq, D]
   float* out_lse;            // [num_requests, Hq], may be nullptr
+  int32_t* num_draws;        // set back to 0
   int32_t num_q_heads;
   int32_t max_merges;  // capacity of the plan: bounds the grid
 };

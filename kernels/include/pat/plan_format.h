@@ -3,11 +3,12 @@
 // A plan is one flat int32 buffer. Its sections lie at offsets that depend only on the capacities
 // (PlanLayout), so a CUDA graph that captured the addresses stays valid when a new plan is written into
 // the same buffer. A plan does not depend on the number of KV heads: every KV head executes the same work
-// items, and worker w of KV head h is CTA w * num_kv_heads + h (heads innermost, so that all heads of a
-// token range are read together).
+// items. CTAs draw tickets: a ticket is a run of work items, for one KV head. Draw number d is ticket
+// d / num_kv_heads of KV head d % num_kv_heads (heads innermost, so that all heads of a token range are read
+// together). Which CTA draws what makes no difference to the result.
 //
 //   header         PlanHeader
-//   worker_begin   int32[num_workers + 1]   worker w executes work items [worker_begin[w], worker_begin[w+1])
+//   ticket_begin   int32[num_tickets + 1]   ticket t is work items [ticket_begin[t], ticket_begin[t + 1]), at least one
 //   work_items     WorkItem[num_work_items]
 //   item_requests  ItemRequest[num_item_requests]   the requests of each work item
 //   gather_spans   GatherSpan[num_gather_spans]     how the slot buffer of shared KV is filled
@@ -24,7 +25,7 @@
 namespace pat {
 
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
-inline constexpr int32_t kPlanVersion = 1;
+inline constexpr int32_t kPlanVersion = 2;
 
 // WorkItem::kv_end of the piece that ends where its request ends: read from seq_lens when it executes, so
 // that a private tail grows without a new plan.
@@ -39,7 +40,7 @@ struct PlanHeader {
   int32_t version;
   int32_t num_requests;
   int32_t group_size;  // query heads per KV head
-  int32_t num_workers;
+  int32_t num_tickets;
   int32_t num_work_items;
   int32_t num_item_requests;
   int32_t num_gather_spans;
@@ -49,7 +50,7 @@ struct PlanHeader {
   int32_t reserved[5];
 };
 
-// One CTA-sized piece of work: the query rows of `num_requests` requests against one KV range.
+// What a CTA executes in one go: the query rows of `num_requests` requests against one KV range.
 struct WorkItem {
   int32_t tile;  // into kTileTable; num_requests * group_size <= block_q
   int32_t num_requests;
@@ -90,7 +91,7 @@ static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
 
 struct PlanCapacity {
-  int32_t num_workers = 0;
+  int32_t num_tickets = 0;
   int32_t num_work_items = 0;
   int32_t num_item_requests = 0;
   int32_t num_gather_spans = 0;
@@ -102,7 +103,7 @@ struct PlanLayout {
   static constexpr int64_t kPlanAlignment = 32;  // 128 bytes: one L2 line
 
   int64_t header;
-  int64_t worker_begin;
+  int64_t ticket_begin;
   int64_t work_items;
   int64_t item_requests;
   int64_t gather_spans;
@@ -119,7 +120,7 @@ struct PlanLayout {
       return offset;
     };
     layout.header = section(1, sizeof(PlanHeader));
-    layout.worker_begin = section(int64_t{capacity.num_workers} + 1, sizeof(int32_t));
+    layout.ticket_begin = section(int64_t{capacity.num_tickets} + 1, sizeof(int32_t));
     layout.work_items = section(capacity.num_work_items, sizeof(WorkItem));
     layout.item_requests = section(capacity.num_item_requests, sizeof(ItemRequest));
     layout.gather_spans = section(capacity.num_gather_spans, sizeof(GatherSpan));

@@ -1,12 +1,13 @@
-// The producer warps of pack_decode: walk the worker's items and keep the KV ring and the query ring full, across
-// items, so that the consumers find the next item's data already there.
+// The producer warps of pack_decode: walk the items of the CTA's tickets and keep the KV ring and the query ring
+// full, across items and tickets, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: descriptors are read for 32 items at once (one per lane), slots four stages ahead,
+// Latency is hidden three times: descriptors are read for up to 32 items at once (one per lane), slots four stages ahead,
 // and KV as far ahead as the ring is long.
 #pragma once
 
 #include "pat/decode_params.h"
 #include "pat/index_array.cuh"
+#include "pat/ticket_queue.cuh"
 #include "pat/work_queue.cuh"
 
 namespace pat {
@@ -18,6 +19,9 @@ struct ItemSource {
   int32_t tile;
   int32_t num_requests;
   int32_t request_begin;
+
+  // An item that no one executes, as the successor of the last.
+  __device__ static ItemSource none() { return {nullptr, 0, 0, 0, 0}; }
 
   __device__ static ItemSource load(const DecodeParams& params, int index) {
     const WorkItem& item = params.plan.work_items[index];
@@ -112,60 +116,90 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
-// Loads one operand of every item of a worker; the K producer also loads queries and writes the records.
+// Loads one operand of every item of a CTA; the K producer also draws the tickets, loads queries and writes the
+// records.
 template <typename T, int kHeadDim, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<kHeadDim>;
 
-  __device__ Producer(const DecodeParams& params, Storage& storage, int kv_head, int lane)
+  __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
         storage_(storage),
         lane_(lane),
-        first_head_(kv_head * params.rows.group_size),
         num_q_heads_(params.num_kv_heads * params.rows.group_size),
-        copy_(lane) {
-    const void* base = kIsKey ? params.k_cache : params.v_cache;
-    cache_ =
-        static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
-    slot_bytes_ = kIsKey ? params.k_slot_bytes : params.v_slot_bytes;
-  }
+        copy_(lane),
+        tickets_(params, storage, lane),
+        slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
-  __device__ void run(int item_begin, int item_end) {
-    for (int begin = item_begin; begin < item_end; begin += 32) {
-      const int count = min(32, item_end - begin);
-      run_batch(ItemSource::load(params_, begin + min(lane_, count - 1)), count);
+  __device__ __forceinline__ void run() {
+    batch_ = tickets_.first();
+    lane_source_ = load_batch();
+    ItemSource source = lane_source_.of_lane(0);
+    prefetch(source);
+    while (source.num_requests > 0) {
+      set_head(batch_.kv_head);
+      if constexpr (kIsKey) publish(source);
+      ItemSource next;
+      if (source.num_tokens == 0) next = prefetch_next();
+      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
+        const SlotBatch slots = next_slots_;
+        const int left = source.num_tokens - first;
+        if (left <= 2 * SlotBatch::kTokens && is_last_of_ticket()) tickets_.draw_ahead();
+        if (left > SlotBatch::kTokens) {
+          next_slots_.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
+                           lane_);
+        } else {
+          next = prefetch_next();
+        }
+        fill_stages(slots, left);
+      }
+      source = next;
     }
+    if constexpr (kIsKey) publish_end();
   }
 
  private:
-  __device__ __forceinline__ void run_batch(const ItemSource& lane_source, int count) {
-    ItemSource source = lane_source.of_lane(0);
-    SlotBatch slots, next_slots;
-    next_slots.load(source.slots, source.num_tokens, lane_);
+  // The batch's items, one per lane.
+  __device__ __forceinline__ ItemSource load_batch() const {
+    if (batch_.count == 0) return ItemSource::none();
+    return ItemSource::load(params_, batch_.first_item + min(lane_, batch_.count - 1));
+  }
+
+  __device__ __forceinline__ bool is_last_of_ticket() const {
+    return batch_.first_item + index_ + 1 == batch_.ticket_end;
+  }
+
+  // Goes on to the next item and has its slots and requests on their way. The present one's last stages may still be
+  // to fill.
+  __device__ __forceinline__ ItemSource prefetch_next() {
+    if (++index_ == batch_.count) {
+      batch_ = tickets_.after(batch_);
+      lane_source_ = load_batch();
+      index_ = 0;
+    }
+    const ItemSource next = lane_source_.of_lane(index_);
+    prefetch(next);
+    return next;
+  }
+
+  __device__ __forceinline__ void prefetch(const ItemSource& source) {
+    next_slots_.load(source.slots, source.num_tokens, lane_);
     load_requests(source);
-    for (int i = 0; i < count; ++i) {
-      const ItemSource next = lane_source.of_lane(min(i + 1, count - 1));
-      if constexpr (kIsKey) {
-        publish(source);
-        load_requests(next);
-      }
-      if (source.num_tokens == 0) next_slots.load(next.slots, next.num_tokens, lane_);
-      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
-        slots = next_slots;
-        const int left = source.num_tokens - first;
-        if (left > SlotBatch::kTokens) {
-          next_slots.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
-                          lane_);
-        } else {
-          next_slots.load(next.slots, next.num_tokens, lane_);
-        }
+  }
+
+  __device__ __forceinline__ void set_head(int kv_head) {
+    const void* base = kIsKey ? params_.k_cache : params_.v_cache;
+    cache_ =
+        static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
+    first_head_ = kv_head * params_.rows.group_size;
+  }
+
+  // Up to SlotBatch::kStages stages, of an item of which num_tokens tokens are left.
+  __device__ __forceinline__ void fill_stages(SlotBatch slots, int num_tokens) {
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
-        for (int token = 0; token < min(left, SlotBatch::kTokens); token += kStageTokens) {
-          fill_stage(slots.pop_front(), left - token);
-        }
-      }
-      source = next;
+    for (int token = 0; token < min(num_tokens, SlotBatch::kTokens); token += kStageTokens) {
+      fill_stage(slots.pop_front(), num_tokens - token);
     }
   }
 
@@ -236,11 +270,24 @@ class Producer {
                    unit < 2 ? query_chunks[0] : query_chunks[1]);
     }
 
+    release_record();
+    queries_.advance(units);
+  }
+
+  __device__ __forceinline__ void publish_end() {
+    const int unit = queries_.next_unit;
+    ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]),
+                      ((unit / kQueryUnits) & 1) ^ 1);
+    if (lane_ == 0) storage_.records[queries_.record()].tile = kNoMoreItems;
+    release_record();
+  }
+
+  // All lanes, once a record is written and its copies are issued.
+  __device__ __forceinline__ void release_record() {
     const uint32_t full = ptx::shared_address(&storage_.queries_full[queries_.record()]);
     ptx::barrier_arrive_after_copies(full);
     __syncwarp();
-    if (lane_ == 0) ptx::barrier_arrive(full);  // releases the record, which all lanes wrote
-    queries_.advance(units);
+    if (lane_ == 0) ptx::barrier_arrive(full);
   }
 
   // 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
@@ -263,11 +310,16 @@ class Producer {
   const DecodeParams& params_;
   Storage& storage_;
   const int lane_;
-  const int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size
   const int num_q_heads_;
   const RowCopy<kHeadDim> copy_;
-  const char* cache_;  // of this lane's chunk, slot 0
-  uint32_t slot_bytes_;
+  const uint32_t slot_bytes_;
+  TicketQueue<Storage, kIsKey> tickets_;
+  ItemBatch batch_;
+  ItemSource lane_source_;  // this lane's item of the batch
+  int index_ = 0;           // in the batch, of the item whose slots were loaded last
+  const char* cache_;       // of the present item's KV head and this lane's chunk, slot 0
+  int first_head_;          // query heads of the KV head: first_head_ to first_head_ + group_size
+  SlotBatch next_slots_;
   RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;
   int2 requests_[2] = {};  // of this lane's rows of the item to be published next

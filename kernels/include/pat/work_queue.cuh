@@ -25,6 +25,7 @@ inline constexpr int kStageTokens = 32;  // one slot per lane of a producer warp
 inline constexpr int kQueryUnits = 4;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
+inline constexpr int kDrawsAhead = 2;  // draws that the K producer may be ahead of the V producer
 
 // Two CTAs per SM share 228 KB on sm_90 and sm_100, 164 KB on sm_80; elsewhere 100 KB hold one.
 inline constexpr int kRingBytes =
@@ -69,9 +70,11 @@ __device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int 
                                               : request.partial_slot * num_q_heads + head;
 }
 
+inline constexpr int32_t kNoMoreItems = -1;
+
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
-  int32_t tile;
+  int32_t tile;        // or kNoMoreItems
   int32_t num_rows;    // query rows in use
   int32_t num_tokens;  // of the item's KV range, 0 if it is empty
   int32_t reserved;
@@ -94,11 +97,13 @@ struct SharedStorage {
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
-  int32_t num_items;  // of this worker; here because the consumers have no register to spare
+  int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
   alignas(8) uint64_t kv_full[kStages];
   uint64_t kv_empty[kStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
   uint64_t queries_empty[kQueryUnits];  // per unit
+  uint64_t drawn_full[kDrawsAhead];
+  uint64_t drawn_empty[kDrawsAhead];
 };
 
 // A stage of the KV ring and how often the ring has been passed through.

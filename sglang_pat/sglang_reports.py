@@ -1,0 +1,90 @@
+"""StepReports: what a backend tells about its decode steps, and to whom.
+
+Beside the pipeline, at its end: the stats file, the line in SGLang's log, SGLang's metrics. Which
+of them are wanted, and how they are labelled, is asked of SGLang here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+
+from sglang_pat.env import Environment
+from sglang_pat.stats_file import StatsFile
+from sglang_pat.step_counters import Counters
+from sglang_pat.step_log import StepLog
+from sglang_pat.step_metrics import MetricClasses, StepMetrics
+
+
+class StepReports:
+    """Called after every decode step; hands it to those that want it."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        model_runner: Any,
+        read_counters: Callable[[], Counters],
+    ) -> None:
+        self._read_counters = read_counters
+        observability, parallel = get_observability(), get_parallel()
+        # As in SGLang: all ranks of a tensor-parallel group would say the same.
+        speaks = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
+        self._log: StepLog | None = None
+        if speaks:
+            self._log = StepLog(observability.decode_log_interval, read_counters)
+        self._metrics: StepMetrics | None = None
+        if observability.enable_metrics and (
+            speaks or observability.enable_metrics_for_all_schedulers
+        ):
+            labels = scheduler_labels(model_runner)
+            self._metrics = StepMetrics(labels, read_counters, _metric_classes())
+            self._metrics.start()
+        self._stats_file: StatsFile | None = None
+        if environment.stats_file is not None and torch.distributed.get_rank() == 0:
+            self._stats_file = StatsFile(environment.stats_file)
+            self._stats_file.write(read_counters())
+
+    def add_step(self, seconds: float, *, plan_is_new: bool) -> None:
+        """After a decode step that was planned, or whose plan was reused, in `seconds`."""
+        if self._metrics is not None:
+            self._metrics.add_step(seconds, plan_is_new=plan_is_new)
+        if self._log is not None:
+            self._log.add_step(seconds)
+        if self._stats_file is not None:
+            self._stats_file.write(self._read_counters())
+
+
+def scheduler_labels(model_runner: Any) -> dict[str, str]:
+    """The labels of SGLang's scheduler metrics, but for `priority`: a decode step has none."""
+    parallel, disaggregation = get_parallel(), get_disagg()
+    labels = {
+        "model_name": get_serving().served_model_name,
+        "engine_type": (
+            "dynamic"
+            if getattr(disaggregation, "enable_pd_role_switch", False)  # not in 0.5.17
+            else DisaggregationMode.to_engine_type(disaggregation.disaggregation_mode)
+        ),
+        "tp_rank": parallel.tp_rank,
+        "pp_rank": parallel.pp_rank,
+        "moe_ep_rank": parallel.moe_ep_rank,
+    }
+    # The replica: in 0.5.17 only the model runner knows it.
+    dp_rank = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
+    if dp_rank is not None:
+        labels["dp_rank"] = dp_rank
+    labels |= get_observability().extra_metric_labels or {}
+    return {name: str(value) for name, value in labels.items()}
+
+
+def _metric_classes() -> MetricClasses:
+    """What makes SGLang's scheduler metrics: embedders (Ray Serve) have classes of their own."""
+    loggers = get_observability().stat_loggers or {}
+    collector = loggers.get("scheduler", SchedulerMetricsCollector)
+    own = MetricClasses(collector._counter_cls, collector._gauge_cls, collector._histogram_cls)
+    default = MetricClasses.of_prometheus()
+    return MetricClasses(*(mine or other for mine, other in zip(own, default, strict=True)))

@@ -1,0 +1,188 @@
+"""StepMetrics: Prometheus metrics of the backend, on the `/metrics` page of SGLang's server.
+
+Beside the pipeline, at its end. SGLang's scheduler is a child of the server, and prometheus_client
+joins processes through files in PROMETHEUS_MULTIPROC_DIR, which SGLang sets: metrics made in the
+scheduler process are on the page without further ado.
+
+A step costs one append to a queue. A thread brings the metrics up to date every second: if the
+steps did it, the values of the last ones would wait for the next request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from sglang_pat.step_counters import Counters
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 1.0
+
+# The prefix of SGLang's own metrics, by which scrapers and dashboards select what they keep.
+PREFIX = "sglang:pat_"
+# 1 us to 33 ms
+_TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
+# Steps whose times wait for the thread. It would take a thread that has died to exceed that.
+_MAX_WAITING = 100_000
+
+
+class _CounterSpec(NamedTuple):
+    """A Prometheus counter, and the entry of `Counters` that it shows.
+
+    label: tells the numbers of that entry apart, if it is a mapping.
+    """
+
+    metric: str
+    entry: str
+    documentation: str
+    label: str | None = None
+
+
+_COUNTERS = (
+    _CounterSpec("plans_built_total", "causes", "Decode plans built, by cause.", "cause"),
+    _CounterSpec("plans_reused_total", "plans_reused", "Decode steps that reused the last plan."),
+    _CounterSpec(
+        "kv_tokens_query_centric_total",
+        "kv_tokens_query_centric",
+        "KV tokens of all decode steps if each request read its own.",
+    ),
+    _CounterSpec("kv_tokens_read_total", "kv_tokens_planned", "KV tokens that the plans read."),
+    _CounterSpec(
+        "kv_tokens_lower_bound_total",
+        "kv_tokens_lower_bound",
+        "KV tokens of all decode steps if each were read once.",
+    ),
+    _CounterSpec(
+        "private_steps_total",
+        "private_steps",
+        "Decode steps in which no KV could be shared, by reason.",
+        "reason",
+    ),
+)
+
+
+class MetricClasses(NamedTuple):
+    """What makes metrics: prometheus_client, or classes of an embedder with the same interface."""
+
+    counter: Any
+    gauge: Any
+    histogram: Any
+
+    @classmethod
+    def of_prometheus(cls) -> MetricClasses:
+        """prometheus_client decides on import how it keeps values, and thus must not be imported
+        before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        """
+        from prometheus_client import Counter, Gauge, Histogram
+
+        return cls(Counter, Gauge, Histogram)
+
+
+class StepMetrics:
+    """The metrics of one backend. `start()` once, `add_step()` after each decode step."""
+
+    def __init__(
+        self,
+        labels: dict[str, str],
+        read_counters: Callable[[], Counters],
+        classes: MetricClasses | None = None,
+    ) -> None:
+        """labels: of every metric. read_counters: called from another thread. classes: None for
+        prometheus_client's.
+        """
+        self._metrics = _metrics(tuple(labels.items()), classes or MetricClasses.of_prometheus())
+        self._read_counters = read_counters
+        self._published: Counters = {}
+        self._waiting: deque[tuple[bool, float]] = deque(maxlen=_MAX_WAITING)
+
+    def start(self) -> None:
+        """Publish every second from now on, until the process ends."""
+        threading.Thread(target=self._run, name="sglang-pat metrics", daemon=True).start()
+
+    def add_step(self, seconds: float, *, plan_is_new: bool) -> None:
+        """After a decode step that was planned, or whose plan was reused, in `seconds`."""
+        self._waiting.append((plan_is_new, seconds))
+
+    def publish(self) -> None:
+        """Bring the metrics up to date."""
+        for _ in range(len(self._waiting)):
+            plan_is_new, seconds = self._waiting.popleft()
+            self._metrics.plan_seconds[plan_is_new].observe(seconds)
+        counters = self._read_counters()
+        for spec in _COUNTERS:
+            now, before = (_by_label(spec, which) for which in (counters, self._published))
+            for label, value in now.items():
+                if value > before.get(label, 0):
+                    self._metrics.counter(spec, label).inc(value - before.get(label, 0))
+        query_centric, planned = (
+            counters[name] - self._published.get(name, 0)
+            for name in ("kv_tokens_query_centric", "kv_tokens_planned")
+        )
+        if query_centric:
+            self._metrics.kv_read_ratio.set(planned / query_centric)
+        self._published = counters
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.publish()
+                time.sleep(PUBLISH_SECONDS)
+        except Exception:
+            logger.exception("pat publishes no more metrics; decode goes on")
+
+
+def _by_label(spec: _CounterSpec, counters: Counters) -> dict[str, int]:
+    """The numbers of an entry by the value of its label; of a plain number, by an empty one."""
+    if not counters:  # before the first publication
+        return {}
+    value = counters[spec.entry]
+    return value if spec.label is not None else {"": value}
+
+
+class _Metrics:
+    """The children of all metrics for one set of labels, each looked up once."""
+
+    def __init__(self, labels: dict[str, str], classes: MetricClasses) -> None:
+        self._labels = labels
+        self._counters = {
+            spec: classes.counter(
+                name=PREFIX + spec.metric,
+                documentation=spec.documentation,
+                labelnames=[*labels, *([spec.label] if spec.label else [])],
+            )
+            for spec in _COUNTERS
+        }
+        self._children: dict[tuple[_CounterSpec, str], Any] = {}
+        self.kv_read_ratio = classes.gauge(
+            name=PREFIX + "kv_read_ratio",
+            documentation="KV tokens read / query-centric KV tokens, in the last second of decode.",
+            labelnames=[*labels],
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        seconds = classes.histogram(
+            name=PREFIX + "plan_seconds",
+            documentation="Host time of planning a decode step, by what became of the plan.",
+            labelnames=[*labels, "plan"],
+            buckets=_TIME_BUCKETS,
+        )
+        self.plan_seconds = {
+            True: seconds.labels(**labels, plan="built"),
+            False: seconds.labels(**labels, plan="reused"),
+        }
+
+    def counter(self, spec: _CounterSpec, label: str) -> Any:
+        if (spec, label) not in self._children:
+            more = {spec.label: label} if spec.label else {}
+            self._children[spec, label] = self._counters[spec].labels(**self._labels, **more)
+        return self._children[spec, label]
+
+
+@cache  # a name can be registered once in a process, which may build its backend again
+def _metrics(labels: tuple[tuple[str, str], ...], classes: MetricClasses) -> _Metrics:
+    return _Metrics(dict(labels), classes)
