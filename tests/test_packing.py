@@ -46,6 +46,19 @@ def test_paper_merges_at_four_requests_per_token() -> None:
     assert shared_packs(siblings(13, 400, 3), "paper")[0] == (0, 13, 6)
 
 
+def test_compute_merges_where_tiles_are_padded_no_more() -> None:
+    """Group size 4, tiles of 64 rows: 16 requests of one child leave a root of 19 with 3 of a pack
+    of 16 rows. Apart, the root's 76 rows need two tiles of 64, 52 rows of them padding.
+    """
+    tail = (1, 1000)
+    aligned = make_case([(-1, 500), (0, 200)], [tail] * 16 + [(0, 1000)] * 3)
+    assert shared_packs(aligned, "compute") == [(0, 500, 3), (0, 700, 16)]
+    assert shared_packs(aligned, "per-node") == [(0, 500, 19), (500, 200, 16)]
+    # 8 more requests stay behind: 11 of them fill most of the second tile, so nothing is gained.
+    filled = make_case([(-1, 500), (0, 200)], [tail] * 10 + [(0, 1000)] * 6)
+    assert shared_packs(filled, "compute") == [(0, 500, 16), (500, 200, 10)]
+
+
 @pytest.mark.parametrize(("group_size", "longest_merged"), [(1, 6), (4, 24), (8, 48)])
 def test_memory_counts_the_partials_of_the_whole_group(
     group_size: int, longest_merged: int

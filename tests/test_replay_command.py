@@ -1,4 +1,4 @@
-"""`sglang-pat replay` as a user meets it: what it writes, what it refuses, how it is interrupted."""
+"""`sglang-pat replay` as a user meets it: what it writes and refuses, how it is interrupted."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_ctrl_c_writes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
         signal.signal(signal.SIGINT, before)
     result = json.loads(file.read_text())
     assert result["meta"]["interrupted"]
-    assert 0 < result["totals"]["requests"] + result["totals"]["steps"]
+    assert result["totals"]["steps"] > 0
 
 
 def test_presets_give_way_to_what_is_asked_for(tmp_path: Path) -> None:

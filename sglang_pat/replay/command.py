@@ -78,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("the server that is simulated")
     server.add_argument("--model", metavar="NAME", help="llama-3-8b, qwen3-8b or a config.json")
     pool = server.add_mutually_exclusive_group()
-    pool.add_argument(
-        "--kv-pool-gb", type=float, metavar="GB", help="KV pool (default: 40)"
-    )
+    pool.add_argument("--kv-pool-gb", type=float, metavar="GB", help="KV pool (default: 40)")
     pool.add_argument("--kv-tokens", type=int, metavar="N", help="the same, in tokens")
     server.add_argument("--page-size", type=int, metavar="N", help="tokens a page (default: 1)")
     server.add_argument("--max-batch", type=int, metavar="N", help="running requests at most")
