@@ -35,6 +35,12 @@ class CountingPool:
     def available_size(self) -> int:
         return self.available
 
+    def take(self, num_tokens: int) -> None:
+        """Allocate whole pages."""
+        if num_tokens > self.available:
+            raise RuntimeError(f"{num_tokens} tokens wanted of a KV pool with {self.available}")
+        self.available -= num_tokens
+
     def pages(self, num_tokens: int) -> int:
         """Tokens of the pages that `num_tokens` from the beginning of a page need."""
         return -(-num_tokens // self.page_size) * self.page_size

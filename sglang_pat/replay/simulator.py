@@ -166,8 +166,10 @@ class Simulator:
         """Admit waiting requests and compute their prompts. Whether there was anything to do."""
         if self._is_full:
             return False
-        admitted: list[tuple[ReplayRequest, int]] = []
+        pool = self._tree.pool
+        admitted: list[ReplayRequest] = []
         new_tokens = 0
+        allocated = 0  # of the pool, for these requests
         reserved = float(np.minimum(self._steps_left, _CLIP_NEW_TOKENS).sum())
         reserved *= self._new_token_ratio
         while new_tokens < self._options.prefill_tokens:
@@ -177,21 +179,26 @@ class Simulator:
             if len(self._batch) + self._leaving + len(admitted) >= self._options.max_batch:
                 self._is_full = True
                 break
-            found = self._try_admit(head, reserved)
+            found = self._try_admit(head, allocated + reserved)
             if found is None:
                 self._is_full = True
                 break
             self._pop_head(head)
-            admitted.append((head.request, head.generated))
-            length = head.request.kv_len
-            new_tokens += length - found
-            reserved += min(len(head.request.tokens) - length, _CLIP_NEW_TOKENS)
-            reserved += self._tree.pool.page_size
+            request = head.request
+            admitted.append(request)
+            new_tokens += request.kv_len - found
+            allocated += pool.pages(request.kv_len - found)
+            reserved += min(len(request.tokens) - request.kv_len, _CLIP_NEW_TOKENS)
+            reserved += pool.page_size
             if head.generated == 0:
-                self.served.prompt_tokens += length
+                self.served.prompt_tokens += request.kv_len
                 self.served.prompt_tokens_found += found
         if not admitted:
             return False
+        # Only now, when all their prefixes are locked. As in SGLang, a page more for each request.
+        spare = 0 if pool.page_size == 1 else pool.page_size * len(admitted)
+        self._tree.make_room(allocated + spare)
+        pool.take(allocated)
         self.now += self._prefill_base + new_tokens * self._prefill_per_token
         self._prefills += 1
         self._has_changed = True
@@ -199,7 +206,10 @@ class Simulator:
         return True
 
     def _try_admit(self, head: _Waiting, reserved: float) -> int | None:
-        """Lock a cached prefix and allocate the rest. The cached tokens; None: no room."""
+        """Lock a request's cached prefix, if there is room for the rest. The cached tokens.
+
+        reserved: tokens that others will need. None: no room.
+        """
         tree, request = self._tree, head.request
         length = request.prompt_length + head.generated
         wanted = min(len(request.tokens) - length, _CLIP_NEW_TOKENS) + tree.pool.page_size
@@ -209,19 +219,14 @@ class Simulator:
         if length - found + wanted + reserved >= tree.reachable:
             tree.unlock(request)
             return None
-        needed = tree.pool.pages(length - found)
-        if not tree.make_room(needed):
-            tree.unlock(request)
-            return None
-        tree.pool.available -= needed
         self._free_rows.pop()
         request.kv_len = length
         return found
 
-    def _start_decoding(self, admitted: list[tuple[ReplayRequest, int]]) -> None:
+    def _start_decoding(self, admitted: list[ReplayRequest]) -> None:
         """The prefill has given each request one token; what it computed goes into the tree."""
         started, lens, left = [], [], []
-        for request, _ in admitted:
+        for request in admitted:
             steps_left = len(request.tokens) - request.kv_len - 1
             if steps_left == 0:
                 self._finish(request)
@@ -245,7 +250,9 @@ class Simulator:
         if pool.available < needed and not tree.make_room(needed):
             self._retract()
             needed = _tokens_needed(self._seq_lens, pool.page_size)
-        pool.available -= needed
+        if pool.page_size > 1:  # as in SGLang, as if each request began a page
+            tree.make_room(pool.page_size * len(self._batch))
+        pool.take(needed)
         self._seq_lens += 1
         read_key = self._read_key if self._has_changed else None
         self._has_changed = False
