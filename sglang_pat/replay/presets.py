@@ -24,6 +24,7 @@ PRESETS = {
             "max_batch": 1024,
             "prefill_tokens": 1 << 30,
             "max_rows": 0,
+            "forest_step": 0,
         },
     ),
     "pat-figure-14": Preset(
