@@ -88,6 +88,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             dtype=model_runner.dtype,
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
+            growth_tokens=environment.growth_tokens,
         )
         self._eager = self._new_attention()
         self._captured: PackAttention | None = None
