@@ -5,10 +5,10 @@
 A model whose logits are not flat, 32 requests over a three-level prefix tree, 64 tokens each, one
 server per backend. The last backend is the yardstick.
 
-Forced: a bias of its own makes every request answer one token again and again, whatever the backend,
-so that all positions of all requests can be compared. What is compared are the logits of PROBES
-tokens, less their mean, which the bias cannot reach. pat may be off the yardstick by at most twice
-what the backends between are, in the largest and in the mean difference.
+Forced: a bias of its own makes every request answer one token again and again, whatever the
+backend, so that all positions of all requests can be compared. What is compared are the logits of
+PROBES tokens, less their mean, which the bias cannot reach. pat may be off the yardstick by at most
+twice what the backends between are, in the largest and in the mean difference.
 
 Greedy: the tokens themselves, up to a tie. Each server answers both twice, from an empty cache: the
 same tokens, and of pat the same logits to the last bit.

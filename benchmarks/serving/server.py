@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ class Server:
         answers: list[dict[str, Any]] = orjson.loads(self._post("generate", body).content)
         return answers
 
+    def answer(self, prompt: Sequence[int], sampling: Any, **more: Any) -> dict[str, Any]:
+        """One prompt. An aborted answer is what there was of it."""
+        body = {"input_ids": prompt, "sampling_params": sampling, **more}
+        answer: dict[str, Any] = orjson.loads(self._post("generate", body).content)
+        return answer
+
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Any) -> Iterator[dict[str, Any]]:
         """The same, each answer whenever it has grown; `index` is that of its prompt."""
         body = {"input_ids": prompts, "sampling_params": sampling, "stream": True}
@@ -105,16 +112,24 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(
-    contender: Contender, model: Path, folder: Path, **arguments: Any
+    contender: Contender,
+    model: Path,
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> Iterator[Server]:
-    """Until the block ends. folder: for the log and pat's counters. arguments: as of sglang.Engine.
+    """Until the block ends. folder: for the log and pat's counters. environment: beside that of
+    the contender. arguments: as of sglang.Engine.
 
     RuntimeError or TimeoutError, with the end of the log, if the server does not start.
     """
+    # A benchmark that is told to end must take its servers along, which are no group of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     stats_file = folder / f"{contender.name}-stats.json" if contender.is_pat else None
-    environment = {"HF_HUB_OFFLINE": "1", **contender.environment}
+    variables = {"HF_HUB_OFFLINE": "1", **contender.environment, **(environment or {})}
     if stats_file is not None:
-        environment["SGLANG_PAT_STATS_FILE"] = str(stats_file)
+        variables["SGLANG_PAT_STATS_FILE"] = str(stats_file)
     arguments = {
         "model_path": model,
         "attention_backend": contender.backend,
@@ -125,6 +140,6 @@ def running_server(
     }
     log = folder / f"{contender.name}.log"
     with running_process(
-        LAUNCH, arguments, log, start_seconds=START_SECONDS, environment=environment
+        LAUNCH, arguments, log, start_seconds=START_SECONDS, environment=variables
     ) as process:
         yield Server(process, stats_file)

@@ -41,6 +41,10 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
     RuntimeError with what the client printed if it fails, or if not every request was answered.
     """
     per_group = traffic.per_group(rate)
+    # The client could warm up and flush itself, but does not wait for the server to become idle.
+    warm_up = {"temperature": 0, "max_new_tokens": 4}
+    server.generate([[token] * traffic.question for token in range(1, 33)], warm_up)
+    server.flush()
     output = model / "client.jsonl"
     output.unlink(missing_ok=True)
     arguments = {
@@ -56,7 +60,7 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
         "gsp_output_len": traffic.answer,
         "request_rate": rate,
         "seed": 1,
-        "flush_cache": True,
+        "warmup_requests": 0,
         "disable_tqdm": True,
         "output_file": output,
     }
