@@ -41,7 +41,7 @@ BIAS = 80.0  # several times any logit
 # Where no other backend gives the measure: float32 sums in another order.
 FLOAT32_LIMIT = 1e-3
 
-_COMMON = {"skip_tokenizer_init": True, "enable_fp32_lm_head": True, "context_length": 8192}
+COMMON = {"skip_tokenizer_init": True, "enable_fp32_lm_head": True, "context_length": 8192}
 
 
 class Setup(NamedTuple):
@@ -211,7 +211,7 @@ def main() -> int:
         model = setup.model.write(Path(folder, "model"))
         for name in args.backends:
             console.print(f"starting the server with {name}")
-            arguments = _COMMON | setup.arguments
+            arguments = COMMON | setup.arguments
             with running_server(contender(name), model, Path(folder), **arguments) as server:
                 runs[name] = answer_all(server, setup), answer_all(server, setup)
     verdict = judge(runs)

@@ -86,6 +86,10 @@ class Server:
     def abort(self, rid: str) -> None:
         self._post("abort_request", {"rid": rid})
 
+    def start_profile(self, **options: Any) -> None:
+        """options: of SGLang's ProfileReq."""
+        self._post("start_profile", options)
+
     def stats(self) -> dict[str, Any]:
         """What pat has counted so far; empty for other backends."""
         if self.stats_file is None:
