@@ -20,7 +20,7 @@ from sglang_pat.testing.cpu_engine import STUB_DIR, cuda_driver_is_present
 from sglang_pat.testing.http_server import as_flags
 
 CLIENT_SECONDS = 300
-_METRICS = (
+METRICS = (
     "duration",
     "completed",
     "concurrency",
@@ -87,4 +87,4 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
         raise RuntimeError(
             f"{reported['completed']} of {requests} requests answered:\n{done.stdout}"
         )
-    return {"requests": requests, **{name: reported[name] for name in _METRICS}}
+    return {"requests": requests, **{name: reported[name] for name in METRICS}}

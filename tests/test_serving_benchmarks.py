@@ -1,0 +1,289 @@
+"""The parts of the serving benchmarks that need no server: cases, latencies, results, verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import check_logits  # noqa: E402
+import check_tp  # noqa: E402
+import plot_serving  # noqa: E402
+import profile_steps  # noqa: E402
+import soak  # noqa: E402
+from serving import latency, traffic  # noqa: E402
+from serving.answers import Answer, Candidate, agreement  # noqa: E402
+from serving.cases import Case, cases_of, traffic_of  # noqa: E402
+from serving.memory import Memory  # noqa: E402
+from serving.models import MODELS, write_tokenizer  # noqa: E402
+from serving.results import Results, identical  # noqa: E402
+
+from sglang_pat.testing.http_server import as_flags  # noqa: E402
+
+LLAMA = MODELS["llama-3-8b"]
+META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
+
+
+# --- what is served ---
+
+
+@pytest.mark.parametrize(
+    ("case", "floor"),
+    [
+        (Case(128, 8192, 256, 128), 7.5),
+        (Case(64, 2048, 128, 128), 6.0),
+        (Case(128, 0, 1024, 128), 11.4),
+    ],
+)
+def test_the_floor_is_weights_and_kv_once(case: Case, floor: float) -> None:
+    assert case.floor_ms(LLAMA) == pytest.approx(floor, abs=0.05)
+
+
+def test_the_weights_of_an_8b_model_are_16_gb() -> None:
+    for name in ("llama-3-8b", "qwen3-8b"):
+        assert MODELS[name].weight_bytes == pytest.approx(16.2e9, rel=0.02)
+
+
+def test_prompts_share_the_prefix_of_their_group_and_nothing_else() -> None:
+    prompts = Case(6, 40, 5, 8, groups=3).prompts(1000)
+    assert [len(prompt) for prompt in prompts] == [45] * 6
+    assert prompts[0][:40] == prompts[1][:40] != prompts[2][:40] == prompts[3][:40]
+    assert len({tuple(prompt[40:]) for prompt in prompts}) == 6
+    assert prompts == Case(6, 40, 5, 8, groups=3).prompts(1000)
+
+
+def test_the_batches_fit_the_server_and_divide_into_groups() -> None:
+    for model in MODELS.values():
+        for case in cases_of(model):
+            assert case.batch <= 256
+            assert case.batch % case.groups == 0
+            length = case.prefix + case.private + case.generated
+            assert length <= model.arguments.get("context_length", 8192)
+
+
+def test_each_group_has_a_request_at_every_rate() -> None:
+    asked = traffic_of(LLAMA)
+    assert asked.per_group(0.01) == 1
+    assert asked.groups * asked.per_group(32.0) == 640
+
+
+def test_the_tokenizer_keeps_lengths(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, 500, end=2)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokens = [7, 499, 0, 7, 300]
+    text = tokenizer.decode(tokens)
+    assert tokenizer.encode(f"{text}\n\n{text}") == tokens + tokens
+    assert len(tokenizer.get_vocab()) == 500
+
+
+def test_switches_that_are_off_are_left_out() -> None:
+    given = {"model_path": "m", "tp_size": 2, "disable_cuda_graph": True, "sleep_on_idle": False}
+    assert as_flags(given) == ["--model-path", "m", "--tp-size", "2", "--disable-cuda-graph"]
+
+
+# --- latencies and counters ---
+
+
+def test_tokens_that_arrive_together_share_the_gap() -> None:
+    gaps = latency.gaps_between([(1.0, 1), (1.5, 2), (1.6, 2), (2.5, 4)])
+    assert gaps == pytest.approx([0.5, 0.45, 0.45])
+
+
+def test_a_summary_has_mean_and_percentiles() -> None:
+    summary = latency.summary(float(value) for value in range(101))
+    assert summary == {"mean": 50.0, "p50": 50.0, "p99": 99.0}
+
+
+def test_counters_are_subtracted_however_deep() -> None:
+    before = {"plans": 3, "causes": {"first": 1}}
+    after = {"plans": 10, "causes": {"first": 1, "growth": 4}, "p99": 1.5}
+    assert latency.difference(after, before) == {
+        "plans": 7,
+        "causes": {"first": 0, "growth": 4},
+        "p99": 1.5,
+    }
+
+
+# --- results ---
+
+
+def measured(tpot: float, answers: list[str]) -> dict[str, Any]:
+    spread = {"mean": tpot, "p50": tpot, "p99": tpot}
+    return {"tpot_ms": tpot, "ttft_ms": spread, "itl_ms": spread, "answers": answers}
+
+
+def test_results_are_continued_by_the_next_command(tmp_path: Path) -> None:
+    file, case = tmp_path / "serving.json", cases_of(LLAMA)[0]
+    first = Results(file, META)
+    first.add_case(LLAMA, case, "pat", measured(10.0, ["a", "b"]))
+    second = Results(file, META)
+    second.add_case(LLAMA, case, "fa3", measured(30.0, ["a", "x"]))
+    second.add_case(LLAMA, case, "fa3", measured(29.0, ["a", "x"]))
+    for tpot in (9.0, 8.0):
+        second.add_serving(LLAMA.name, "pat", 4.0, {"median_tpot_ms": tpot, "p99_tpot_ms": tpot})
+    data = json.loads(file.read_text())
+    (entry,) = data["cases"]
+    assert entry["tpot_ms"] == {"pat": 10.0, "fa3": 29.0}
+    assert entry["answers_identical"] == {"pat": 0.5}
+    assert entry["floor_ms"] == case.floor_ms(LLAMA)
+    assert [each["median_tpot_ms"] for each in data["serving"]] == [8.0]
+
+    plot_serving.draw(data, tmp_path / "serving.png")
+    assert (tmp_path / "serving.png").stat().st_size > 10_000
+
+
+def test_results_of_another_commit_are_not_continued(tmp_path: Path) -> None:
+    file = tmp_path / "serving.json"
+    Results(file, META).add_run({"backend": "pat"})
+    with pytest.raises(ValueError, match="commit 'c', this is 'd'"):
+        Results(file, META | {"commit": "d"})
+
+
+def test_a_failed_backend_is_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "serving.json"
+    Results(file, META).add_run({"backend": "pat", "error": "no answer"})
+    assert [run["backend"] for run in Results(file, META).failures] == ["pat"]
+
+
+def test_answers_are_compared_with_sglangs_own() -> None:
+    answers = {"pat": ["a", "b"], "pat-replan": ["a", "b"], "fa3": ["a", "b"], "triton": ["a", "c"]}
+    assert identical(answers) == {"pat": 1.0, "pat-replan": 1.0, "triton": 0.5}
+    assert identical({"pat": ["a"]}) == {}
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_serving.draw({"meta": META, "cases": [], "serving": []}, tmp_path / "x.png")
+
+
+def test_what_the_client_reports_is_asked_for_once() -> None:
+    assert len(set(traffic.METRICS)) == len(traffic.METRICS)
+    assert {"median_tpot_ms", "p99_itl_ms", "mean_ttft_ms"} <= set(traffic.METRICS)
+
+
+# --- answers ---
+
+
+def answer(tokens: list[int], gap: float = 1.0) -> Answer:
+    """Each position has the next token as its second choice, `gap` behind."""
+    return Answer(tokens, [[Candidate(0.0, t), Candidate(-gap, t + 1)] for t in tokens])
+
+
+def test_answers_agree_up_to_a_tie() -> None:
+    one = answer([5, 6, 7], gap=0.001)
+    swapped = Answer([5, 7, 9], answer([5, 7, 9]).candidates)
+    swapped.candidates[1] = [Candidate(0.0, 7), Candidate(-0.001, 6)]
+    found = agreement([one], [swapped], tie=0.01)
+    assert (found.positions, found.errors) == (1, [])
+    assert found.partings[0].position == 1
+    assert agreement([one], [swapped], tie=0.0001).errors
+
+
+def test_other_tokens_that_are_no_tie_are_errors() -> None:
+    assert agreement([answer([5, 6])], [answer([5, 9])], tie=10.0).errors  # not the same two tokens
+    (error,) = agreement([answer([5, 6])], [answer([5])], tie=10.0).errors
+    assert error.tokens == (6, None)
+    assert agreement([answer([5, 6])], [answer([5, 6])], tie=0.0).partings == []
+
+
+def run_of(logits: float, tokens: list[int]) -> check_logits.Run:
+    return check_logits.Run(np.full((1, 2, 3), logits), [answer(tokens)])
+
+
+def test_pat_may_be_off_by_twice_what_others_are() -> None:
+    def verdict(pat: float, again: float | None = None) -> dict[str, Any]:
+        runs = {
+            "pat": (run_of(pat, [4, 5]), run_of(pat if again is None else again, [4, 5])),
+            "fa3": (run_of(0.1, [4, 5]), run_of(0.1, [4, 5])),
+            "triton": (run_of(0.0, [4, 5]), run_of(0.0, [4, 5])),
+        }
+        return check_logits.judge(runs)
+
+    assert verdict(0.19)["passed"]
+    assert not verdict(0.21)["passed"]
+    assert not verdict(0.19, again=0.18)["passed"]
+    assert not verdict(float("nan"))["passed"]
+
+
+def test_pat_must_answer_the_same_tokens() -> None:
+    own = run_of(0.0, [4, 5])
+    off = run_of(0.0, [4, 8])
+    assert check_logits.judge({"pat": (own, own), "triton": (own, own)})["passed"]
+    assert not check_logits.judge({"pat": (off, off), "triton": (own, own)})["passed"]
+    assert not check_logits.judge({"pat": (own, off), "triton": (own, own)})["passed"]
+
+
+def test_ranks_must_agree_and_must_have_been_asked() -> None:
+    run, off = run_of(0.0, [4, 5]), run_of(0.5, [4, 5])
+    steps = check_logits.NUM_TOKENS
+    assert not check_tp.judge({"pat": (run, run)}, steps)["failures"]
+    assert check_tp.judge({"pat": (run, run)}, 0)["failures"]
+    assert check_tp.judge({"pat": (run, off)}, steps)["failures"]
+    assert not check_tp.judge({"pat": (run, off), "fa3": (run, off)}, steps)["failures"]
+
+
+# --- soak and profile ---
+
+
+def test_the_soak_repeats_itself_and_does_all_that_it_says() -> None:
+    def first(count: int) -> list[soak.Request]:
+        requests = soak.Workload(3).requests()
+        return [next(requests) for _ in range(count)]
+
+    requests = first(200)
+    assert requests == first(200)
+    assert any(request.sample is not None for request in requests)
+    assert any(request.abort_after is not None for request in requests)
+    assert any("stop_token_ids" in request.sampling for request in requests)
+
+
+def test_growth_of_memory_is_a_failure() -> None:
+    before = Memory({"sglang::scheduler": 1000.0, "server": 500.0}, 8000.0)
+    assert soak.grown(before, Memory({"sglang::scheduler": 1110.0, "server": 9000.0}, 8400.0)) == []
+    (host,) = soak.grown(before, Memory({"sglang::scheduler": 1120.0}, 8000.0))
+    assert host == "memory of schedulers grew from 1,000 to 1,120 MiB"
+    assert len(soak.grown(before, Memory({"sglang::scheduler": 1000.0}, 8500.0))) == 1
+
+
+def test_a_soak_in_which_nothing_was_retracted_proves_nothing() -> None:
+    ended = Counter({"length": 1, "stop token": 1, "abort": 1, "samples compared": 1})
+    assert soak.missing(ended) == ["no retractions"]
+
+
+def test_waits_are_counted_per_graph_launch() -> None:
+    events = [
+        {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
+        {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
+        {"name": "cudaMemcpyAsync", "cat": "cuda_runtime"},
+        {"name": "Memcpy HtoD (Pageable -> Device)", "cat": "gpu_memcpy"},
+        {"name": "Memcpy HtoD (Pinned -> Device)", "cat": "gpu_memcpy"},
+        {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
+        {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
+    ]
+    assert profile_steps.per_step(events) == {
+        "steps": 2.0,
+        "Memcpy HtoD (Pageable -> Device)": 0.5,
+        "cudaEventSynchronize": 1.0,
+    }
+    with pytest.raises(ValueError, match="no decode step"):
+        profile_steps.per_step(events[1:3])
+
+
+def test_only_what_pat_adds_is_a_failure() -> None:
+    fa3 = {"steps": 24.0, "cudaEventSynchronize": 1.0}
+    assert (
+        profile_steps.added({"pat": {"steps": 25.0, "cudaEventSynchronize": 1.05}, "fa3": fa3})
+        == []
+    )
+    pat = {"steps": 24.0, "cudaEventSynchronize": 1.0, "cudaMemcpy": 1.0}
+    assert profile_steps.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]
