@@ -77,6 +77,6 @@ def test_steps_run_without_synchronisation(captured: bool) -> None:
             graph.replay()
     torch.cuda.set_sync_debug_mode("default")
 
-    assert attention.stats.plans_built > steps // 2
+    assert attention.stats.plans_built == steps // 2
     assert attention.stats.plans_reused > 0
     assert torch.isfinite(out).all()

@@ -26,7 +26,7 @@ def make_plan(seq_lens: list[int]) -> DecodePlan:
     )
     return attention.plan(
         batch,
-        req_to_token=torch.zeros(len(seq_lens), 512, dtype=torch.int32),
+        req_to_token=torch.zeros(len(seq_lens), 4096, dtype=torch.int32),
         req_pool_indices=torch.arange(len(seq_lens)),
         seq_lens=torch.tensor(seq_lens),
     )
@@ -46,7 +46,7 @@ def check_as_rank(rank: int, folder: str) -> None:
         checker.check(make_plan([70, 90]))
     assert checker.checked["steps"] == 3
     with pytest.raises(RuntimeError, match="ranks planned the step differently"):
-        checker.check(make_plan([70, 90 + rank]))
+        checker.check(make_plan([70, 90 + 2000 * rank]))
     assert checker.checked["steps"] == 3
     dist.destroy_process_group()
 
@@ -63,4 +63,4 @@ def test_a_rank_that_is_alone_has_nobody_to_ask() -> None:
 
 def test_the_digest_is_of_the_plan_and_of_nothing_else() -> None:
     assert digest(make_plan([70, 90])) == digest(make_plan([70, 90]))
-    assert digest(make_plan([70, 90])) != digest(make_plan([90, 70]))
+    assert digest(make_plan([70, 90])) != digest(make_plan([70, 2090]))
