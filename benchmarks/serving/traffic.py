@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,13 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
         "disable_tqdm": True,
         "output_file": output,
     }
-    environment = {**os.environ, "HOME": str(model), "HF_HUB_OFFLINE": "1"}
+    # Another home must not hide what is installed in the old one.
+    environment = {
+        **os.environ,
+        "HOME": str(model),
+        "PYTHONUSERBASE": site.getuserbase(),
+        "HF_HUB_OFFLINE": "1",
+    }
     if not cuda_driver_is_present():
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(STUB_DIR), os.environ.get("PYTHONPATH")))
