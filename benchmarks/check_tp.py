@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from check_logits import (
     COMMON,
-    FLOAT32_LIMIT,
     NUM_TOKENS,
-    ON_CPU,
     ON_GPU,
     Run,
     Setup,
@@ -34,16 +32,13 @@ from serving.answers import agreement
 from serving.server import contender, running_server
 from serving.tables import console
 
-from sglang_pat.testing.cpu_engine import cuda_driver_is_present
-
 
 def judge(runs: dict[str, tuple[Run, Run]], steps_alike: int) -> dict[str, Any]:
     """runs: of each backend on one rank and on several. steps_alike: in which pat's ranks were seen
     to have the same plan."""
     moved = {name: largest_and_mean(one.logits, many.logits) for name, (one, many) in runs.items()}
     others = [errors for name, errors in moved.items() if name != "pat"]
-    limits = [2 * max(column) for column in zip(*others, strict=True)] if others else None
-    max_limit, mean_limit = limits or (FLOAT32_LIMIT, FLOAT32_LIMIT)
+    max_limit, mean_limit = (2 * max(column) for column in zip(*others, strict=True))
     one, many = runs["pat"]
     greedy = agreement(one.greedy, many.greedy, 2 * max_limit)
     largest, mean = moved["pat"]
@@ -72,9 +67,9 @@ def run_all(
         for size in (1, tp):
             console.print(f"starting the server with {name}, tensor parallelism {size}")
             arguments = COMMON | setup.arguments | {"tp_size": size}
-            variables = {"SGLANG_PAT_DEBUG": "1"} | _cores(size)
+            debug = {"SGLANG_PAT_DEBUG": "1"}
             with running_server(
-                contender(name), model, folder, environment=variables, **arguments
+                contender(name), model, folder, environment=debug, **arguments
             ) as server:
                 of_backend.append(answer_all(server, setup))
                 steps_alike += server.stats().get("ranks_alike", {}).get("steps", 0)
@@ -82,28 +77,18 @@ def run_all(
     return runs, steps_alike
 
 
-def _cores(tp: int) -> dict[str, str]:
-    """On the CPU: SGLang wants to be told each rank's core where it finds no NUMA node for it."""
-    if tp == 1 or cuda_driver_is_present():
-        return {}
-    cores = sorted(os.sched_getaffinity(0))
-    bound = (str(cores[rank % len(cores)]) for rank in range(tp))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(bound)}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    on_gpu = cuda_driver_is_present()
-    backends = ["pat", "fa3"] if on_gpu else ["pat"]
     parser.add_argument("--tp", type=int, default=2, metavar="N")
-    parser.add_argument("--backends", nargs="+", default=backends, metavar="NAME")
+    parser.add_argument("--backends", nargs="+", default=["pat", "fa3"], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
-    if args.tp < 2 or "pat" not in args.backends:
-        parser.error(f"--tp must be 2 or more and --backends name pat; got {args}")
+    if args.tp < 2 or "pat" not in args.backends or len(args.backends) < 2:
+        parser.error(f"--tp must be 2 or more, and --backends name pat and another; got {args}")
+    if torch.cuda.device_count() < args.tp:
+        parser.error(f"--tp {args.tp} needs as many GPUs, found {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory(prefix="check-tp-") as folder:
-        setup = ON_GPU if on_gpu else ON_CPU
-        verdict = judge(*run_all(setup, args.backends, args.tp, Path(folder)))
+        verdict = judge(*run_all(ON_GPU, args.backends, args.tp, Path(folder)))
     console.print_json(data=verdict)
     if args.json:
         args.json.write_text(json.dumps({"meta": metadata(), **verdict}, indent=1) + "\n")

@@ -114,6 +114,57 @@ def test_counters_are_subtracted_however_deep() -> None:
     }
 
 
+class FakeServer:
+    """Takes 100 ms for a batch and 10 ms for each of its tokens; counts two plans a token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.plans = 0
+        self.asked: list[Any] = []
+        monkeypatch.setattr(latency.time, "perf_counter", lambda: self.now)
+
+    def flush(self) -> None:
+        self.asked.clear()
+
+    def stats(self) -> dict[str, Any]:
+        tokens = 100 * self.plans
+        return {
+            "plans_built": self.plans,
+            "kv_tokens_query_centric": tokens,
+            "kv_tokens_planned": tokens // 4,
+        }
+
+    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        self.asked.append((len(prompts), sampling))
+        self.now += 0.1 + 0.01 * sampling["max_new_tokens"]
+        self.plans += 2 * sampling["max_new_tokens"]
+        return [{"output_ids": [len(prompt)]} for prompt in prompts]
+
+    def stream(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> Any:
+        self.asked.append((len(prompts), sampling))
+        self.now += 0.1
+        for token in range(1, sampling[0]["max_new_tokens"] + 1):
+            self.now += 0.01
+            for index, each in enumerate(sampling):
+                if token % each["stream_interval"] in (0, 1):
+                    yield {"index": index, "meta_info": {"completion_tokens": token}}
+
+
+def test_what_is_timed_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, case = FakeServer(monkeypatch), Case(24, 30, 5, 16, groups=2)
+    result = latency.measure(server, case, 1000)  # type: ignore[arg-type]
+    assert result["tpot_ms"] == pytest.approx(10.0)
+    assert result["first_ms"] == pytest.approx(110.0)
+    assert result["ttft_ms"]["p99"] == pytest.approx(110.0)
+    assert result["itl_ms"] == pytest.approx({"mean": 10.0, "p50": 10.0, "p99": 10.0})
+    assert len(result["answers"]) == 24
+    assert result["stats"]["plans_built"] == latency.REPEATS * 2 * 16
+    assert result["stats"]["kv_read_ratio"] == 0.25
+    assert server.asked[0][0] == 2  # the two prefixes alone, before anything else
+    _, streamed = server.asked[-1]
+    assert sum(each["stream_interval"] == 1 for each in streamed) == latency.OBSERVERS
+
+
 # --- results ---
 
 
@@ -149,10 +200,15 @@ def test_results_of_another_commit_are_not_continued(tmp_path: Path) -> None:
         Results(file, META | {"commit": "d"})
 
 
-def test_a_failed_backend_is_remembered(tmp_path: Path) -> None:
+def test_a_failed_backend_is_written_down_and_not_blamed_on_the_next_command(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "serving.json"
-    Results(file, META).add_run({"backend": "pat", "error": "no answer"})
-    assert [run["backend"] for run in Results(file, META).failures] == ["pat"]
+    results = Results(file, META)
+    results.add_run({"backend": "pat", "error": "no answer"})
+    assert [run["backend"] for run in results.failures] == ["pat"]
+    assert Results(file, META).failures == []
+    assert json.loads(file.read_text())["runs"][0]["error"] == "no answer"
 
 
 def test_answers_are_compared_with_sglangs_own() -> None:
@@ -224,12 +280,14 @@ def test_pat_must_answer_the_same_tokens() -> None:
 
 
 def test_ranks_must_agree_and_must_have_been_asked() -> None:
-    run, off = run_of(0.0, [4, 5]), run_of(0.5, [4, 5])
-    steps = check_logits.NUM_TOKENS
-    assert not check_tp.judge({"pat": (run, run)}, steps)["failures"]
-    assert check_tp.judge({"pat": (run, run)}, 0)["failures"]
-    assert check_tp.judge({"pat": (run, off)}, steps)["failures"]
-    assert not check_tp.judge({"pat": (run, off), "fa3": (run, off)}, steps)["failures"]
+    run, off, far = (run_of(logits, [4, 5]) for logits in (0.0, 0.5, 1.1))
+    steps, own = check_logits.NUM_TOKENS, (run, off)
+    assert not check_tp.judge({"pat": (run, run), "fa3": own}, steps)["failures"]
+    assert not check_tp.judge({"pat": (run, off), "fa3": own}, steps)["failures"]
+    assert len(check_tp.judge({"pat": (run, far), "fa3": own}, steps)["failures"]) == 2
+    assert check_tp.judge({"pat": (run, run), "fa3": own}, 0)["failures"]
+    other = run_of(0.0, [4, 9])
+    assert check_tp.judge({"pat": (run, other), "fa3": own}, steps)["failures"]
 
 
 # --- soak and profile ---

@@ -40,6 +40,7 @@ class Results:
                         f"{path} was measured with {name} {before!r}, this is {now!r}: "
                         "write to another file"
                     )
+        self._earlier_runs = len(self._data["runs"])
 
     @property
     def cases(self) -> list[dict[str, Any]]:
@@ -53,7 +54,8 @@ class Results:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        return [run for run in self._data["runs"] if run.get("error")]
+        """Runs of this invocation that failed."""
+        return [run for run in self._data["runs"][self._earlier_runs :] if run.get("error")]
 
     def add_model(self, model: ModelShape) -> None:
         self._data["models"][model.name] = model.config | {"arguments": model.arguments}

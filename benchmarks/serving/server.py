@@ -75,9 +75,12 @@ class Server:
         """The same, each answer whenever it has grown; `index` is that of its prompt."""
         body = {"input_ids": prompts, "sampling_params": sampling, "stream": True}
         with self._post("generate", body, stream=True) as response:
-            for line in response.iter_lines():
-                if line.startswith(b"data: ") and line != b"data: [DONE]":
-                    yield orjson.loads(line.removeprefix(b"data: "))
+            try:
+                for line in response.iter_lines():
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        yield orjson.loads(line.removeprefix(b"data: "))
+            except requests.RequestException as error:
+                raise RuntimeError(f"stream: {error}\n{self.process.tail()}") from error
 
     def flush(self) -> None:
         """Empty the radix cache, as soon as the last step has been dealt with."""

@@ -76,14 +76,17 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(STUB_DIR), os.environ.get("PYTHONPATH")))
         )
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang.bench_serving", *as_flags(arguments)],
-        env=environment,
-        timeout=CLIENT_SECONDS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "sglang.bench_serving", *as_flags(arguments)],
+            env=environment,
+            timeout=CLIENT_SECONDS,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"sglang.bench_serving at {rate:g} req/s: {error}") from error
     if done.returncode or not output.exists():
         raise RuntimeError(
             f"sglang.bench_serving failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

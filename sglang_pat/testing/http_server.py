@@ -20,6 +20,7 @@ from typing import Any
 import requests
 
 _POLL_SECONDS = 0.5
+_KILL_SECONDS = 60
 _TAIL_CHARACTERS = 4000
 
 
@@ -59,11 +60,17 @@ class HttpServer:
         return alive
 
     def kill(self) -> None:
-        """End all of its processes, and wait until they are gone."""
+        """End all of its processes, and wait until they are gone: they hold the GPU's memory.
+
+        TimeoutError, with their ids, if one does not go.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        while self.processes():
+        deadline = time.monotonic() + _KILL_SECONDS
+        while alive := self.processes():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still running {_KILL_SECONDS} s after SIGKILL: {alive}")
             time.sleep(0.1)
 
 
