@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 # What is not named here is drawn in the order and the grey that are left.
-COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d", "flashinfer": "#b3b6b7", "triton": "#d6dbdf"}
+COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d", "flashinfer": "#a9b0b3", "triton": "#c9cfd3"}
 LABELS = {"pat": "sglang-pat", "fa3": "FA3", "flashinfer": "FlashInfer", "triton": "Triton"}
 OTHER_COLOR = "#e8c3be"
 MARKERS = "os^Dv"
@@ -37,14 +37,20 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     models = dict.fromkeys(entry["model"] for entry in (*result["cases"], *result["serving"]))
     if not models:
         raise ValueError("neither cases nor serving in this result: nothing to draw")
+    columns = 2 if result["serving"] else 1
     figure, rows = plt.subplots(
-        len(models), 2, figsize=(14, 4.2 * len(models)), squeeze=False, width_ratios=(3, 2)
+        len(models),
+        columns,
+        figsize=(14, 4.2 * len(models)),
+        squeeze=False,
+        width_ratios=(3, 2)[:columns],
     )
-    for (left, right), model in zip(rows, models, strict=True):
+    for (left, *rest), model in zip(rows, models, strict=True):
         _draw_cases(left, [case for case in result["cases"] if case["model"] == model])
-        _draw_serving(right, [each for each in result["serving"] if each["model"] == model])
         left.set_title(f"{model}: batches that start together", fontsize=10)
-        right.set_title(f"{model}: requests at random, shared system prompts", fontsize=10)
+        for right in rest:
+            _draw_serving(right, [each for each in result["serving"] if each["model"] == model])
+            right.set_title(f"{model}: requests at random, shared system prompts", fontsize=10)
     figure.suptitle(f"Time per output token in SGLang, {result['meta']['gpu']}: lower is better")
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
@@ -81,6 +87,7 @@ def _draw_serving(axis: Axes, entries: list[dict[str, Any]]) -> None:
         style = _style(name)
         axis.plot(rates, median, marker=marker, **style)
         axis.plot(rates, p99, marker=marker, linestyle=":", color=style["color"])
+    axis.set_ylim(bottom=0)
     axis.set_xlabel("requests per second")
     axis.set_ylabel("ms per output token: median, dotted p99")
     if entries:
