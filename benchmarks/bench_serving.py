@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from metadata import gpu_state, metadata
+from metadata import gpu_id, gpu_state, metadata
 from serving import latency, traffic
 from serving.cases import cases_of, traffic_of
 from serving.models import MODELS, ModelShape
 from serving.results import Results
 from serving.server import REPLAN, Server, contender, running_server
-from serving.tables import console, show
+from serving.tables import console, show, show_failure
 
 PARTS = ("cases", "traffic")
 
@@ -40,16 +40,19 @@ def main() -> int:
             measure(MODELS[name], backend, args, results)
     show(results.cases, results.serving)
     for failure in results.failures:
-        console.print(
-            f"[bold red]FAILED[/] {failure['backend']}, {failure['model']}: {failure['error']}"
-        )
+        show_failure(f"{failure['backend']}, {failure['model']}: {failure['error']}")
     return 1 if results.failures else 0
 
 
 def measure(model: ModelShape, backend: str, args: argparse.Namespace, results: Results) -> None:
     """All that is asked for of one backend, with one start of its server. A failure is recorded."""
     results.add_model(model)
-    run: dict[str, Any] = {"backend": backend, "model": model.name, "command": " ".join(sys.argv)}
+    run: dict[str, Any] = {
+        "backend": backend,
+        "model": model.name,
+        "command": " ".join(sys.argv),
+        "gpu_id": gpu_id(),
+    }
     begin = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
@@ -114,7 +117,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", type=int, metavar="INDEX", help="only these cases")
     parser.add_argument("--rates", nargs="+", type=float, metavar="N", help="requests per second")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in args.models:
+        allowed = range(len(cases_of(MODELS[name])))
+        if not set(args.cases or ()) <= set(allowed):
+            parser.error(f"--cases {args.cases}: {name} has the cases {list(allowed)}")
+    return args
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich.table import Table
 from serving.cases import Case, cases_of
 from serving.models import MODELS, ModelShape
 from serving.server import Server, contender, running_server
-from serving.tables import console
+from serving.tables import console, show_failure
 
 STEPS = 24
 TRACE_SECONDS = 120
@@ -138,7 +138,7 @@ def main() -> int:
     console.print(table)
     failures = added(found)
     for failure in failures:
-        console.print(f"[bold red]FAILED[/] pat adds {failure}")
+        show_failure(f"pat adds {failure}")
     if args.json:
         meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
         result = {"meta": meta, "per_step": found, "added_by_pat": failures}

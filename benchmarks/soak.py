@@ -33,7 +33,7 @@ from rich.table import Table
 from serving.answers import WITH_CANDIDATES, Answer, Parting, agreement
 from serving.memory import Memory, memory_of
 from serving.server import Server, contender, running_server
-from serving.tables import console
+from serving.tables import console, show_failure
 
 from sglang_pat.testing.cpu_engine import cuda_driver_is_present
 from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
@@ -239,7 +239,7 @@ def main() -> int:
         result = soak(Path(folder), setup, 60 * args.minutes, args.seed)
     console.print(json.dumps({name: result[name] for name in ("ended", "ties")}))
     for failure in result["failures"]:
-        console.print(f"[bold red]FAILED[/] {failure}")
+        show_failure(failure)
     if args.json:
         args.json.write_text(json.dumps({"meta": metadata(), **result}, indent=1) + "\n")
     return 1 if result["failures"] else 0

@@ -11,6 +11,12 @@ from rich.table import Table
 console = Console(width=132, highlight=False)
 
 
+def show_failure(text: str) -> None:
+    """In red, and as it is: a log may hold what looks like markup."""
+    console.print("FAILED", style="bold red", end=" ")
+    console.print(text, markup=False)
+
+
 def show(cases: list[dict[str, Any]], serving: list[dict[str, Any]]) -> None:
     """All tables that there are numbers for."""
     for model in dict.fromkeys(case["model"] for case in cases):
