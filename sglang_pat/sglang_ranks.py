@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+import numpy as np
 import torch.distributed as dist
 
 from sglang_pat.decode_plan import DecodePlan
@@ -49,12 +50,8 @@ class RankChecker:
 def digest(plan: DecodePlan) -> str:
     """Of all that the kernels read of the plan."""
     state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
-    for section in (
-        plan.worker_begin,
-        plan.work_items,
-        plan.item_requests,
-        plan.gather_spans,
-        plan.merges,
-    ):
-        state.update(section.tobytes())
+    for each in fields(plan):
+        section = getattr(plan, each.name)
+        if isinstance(section, np.ndarray):
+            state.update(section.tobytes())
     return state.hexdigest()
