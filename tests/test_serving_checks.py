@@ -1,4 +1,4 @@
-"""The parts of the checks of SGLang's server that need no server: what they find right and wrong."""
+"""The parts of the checks of SGLang's server that need no server: what they call wrong."""
 
 from __future__ import annotations
 
