@@ -46,13 +46,58 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
   self.plan(paths, lens);
 }
 
+// Paths as sglang_radix.py reads them: each a sequence of (id, parent's id, kv_begin, kv_end, tokens, children).
+class PathsFromTuples {
+ public:
+  explicit PathsFromTuples(const py::sequence& paths) {
+    path_begin_.push_back(0);
+    for (const py::handle path : paths) {
+      const auto nodes = py::reinterpret_steal<py::object>(
+          PySequence_Fast(path.ptr(), "a path must be a sequence of nodes"));
+      if (!nodes) throw py::error_already_set();
+      const Py_ssize_t num_nodes = PySequence_Fast_GET_SIZE(nodes.ptr());
+      PyObject* const* items = PySequence_Fast_ITEMS(nodes.ptr());
+      bool goes_on = false;
+      for (Py_ssize_t i = 0; i < num_nodes; ++i) {
+        if (!PyTuple_Check(items[i]) || PyTuple_GET_SIZE(items[i]) != 6) {
+          throw py::type_error("a node must be a tuple of 6 integers, got " +
+                               std::string(py::repr(items[i])));
+        }
+        node_id_.push_back(integer(items[i], 0));
+        kv_begin_.push_back(static_cast<int32_t>(integer(items[i], 2)));
+        kv_end_.push_back(static_cast<int32_t>(integer(items[i], 3)));
+        goes_on = integer(items[i], 5) > 0;
+      }
+      path_begin_.push_back(static_cast<int32_t>(node_id_.size()));
+      goes_on_.push_back(goes_on);
+    }
+  }
+
+  pat::PathsView paths() const {
+    return {
+        .path_begin = path_begin_, .node_id = node_id_, .kv_begin = kv_begin_, .kv_end = kv_end_};
+  }
+  std::span<const char> goes_on() const { return goes_on_; }
+
+ private:
+  static int64_t integer(PyObject* node, Py_ssize_t field) {
+    const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(node, field));
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+
+  std::vector<int32_t> path_begin_;
+  std::vector<int64_t> node_id_;
+  std::vector<int32_t> kv_begin_;
+  std::vector<int32_t> kv_end_;
+  std::vector<char> goes_on_;  // not bool, of which a vector is no array
+};
+
 py::list update_forest(pat::PrefixForest& self, const Array<int32_t>& kept,
-                       const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
-                       const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end,
-                       const Array<bool>& goes_on) {
+                       const py::sequence& paths) {
+  const PathsFromTuples read(paths);
   std::vector<int32_t> outdated;
-  self.update(view(kept, "kept"), paths_view(path_begin, node_id, kv_begin, kv_end),
-              view(goes_on, "goes_on"), outdated);
+  self.update(view(kept, "kept"), read.paths(), read.goes_on(), outdated);
   py::list result;
   for (const int32_t request : outdated) result.append(request);
   return result;
@@ -68,6 +113,13 @@ py::list forest_paths(const pat::PrefixForest& self) {
     paths.append(path);
   }
   return paths;
+}
+
+// By identity, not equality.
+bool same_objects(const py::list& a, const py::list& b) {
+  return a.size() == b.size() &&
+         std::equal(PySequence_Fast_ITEMS(a.ptr()), PySequence_Fast_ITEMS(a.ptr()) + a.size(),
+                    PySequence_Fast_ITEMS(b.ptr()));
 }
 
 // Where each of `now` stands in `before`, by identity and not equality; -1 for what is not there, or whose id()
@@ -173,13 +225,12 @@ PYBIND11_MODULE(_scheduler, m) {
            py::arg("shortest") = pat::CostModel{}.shortest,
            py::arg("rows_at_ridge") = pat::CostModel{}.rows_at_ridge);
 
+  m.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   m.def("kept_objects", &kept_objects, py::arg("before"), py::arg("now"), py::arg("moved"));
 
   py::class_<pat::PrefixForest>(m, "PrefixForest")
       .def(py::init<>())
-      .def("update", &update_forest, py::arg("kept").noconvert(), py::arg("path_begin").noconvert(),
-           py::arg("node_id").noconvert(), py::arg("kv_begin").noconvert(),
-           py::arg("kv_end").noconvert(), py::arg("goes_on").noconvert())
+      .def("update", &update_forest, py::arg("kept").noconvert(), py::arg("paths"))
       .def("paths", &forest_paths)
       .def_property_readonly("num_kept", &pat::PrefixForest::num_kept)
       .def("__len__", &pat::PrefixForest::num_requests);

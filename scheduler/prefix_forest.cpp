@@ -59,7 +59,7 @@ void PrefixForest::build(const PathsView& paths) {
 }
 
 void PrefixForest::update(std::span<const int32_t> kept, const PathsView& paths,
-                          std::span<const bool> goes_on, std::vector<int32_t>& outdated) {
+                          std::span<const char> goes_on, std::vector<int32_t>& outdated) {
   const auto is_new = [](int32_t from) { return from < 0; };
   check_shapes(paths, static_cast<size_t>(std::count_if(kept.begin(), kept.end(), is_new)));
   PAT_CHECK(goes_on.size() == paths.path_begin.size() - 1, "goes_on must have one entry per path, ",
@@ -117,7 +117,7 @@ void PrefixForest::release(int32_t node) {
 // Marks nodes of kept paths that the tree seems to have split since. The lower part of a split node keeps its
 // id, so a new path that holds it shows another span. A new path that ends or leaves at the split holds only
 // the upper part: a node that is new here, has nodes below it, and lies beside the longer node that was split.
-bool PrefixForest::mark_outdated(const PathsView& paths, std::span<const bool> goes_on) {
+bool PrefixForest::mark_outdated(const PathsView& paths, std::span<const char> goes_on) {
   if (path_nodes_.size() == free_.size()) return false;
   bool found = false;
   const auto mark = [&found](PathNode& node) { node.outdated = found = true; };

@@ -46,7 +46,7 @@ class PrefixForest {
   // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps,
   // overlaps or empty spans, or disagrees with another of `paths` about a node; the forest is empty then.
   // Linear in requests + nodes of the new paths, and in all nodes for each node that may come from a split.
-  void update(std::span<const int32_t> kept, const PathsView& paths, std::span<const bool> goes_on,
+  void update(std::span<const int32_t> kept, const PathsView& paths, std::span<const char> goes_on,
               std::vector<int32_t>& outdated);
 
   // Arranges the batch for the accessors below. Rows behind the last request have an empty path. Throws
@@ -89,7 +89,7 @@ class PrefixForest {
   void clear();
   void release(int32_t node);
   void take_kept(std::span<const int32_t> kept);
-  bool mark_outdated(const PathsView& paths, std::span<const bool> goes_on);
+  bool mark_outdated(const PathsView& paths, std::span<const char> goes_on);
   void drop_outdated(std::vector<int32_t>& outdated);
   void add_path(const PathsView& paths, size_t path, int32_t request);
 

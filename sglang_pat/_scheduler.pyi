@@ -1,5 +1,6 @@
 """Typed stub of scheduler/bindings.cpp."""
 
+from collections.abc import Sequence
 from typing import TypedDict, overload
 
 import numpy as np
@@ -7,7 +8,6 @@ import numpy.typing as npt
 
 _Int32 = npt.NDArray[np.int32]
 _Int64 = npt.NDArray[np.int64]
-_Bool = npt.NDArray[np.bool_]
 
 PLAN_MAGIC: int
 PLAN_VERSION: int
@@ -71,6 +71,9 @@ class CostModel:
         rows_at_ridge: int = ...,
     ) -> None: ...
 
+def same_objects(a: list[object], b: list[object]) -> bool:
+    """Whether two lists hold the same objects in the same order, by identity."""
+
 def kept_objects(before: list[object], now: list[object], moved: set[int]) -> tuple[_Int32, int]:
     """Where each object of `now` stands in `before`, by identity; -1 for one that is not there, or
     whose id() is in `moved`. And how many of `before` were refused for the latter reason.
@@ -81,21 +84,15 @@ class PrefixForest:
 
     def __init__(self) -> None: ...
     def update(
-        self,
-        kept: _Int32,
-        path_begin: _Int32,
-        node_id: _Int64,
-        kv_begin: _Int32,
-        kv_end: _Int32,
-        goes_on: _Bool,
+        self, kept: _Int32, paths: Sequence[Sequence[tuple[int, int, int, int, int, int]]]
     ) -> list[int]:
         """Go to the next batch: request i has the path of request `kept[i]` of the last one, or if
-        that is negative the next of the paths given. `goes_on`: whether the tree has nodes below
-        the end of each path given.
+        that is negative the next of `paths`. A node of these is (id, its parent's id, first
+        position, end, tokens, children that it has in the tree).
 
         Returns the kept requests whose paths the tree has, or may have, split since they were read:
-        they have none any more, and update() is to be called again with their paths. ValueError on
-        bad input; the forest is empty then.
+        they have none any more, and update() is to be called again with their paths. ValueError or
+        TypeError on bad input; the forest is empty then.
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""

@@ -43,16 +43,12 @@ class PrefixPaths:
     Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
     all `[num_path_nodes]`. The C++ scheduler checks the contents and names the first request that
     is wrong.
-
-    goes_on: bool `[num_requests]`, whether the tree goes on below the path's end; only a
-    `PrefixForest` that takes these paths beside earlier ones asks for it.
     """
 
     path_begin: IntArray
     node_id: npt.NDArray[np.int64]
     kv_begin: IntArray
     kv_end: IntArray
-    goes_on: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def from_lists(cls, paths: Iterable[Sequence[PathNode | tuple[int, int, int]]]) -> PrefixPaths:
@@ -73,7 +69,13 @@ class PrefixPaths:
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
         """No request shares anything."""
-        return cls.from_lists([()] * num_requests)
+        nothing = np.zeros(0, dtype=np.int32)
+        return cls(
+            path_begin=np.zeros(num_requests + 1, dtype=np.int32),
+            node_id=np.zeros(0, dtype=np.int64),
+            kv_begin=nothing,
+            kv_end=nothing,
+        )
 
     def __len__(self) -> int:
         return len(self.path_begin) - 1

@@ -307,11 +307,7 @@ class PackAttention:
             self._checked_table = req_to_token
         shape = lens.shape
         for name, tensor in (("req_pool_indices", req_pool_indices), ("seq_lens", seq_lens)):
-            if (
-                tensor.shape != shape
-                or tensor.dtype not in _INTS
-                or tensor.device != self.device
-            ):
+            if tensor.shape != shape or tensor.dtype not in _INTS or tensor.device != self.device:
                 self._check_ids(name, tensor, 1, _INTS)
                 raise ValueError(
                     f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}"
