@@ -1,4 +1,5 @@
-// Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts), GIL released.
+// Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts). The GIL is
+// kept: planning takes tens of microseconds, and getting the GIL back may take longer than that.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -40,10 +41,7 @@ pat::PathsView paths_view(const Array<int32_t>& path_begin, const Array<int64_t>
 void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
           const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end,
           const Array<int32_t>& seq_lens) {
-  const pat::PathsView paths = paths_view(path_begin, node_id, kv_begin, kv_end);
-  const auto lens = view(seq_lens, "seq_lens");
-  py::gil_scoped_release release;
-  self.plan(paths, lens);
+  self.plan(paths_view(path_begin, node_id, kv_begin, kv_end), view(seq_lens, "seq_lens"));
 }
 
 // Paths as sglang_radix.py reads them: each a sequence of (id, parent's id, kv_begin, kv_end, tokens, children).
@@ -123,7 +121,7 @@ bool same_objects(const py::list& a, const py::list& b) {
 }
 
 // Where each of `now` stands in `before`, by identity and not equality; -1 for what is not there, or whose id()
-// is in `moved`. Batches lose members anywhere and gain them at the end, so what is next in one is nearly always
+// is in `moved`; then the positions of these in `now`, and how many of them have moved. Batches lose members anywhere and gain them at the end, so what is next in one is nearly always
 // next in the other.
 py::tuple kept_objects(const py::list& before, const py::list& now, const py::set& moved) {
   std::unordered_set<const void*> moved_objects;
@@ -139,6 +137,7 @@ py::tuple kept_objects(const py::list& before, const py::list& now, const py::se
   std::vector<size_t> passed;  // over: they have left, or come later in `now`
   size_t next = 0;
   int32_t num_moved = 0;
+  py::list not_kept;
   for (size_t i = 0; i < num_now; ++i) {
     const void* wanted = object(now, i);
     size_t found = next;
@@ -156,9 +155,11 @@ py::tuple kept_objects(const py::list& before, const py::list& now, const py::se
     }
     const bool is_moved = found < num_before && moved_objects.contains(wanted);
     num_moved += is_moved;
-    out[i] = found < num_before && !is_moved ? static_cast<int32_t>(found) : -1;
+    const bool is_kept = found < num_before && !is_moved;
+    out[i] = is_kept ? static_cast<int32_t>(found) : -1;
+    if (!is_kept) not_kept.append(i);
   }
-  return py::make_tuple(kept, num_moved);
+  return py::make_tuple(kept, not_kept, num_moved);
 }
 
 py::dict layout_dict(const pat::PlanLayout& layout) {
@@ -256,9 +257,7 @@ PYBIND11_MODULE(_scheduler, m) {
       .def(
           "plan",
           [](pat::PackScheduler& self, pat::PrefixForest& forest, const Array<int32_t>& seq_lens) {
-            const auto lens = view(seq_lens, "seq_lens");
-            py::gil_scoped_release release;
-            self.plan(forest, lens);
+            self.plan(forest, view(seq_lens, "seq_lens"));
           },
           py::arg("forest"), py::arg("seq_lens").noconvert())
       .def(

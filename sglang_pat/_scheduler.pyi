@@ -74,9 +74,11 @@ class CostModel:
 def same_objects(a: list[object], b: list[object]) -> bool:
     """Whether two lists hold the same objects in the same order, by identity."""
 
-def kept_objects(before: list[object], now: list[object], moved: set[int]) -> tuple[_Int32, int]:
+def kept_objects(
+    before: list[object], now: list[object], moved: set[int]
+) -> tuple[_Int32, list[int], int]:
     """Where each object of `now` stands in `before`, by identity; -1 for one that is not there, or
-    whose id() is in `moved`. And how many of `before` were refused for the latter reason.
+    whose id() is in `moved`. Then the positions of these in `now`, and how many of them have moved.
     """
 
 class PrefixForest:

@@ -19,7 +19,7 @@ import torch
 from sglang_pat import support
 from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
 from sglang_pat.cuda_executor import CudaExecutor, Reservation
-from sglang_pat.decode_batch import DecodeBatch, PrefixPaths, Step
+from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths, Step
 from sglang_pat.decode_plan import DecodePlan
 from sglang_pat.planning_times import PlanningTimes, StepKind
 from sglang_pat.reference import ReferenceExecutor
@@ -140,6 +140,7 @@ class PackAttention:
         self._plan: DecodePlan | None = None
         self._key: Hashable = None
         self._checked_table: torch.Tensor | None = None  # the req_to_token of the last step
+        self._table_width = 0
 
     def plan(
         self,
@@ -165,7 +166,7 @@ class PackAttention:
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
-        if longest > req_to_token.shape[1]:
+        if longest > self._table_width:
             raise ValueError(
                 f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, "
                 f"got {longest}"
@@ -305,13 +306,17 @@ class PackAttention:
         if req_to_token is not self._checked_table:
             self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
             self._checked_table = req_to_token
-        shape = lens.shape
-        for name, tensor in (("req_pool_indices", req_pool_indices), ("seq_lens", seq_lens)):
-            if tensor.shape != shape or tensor.dtype not in _INTS or tensor.device != self.device:
-                self._check_ids(name, tensor, 1, _INTS)
-                raise ValueError(
-                    f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}"
-                )
+            self._table_width = req_to_token.shape[1]
+        self._check_per_request("req_pool_indices", req_pool_indices, lens)
+        self._check_per_request("seq_lens", seq_lens, lens)
+
+    def _check_per_request(self, name: str, tensor: torch.Tensor, lens: IntArray) -> None:
+        if (
+            tensor.shape == lens.shape and tensor.dtype in _INTS and tensor.device == self.device
+        ):  # the usual case
+            return
+        self._check_ids(name, tensor, 1, _INTS)
+        raise ValueError(f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}")
 
     def _check_ids(
         self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]

@@ -279,8 +279,7 @@ class BatchReader:
     def _update(self, reqs: list[Request]) -> None:
         """Bring the forest from the requests of the last step to these."""
         assert self._source is not None
-        kept, num_moved = kept_objects(self._reqs, reqs, self._moved)
-        new = np.flatnonzero(kept < 0).tolist()
+        kept, new, num_moved = kept_objects(self._reqs, reqs, self._moved)
         num_left = len(self._reqs) + len(new) - num_moved - len(reqs)
         self._moved.clear()
         if not new and same_objects(reqs, self._reqs):

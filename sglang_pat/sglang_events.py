@@ -128,4 +128,4 @@ class RadixEvents:
 
 
 def _has(owner: Any, kind: _Kind) -> bool:
-    return any(hasattr(owner, name) for name in kind.methods)
+    return any(callable(getattr(owner, name, None)) for name in kind.methods)

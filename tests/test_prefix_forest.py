@@ -194,12 +194,13 @@ def test_kept_objects(data: st.DataObject) -> None:
     some = st.lists(st.sampled_from(range(8)), unique=True)
     before, now = data.draw(some), data.draw(some)
     moved = data.draw(st.sets(st.sampled_from(range(8))))
-    kept, num_moved = kept_objects(
+    kept, new, num_moved = kept_objects(
         [everyone[i] for i in before],
         [everyone[i] for i in now],
         {id(everyone[i]) for i in moved},
     )
     assert kept.tolist() == [before.index(i) if i in before and i not in moved else -1 for i in now]
+    assert new == np.flatnonzero(kept < 0).tolist()
     assert num_moved == len({*before} & {*now} & moved)
 
 
