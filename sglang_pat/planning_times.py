@@ -31,10 +31,12 @@ class PlanningTimes(dict[str, Counter[int]]):
         histogram[bound] += 1
 
     def __add__(self, other: PlanningTimes) -> PlanningTimes:
-        kinds = [*self, *(kind for kind in other if kind not in self)]
-        return PlanningTimes(
-            {kind: self.get(kind, Counter()) + other.get(kind, Counter()) for kind in kinds}
-        )
+        total = PlanningTimes()
+        for times in (self, other):
+            # Copies, each made at once: another thread may be recording.
+            for kind, histogram in dict(times).items():
+                total.setdefault(kind, Counter()).update(dict(histogram))
+        return total
 
     def percentile_us(self, kind: StepKind, percent: float) -> float:
         """The bound, in microseconds, below which `percent` % of the times lie; nan without times.
