@@ -1,186 +1,129 @@
-"""Time per output token in SGLang's engine with decode CUDA graphs: pat against SGLang's backends.
+"""SGLang's server with decode CUDA graphs: pat against SGLang's backends.
 
-    python benchmarks/bench_serving.py [--backends pat fa3] [--json FILE]
+    python benchmarks/bench_serving.py [--backends pat fa3 flashinfer triton] [--json FILE]
 
-A Llama-3-8B shape with random weights, written on the spot; one engine after another, each in a
-process of its own. A case is a batch of requests that start together: shared prefix, private
-tokens, generated tokens. All prompts are in the radix tree before the clock starts, so that what is
-timed is decoding: the time for all tokens less the time for the first, per token. Answers are
-compared token by token with those of the first backend that is not pat.
+8B shapes with random weights, written on the spot; one server after another, and everything with
+one start of each. Cases: batches of requests that start together, for the time per output token and
+the latencies that a client sees (serving/latency.py). Traffic: requests at rising rates, through
+SGLang's own client (serving/traffic.py).
+
+With --json every number is written as soon as it is there, and a file that exists is continued: so
+backends, models and parts can be measured by one command each.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from metadata import gpu_state, metadata
-from rich.console import Console
-from rich.table import Table
+from metadata import gpu_id, gpu_state, metadata
+from serving import latency, traffic
+from serving.cases import cases_of, traffic_of
+from serving.models import MODELS, ModelShape
+from serving.results import Results
+from serving.server import REPLAN, Server, contender, running_server
+from serving.tables import console, show, show_failure
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-REPEATS = 2
+PARTS = ("cases", "traffic")
 
 
-class Case(NamedTuple):
-    """All in tokens, but for the number of requests."""
-
-    requests: int
-    shared: int
-    private: int
-    generated: int
-
-    def prompts(self) -> list[list[int]]:
-        source = random.Random(0)
-
-        def tokens(count: int) -> list[int]:
-            return [source.randrange(LLAMA_3_8B["vocab_size"] - 256) for _ in range(count)]
-
-        prefix = tokens(self.shared)
-        return [prefix + tokens(self.private) for _ in range(self.requests)]
-
-
-CASES = (
-    Case(64, 2048, 128, 128),
-    Case(128, 8192, 256, 128),
-    Case(128, 0, 1024, 128),
-    Case(256, 1024, 64, 128),
-)
-
-
-def serve_all(backend: str) -> list[dict[str, Any]]:
-    """Every case through one engine: time per output token in ms, and the answers."""
-    import sglang
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_3_8B))
-        engine = sglang.Engine(
-            model_path=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            attention_backend=backend,
-            dtype="bfloat16",
-            context_length=16384,
-            max_running_requests=max(case.requests for case in CASES),
-            cuda_graph_backend_prefill="disabled",
-            mem_fraction_static=0.85,
-            random_seed=1,
-            log_level="warning",
-        )
-        try:
-            return [serve(engine, case) for case in CASES]
-        finally:
-            engine.shutdown()
-
-
-def serve(engine: Any, case: Case) -> dict[str, Any]:
-    engine.flush_cache()
-    prompts = case.prompts()
-
-    def seconds(num_tokens: int) -> tuple[float, list[list[int]]]:
-        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-        begin = time.perf_counter()
-        answers = engine.generate(input_ids=prompts, sampling_params=sampling)
-        return time.perf_counter() - begin, [answer["output_ids"] for answer in answers]
-
-    if case.shared:  # first alone, so that the prompts find it in the tree
-        engine.generate(
-            input_ids=prompts[0][: case.shared],
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-        )
-    seconds(4)
-    first = min(seconds(1)[0] for _ in range(REPEATS))
-    runs = [seconds(case.generated) for _ in range(REPEATS)]
-    per_token = (min(run[0] for run in runs) - first) / (case.generated - 1)
-    return {"ms_per_token": 1000 * per_token, "tokens": runs[0][1]}
-
-
-def compare(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Replace the answers by the share of tokens that equal those of the first other backend."""
-    own = next((name for name in results if name != "pat"), None)
-    for index in range(len(CASES)):
-        answers = {name: cases[index].pop("tokens") for name, cases in results.items()}
-        if own is not None and "pat" in results:
-            pairs = [
-                token == expected
-                for left, right in zip(answers["pat"], answers[own], strict=True)
-                for token, expected in zip(left, right, strict=True)
-            ]
-            results["pat"][index]["tokens_identical"] = sum(pairs) / len(pairs)
-
-
-def show(results: dict[str, list[dict[str, Any]]]) -> None:
-    table = Table(title="ms per output token")
-    for column in ("requests", "shared", "private", *results, "best other / pat", "identical"):
-        table.add_column(column, justify="right")
-    for index, case in enumerate(CASES):
-        times = {name: cases[index]["ms_per_token"] for name, cases in results.items()}
-        others = [ms for name, ms in times.items() if name != "pat"]
-        ratio = f"{min(others) / times['pat']:.2f}" if others and "pat" in times else ""
-        identical = results.get("pat", [{}] * len(CASES))[index].get("tokens_identical")
-        table.add_row(
-            *(f"{n:,}" for n in case[:3]),
-            *(f"{ms:.2f}" for ms in times.values()),
-            ratio,
-            "" if identical is None else f"{identical:.2%}",
-        )
-    Console(width=110).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backends", nargs="+", default=["pat", "fa3"], metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
-    parser.add_argument("--serve", nargs=2, metavar=("BACKEND", "FILE"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:
-        backend, file = args.serve
-        Path(file).write_text(json.dumps(serve_all(backend)))
-        return
-    before = gpu_state()
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
+def main() -> int:
+    args = _arguments()
+    results = Results(args.json, metadata())
+    for name in args.models:
         for backend in args.backends:
-            file = Path(folder, f"{backend}.json")
-            command = [sys.executable, __file__, "--serve", backend, str(file)]
-            subprocess.run(command, check=True)
-            results[backend] = json.loads(file.read_text())
-    compare(results)
-    show(results)
-    if args.json:
-        meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state(), "model": LLAMA_3_8B}
-        cases = [
-            case._asdict() | {name: cases[index] for name, cases in results.items()}
-            for index, case in enumerate(CASES)
-        ]
-        args.json.write_text(json.dumps({"meta": meta, "cases": cases}, indent=2) + "\n")
+            measure(MODELS[name], backend, args, results)
+    show(results.cases, results.serving)
+    for failure in results.failures:
+        show_failure(f"{failure['backend']}, {failure['model']}: {failure['error']}")
+    return 1 if results.failures else 0
+
+
+def measure(model: ModelShape, backend: str, args: argparse.Namespace, results: Results) -> None:
+    """All that is asked for of one backend, with one start of its server. A failure is recorded."""
+    results.add_model(model)
+    run: dict[str, Any] = {
+        "backend": backend,
+        "model": model.name,
+        "command": " ".join(sys.argv),
+        "gpu_id": gpu_id(),
+    }
+    begin = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
+            path = model.write(Path(folder))
+            console.print(f"{model.name}: starting the server with {backend}")
+            with running_server(contender(backend), path, path, **model.arguments) as server:
+                run["start_seconds"] = time.perf_counter() - begin
+                console.print(f"  ready after {run['start_seconds']:.0f} s")
+                if "cases" in args.parts:
+                    _measure_cases(server, model, backend, args.cases, results)
+                if "traffic" in args.parts:
+                    _measure_traffic(server, model, backend, args.rates, path, results)
+    except (RuntimeError, TimeoutError) as error:
+        run["error"] = str(error)
+    run["seconds"] = time.perf_counter() - begin
+    results.add_run(run)
+
+
+def _measure_cases(
+    server: Server, model: ModelShape, backend: str, chosen: list[int] | None, results: Results
+) -> None:
+    for index, case in enumerate(cases_of(model)):
+        if chosen is None or index in chosen:
+            measured = _with_clocks(latency.measure, server, case, model.vocab_size)
+            results.add_case(model, case, backend, measured)
+            console.print(f"  {case.title}: {measured['tpot_ms']:.2f} ms per token")
+
+
+def _measure_traffic(
+    server: Server,
+    model: ModelShape,
+    backend: str,
+    rates: list[float] | None,
+    path: Path,
+    results: Results,
+) -> None:
+    asked = traffic_of(model)
+    for rate in rates or asked.rates:
+        measured = _with_clocks(traffic.measure, server, asked, rate, path)
+        results.add_serving(model.name, backend, rate, measured)
+        console.print(f"  {rate:g} req/s: {measured['median_tpot_ms']:.2f} ms per token")
+
+
+def _with_clocks(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    before = gpu_state()
+    measured = function(*arguments)
+    return measured | {"gpu": {"before": before, "after": gpu_state()}}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["pat", "fa3", "flashinfer", "triton"],
+        metavar="NAME",
+        help=f"SGLang's attention backends, or {REPLAN.name}: pat with new plans all the time "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=MODELS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--cases", nargs="+", type=int, metavar="INDEX", help="only these cases")
+    parser.add_argument("--rates", nargs="+", type=float, metavar="N", help="requests per second")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    args = parser.parse_args()
+    for name in args.models:
+        allowed = range(len(cases_of(MODELS[name])))
+        if not set(args.cases or ()) <= set(allowed):
+            parser.error(f"--cases {args.cases}: {name} has the cases {list(allowed)}")
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

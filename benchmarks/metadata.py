@@ -35,6 +35,11 @@ def gpu_state() -> str | None:
     return _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
 
 
+def gpu_id() -> str | None:
+    """Which card this is: two of the same name need not be equally fast."""
+    return _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+
+
 def _commit() -> str | None:
     folder = str(Path(__file__).parent)
     return os.environ.get("GIT_COMMIT") or _output(

@@ -1,10 +1,15 @@
-// Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts), GIL released.
+// Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts). The GIL is
+// kept: planning takes tens of microseconds, and getting the GIL back may take longer than that.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <span>
 #include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "pack_scheduler.h"
 #include "pat/plan_format.h"
@@ -26,16 +31,136 @@ std::span<const T> view(const Array<T>& array, const char* name) {
   return {array.data(), static_cast<size_t>(array.size())};
 }
 
+pat::PathsView paths_view(const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
+                          const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end) {
+  return {.path_begin = view(path_begin, "path_begin"),
+          .node_id = view(node_id, "node_id"),
+          .kv_begin = view(kv_begin, "kv_begin"),
+          .kv_end = view(kv_end, "kv_end")};
+}
+
 void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
           const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end,
           const Array<int32_t>& seq_lens) {
-  const pat::PathsView paths{.path_begin = view(path_begin, "path_begin"),
-                             .node_id = view(node_id, "node_id"),
-                             .kv_begin = view(kv_begin, "kv_begin"),
-                             .kv_end = view(kv_end, "kv_end")};
-  const auto lens = view(seq_lens, "seq_lens");
-  py::gil_scoped_release release;
-  self.plan(paths, lens);
+  self.plan(paths_view(path_begin, node_id, kv_begin, kv_end), view(seq_lens, "seq_lens"));
+}
+
+// Paths as sglang_radix.py reads them: each a sequence of (id, parent's id, kv_begin, kv_end, tokens, children).
+class PathsFromTuples {
+ public:
+  explicit PathsFromTuples(const py::sequence& paths) {
+    path_begin_.push_back(0);
+    for (const py::handle path : paths) {
+      const auto nodes = py::reinterpret_steal<py::object>(
+          PySequence_Fast(path.ptr(), "a path must be a sequence of nodes"));
+      if (!nodes) throw py::error_already_set();
+      const Py_ssize_t num_nodes = PySequence_Fast_GET_SIZE(nodes.ptr());
+      PyObject* const* items = PySequence_Fast_ITEMS(nodes.ptr());
+      bool goes_on = false;
+      for (Py_ssize_t i = 0; i < num_nodes; ++i) {
+        if (!PyTuple_Check(items[i]) || PyTuple_GET_SIZE(items[i]) != 6) {
+          throw py::type_error("a node must be a tuple of 6 integers, got " +
+                               std::string(py::repr(items[i])));
+        }
+        node_id_.push_back(integer(items[i], 0));
+        kv_begin_.push_back(static_cast<int32_t>(integer(items[i], 2)));
+        kv_end_.push_back(static_cast<int32_t>(integer(items[i], 3)));
+        goes_on = integer(items[i], 5) > 0;
+      }
+      path_begin_.push_back(static_cast<int32_t>(node_id_.size()));
+      goes_on_.push_back(goes_on);
+    }
+  }
+
+  pat::PathsView paths() const {
+    return {
+        .path_begin = path_begin_, .node_id = node_id_, .kv_begin = kv_begin_, .kv_end = kv_end_};
+  }
+  std::span<const char> goes_on() const { return goes_on_; }
+
+ private:
+  static int64_t integer(PyObject* node, Py_ssize_t field) {
+    const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(node, field));
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+
+  std::vector<int32_t> path_begin_;
+  std::vector<int64_t> node_id_;
+  std::vector<int32_t> kv_begin_;
+  std::vector<int32_t> kv_end_;
+  std::vector<char> goes_on_;  // not bool, of which a vector is no array
+};
+
+py::list update_forest(pat::PrefixForest& self, const Array<int32_t>& kept,
+                       const py::sequence& paths) {
+  const PathsFromTuples read(paths);
+  std::vector<int32_t> outdated;
+  self.update(view(kept, "kept"), read.paths(), read.goes_on(), outdated);
+  py::list result;
+  for (const int32_t request : outdated) result.append(request);
+  return result;
+}
+
+py::list forest_paths(const pat::PrefixForest& self) {
+  py::list paths;
+  for (int32_t request = 0; request < self.num_requests(); ++request) {
+    py::list path;
+    for (const auto& node : self.path(request)) {
+      path.append(py::make_tuple(node.id, node.kv_begin, node.kv_end));
+    }
+    paths.append(path);
+  }
+  return paths;
+}
+
+// By identity, not equality.
+bool same_objects(const py::list& a, const py::list& b) {
+  return a.size() == b.size() &&
+         std::equal(PySequence_Fast_ITEMS(a.ptr()), PySequence_Fast_ITEMS(a.ptr()) + a.size(),
+                    PySequence_Fast_ITEMS(b.ptr()));
+}
+
+// Where each of `now` stands in `before`, by identity and not equality; -1 for what is not there, or whose id()
+// is in `moved`; then the positions of these in `now`, and how many of them have moved. Batches lose members anywhere and gain them at the end, so what is next in one is nearly always
+// next in the other.
+py::tuple kept_objects(const py::list& before, const py::list& now, const py::set& moved) {
+  std::unordered_set<const void*> moved_objects;
+  for (const py::handle id : moved) moved_objects.insert(PyLong_AsVoidPtr(id.ptr()));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  const size_t num_before = before.size();
+  const size_t num_now = now.size();
+  const auto object = [](const py::list& list, size_t i) {
+    return static_cast<const void*>(PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)));
+  };
+  Array<int32_t> kept(static_cast<py::ssize_t>(num_now));
+  int32_t* out = kept.mutable_data();
+  std::vector<size_t> passed;  // over: they have left, or come later in `now`
+  size_t next = 0;
+  int32_t num_moved = 0;
+  py::list not_kept;
+  for (size_t i = 0; i < num_now; ++i) {
+    const void* wanted = object(now, i);
+    size_t found = next;
+    while (found < num_before && object(before, found) != wanted) ++found;
+    if (found < num_before) {
+      for (; next < found; ++next) passed.push_back(next);
+      ++next;
+    } else {
+      const auto earlier = std::find_if(passed.begin(), passed.end(),
+                                        [&](size_t p) { return object(before, p) == wanted; });
+      if (earlier != passed.end()) {
+        found = *earlier;
+        passed.erase(earlier);
+      }
+    }
+    const bool is_moved = found < num_before && moved_objects.contains(wanted);
+    num_moved += is_moved;
+    const bool is_kept = found < num_before && !is_moved;
+    out[i] = is_kept ? static_cast<int32_t>(found) : -1;
+    if (!is_kept) not_kept.append(i);
+  }
+  return py::make_tuple(kept, not_kept, num_moved);
 }
 
 py::dict layout_dict(const pat::PlanLayout& layout) {
@@ -102,6 +227,16 @@ PYBIND11_MODULE(_scheduler, m) {
            py::arg("shortest") = pat::CostModel{}.shortest,
            py::arg("rows_at_ridge") = pat::CostModel{}.rows_at_ridge);
 
+  m.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
+  m.def("kept_objects", &kept_objects, py::arg("before"), py::arg("now"), py::arg("moved"));
+
+  py::class_<pat::PrefixForest>(m, "PrefixForest")
+      .def(py::init<>())
+      .def("update", &update_forest, py::arg("kept").noconvert(), py::arg("paths"))
+      .def("paths", &forest_paths)
+      .def_property_readonly("num_kept", &pat::PrefixForest::num_kept)
+      .def("__len__", &pat::PrefixForest::num_requests);
+
   py::class_<pat::PackScheduler>(m, "PackScheduler")
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens,
@@ -120,6 +255,12 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())
+      .def(
+          "plan",
+          [](pat::PackScheduler& self, pat::PrefixForest& forest, const Array<int32_t>& seq_lens) {
+            self.plan(forest, view(seq_lens, "seq_lens"));
+          },
+          py::arg("forest"), py::arg("seq_lens").noconvert())
       .def(
           "check_lengths",
           [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens) {

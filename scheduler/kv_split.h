@@ -72,6 +72,7 @@ class KvSplitter {
     int32_t num_tokens;
     int64_t rate;   // cost per token, 1 / kRateUnit
     int64_t fixed;  // cost per piece, 1 / kRateUnit
+    int64_t whole;  // cost uncut, 1 / kRateUnit
   };
   // Part of the list of tiles, and how far its pieces have been dealt out.
   struct Stream {

@@ -37,16 +37,26 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
 }
 
 void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_lens) {
+  PAT_CHECK(paths.path_begin.size() == seq_lens.size() + 1,
+            "path_begin must have num_requests + 1 = ", seq_lens.size() + 1, " entries, got ",
+            paths.path_begin.size());
+  Stopwatch stopwatch;
+  forest_.build(paths);
+  const int64_t build = stopwatch.lap();
+  plan(forest_, seq_lens);
+  times_.forest += build;
+}
+
+void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens) {
   Stopwatch stopwatch;
   for (size_t request = 0; request < seq_lens.size(); ++request) {
     PAT_CHECK(seq_lens[request] >= 0, "seq_lens must not be negative, got ", seq_lens[request],
               " for request ", request);
   }
-  forest_.build(paths,
-                seq_lens);  // all input errors are found here, before the last plan is touched
+  forest.arrange(seq_lens);  // all input errors are found here, before the last plan is touched
   times_.forest = stopwatch.lap();
 
-  packer_.pack(forest_, seq_lens, packing_);
+  packer_.pack(forest, seq_lens, packing_);
   times_.packing = stopwatch.lap();
 
   splitter_.split(packing_, split_);
@@ -55,12 +65,12 @@ void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_le
   plan_.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, packing_, split_);
   int64_t query_centric = 0;
   int64_t lower_bound = 0;
-  for (const ForestNode& node : forest_.nodes()) lower_bound += node.kv_end - node.kv_begin;
+  for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;
   lengths_.clear();
   for (size_t request = 0; request < seq_lens.size(); ++request) {
     const int32_t seq_len = seq_lens[request];
     query_centric += seq_len;
-    lower_bound += seq_len - forest_.private_begin(static_cast<int32_t>(request));
+    lower_bound += seq_len - forest.private_begin(static_cast<int32_t>(request));
     lengths_.push_back({.planned = seq_len, .longest = seq_len});
   }
   for (const Pack& pack : packing_.packs) {

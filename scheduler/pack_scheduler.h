@@ -57,7 +57,10 @@ class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
 
-  // Builds a plan. Throws std::invalid_argument on bad input; the last plan then stays in force.
+  // Builds a plan for the requests of a forest, which is arranged for it. Throws std::invalid_argument on bad
+  // input; the last plan then stays in force.
+  void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
+  // The same for paths that no forest keeps.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
   // Whether the last plan is right and still balanced for these lengths, given the same batch: every request
@@ -75,7 +78,7 @@ class PackScheduler {
   Packer packer_;
   KvSplitter splitter_;
 
-  PrefixForest forest_;
+  PrefixForest forest_;  // of paths that come without one
   Packing packing_;
   Split split_;
   DecodePlan plan_;

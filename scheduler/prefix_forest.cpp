@@ -9,6 +9,10 @@ namespace pat {
 
 namespace {
 
+constexpr int32_t kEmptyPath = -1;
+constexpr int32_t kNoPath = -2;  // outdated, and not yet given anew
+constexpr int32_t kFreeBucket = -1;
+
 uint64_t mix(uint64_t x) {  // splitmix64's finaliser: node ids are often consecutive
   x ^= x >> 30;
   x *= 0xbf58476d1ce4e5b9ULL;
@@ -17,9 +21,9 @@ uint64_t mix(uint64_t x) {  // splitmix64's finaliser: node ids are often consec
   return x ^ (x >> 31);
 }
 
-void check_shapes(const PathsView& paths, size_t num_requests) {
-  PAT_CHECK(paths.path_begin.size() == num_requests + 1,
-            "path_begin must have num_requests + 1 = ", num_requests + 1, " entries, got ",
+void check_shapes(const PathsView& paths, size_t num_paths) {
+  PAT_CHECK(paths.path_begin.size() == num_paths + 1,
+            "path_begin must have num_requests + 1 = ", num_paths + 1, " entries, got ",
             paths.path_begin.size());
   const size_t num_path_nodes = paths.node_id.size();
   PAT_CHECK(paths.kv_begin.size() == num_path_nodes && paths.kv_end.size() == num_path_nodes,
@@ -27,7 +31,7 @@ void check_shapes(const PathsView& paths, size_t num_requests) {
             paths.kv_begin.size(), " and ", paths.kv_end.size());
   PAT_CHECK(paths.path_begin.front() == 0, "path_begin must start at 0, got ",
             paths.path_begin.front());
-  for (size_t i = 0; i < num_requests; ++i) {
+  for (size_t i = 0; i < num_paths; ++i) {
     PAT_CHECK(paths.path_begin[i] <= paths.path_begin[i + 1], "path_begin must not decrease, got ",
               paths.path_begin[i + 1], " after ", paths.path_begin[i], " at request ", i);
   }
@@ -38,96 +42,270 @@ void check_shapes(const PathsView& paths, size_t num_requests) {
 
 }  // namespace
 
-void PrefixForest::build(const PathsView& paths, std::span<const int32_t> seq_lens) {
-  check_shapes(paths, seq_lens.size());
-  read_paths(paths, seq_lens);
-  keep_shared_nodes();
-  order_requests();
+void PrefixForest::build(const PathsView& paths) {
+  PAT_CHECK(!paths.path_begin.empty(), "path_begin must have at least 1 entry, got 0");
+  check_shapes(paths, paths.path_begin.size() - 1);
+  clear();
+  reserve(paths.node_id.size());
+  last_node_.assign(paths.path_begin.size() - 1, kEmptyPath);
+  try {
+    for (size_t path = 0; path < last_node_.size(); ++path) {
+      add_path(paths, path, static_cast<int32_t>(path));
+    }
+  } catch (...) {
+    clear();
+    throw;
+  }
 }
 
-int32_t PrefixForest::find_or_add(int64_t id, int32_t parent, int32_t kv_begin, int32_t kv_end,
-                                  int32_t request) {
-  PAT_CHECK(id >= 0, "node ids must not be negative, got ", id, " on the path of request ",
-            request);
+void PrefixForest::update(std::span<const int32_t> kept, const PathsView& paths,
+                          std::span<const char> goes_on, std::vector<int32_t>& outdated) {
+  const auto is_new = [](int32_t from) { return from < 0; };
+  check_shapes(paths, static_cast<size_t>(std::count_if(kept.begin(), kept.end(), is_new)));
+  PAT_CHECK(goes_on.size() == paths.path_begin.size() - 1, "goes_on must have one entry per path, ",
+            paths.path_begin.size() - 1, ", got ", goes_on.size());
+  outdated.clear();
+  try {
+    take_kept(kept);
+    if (mark_outdated(paths, goes_on)) drop_outdated(outdated);
+    num_kept_ = static_cast<int32_t>(kept.size() + 1 - paths.path_begin.size() - outdated.size());
+    reserve(paths.node_id.size());
+    size_t path = 0;
+    for (size_t request = 0; request < kept.size(); ++request) {
+      if (is_new(kept[request])) add_path(paths, path++, static_cast<int32_t>(request));
+    }
+  } catch (...) {
+    clear();
+    throw;
+  }
+}
+
+void PrefixForest::clear() {
+  path_nodes_.clear();
+  free_.clear();
+  id_table_.clear();
+  last_node_.clear();
+  num_kept_ = 0;
+}
+
+void PrefixForest::take_kept(std::span<const int32_t> kept) {
+  previous_.swap(last_node_);
+  last_node_.assign(kept.size(), kEmptyPath);
+  constexpr int32_t kTaken = -3;
+  for (size_t request = 0; request < kept.size(); ++request) {
+    if (kept[request] < 0) continue;
+    PAT_CHECK(static_cast<size_t>(kept[request]) < previous_.size(), "kept must be below ",
+              previous_.size(), ", the number of requests so far, got ", kept[request],
+              " for request ", request);
+    int32_t& from = previous_[kept[request]];
+    PAT_CHECK(from != kTaken, "kept must not repeat a request, got ", kept[request],
+              " again for request ", request);
+    last_node_[request] = from;
+    from = kTaken;
+  }
+  for (const int32_t node : previous_) release(node);
+}
+
+void PrefixForest::release(int32_t node) {
+  while (node >= 0) {
+    const int32_t parent = path_nodes_[node].parent;
+    if (--path_nodes_[node].num_holders == 0) remove_node(node);
+    node = parent;
+  }
+}
+
+// Marks nodes of kept paths that the tree seems to have split since. The lower part of a split node keeps its
+// id, so a new path that holds it shows another span. A new path that ends or leaves at the split holds only
+// the upper part: a node that is new here, has nodes below it, and lies beside the longer node that was split.
+bool PrefixForest::mark_outdated(const PathsView& paths, std::span<const char> goes_on) {
+  if (path_nodes_.size() == free_.size()) return false;
+  bool found = false;
+  const auto mark = [&found](PathNode& node) { node.outdated = found = true; };
+  for (size_t path = 0; path < goes_on.size(); ++path) {
+    const int32_t end = paths.path_begin[path + 1];
+    int32_t parent = -1;
+    bool parent_is_known = true;
+    for (int32_t i = paths.path_begin[path]; i < end; ++i) {
+      const int32_t known = find(paths.node_id[i]);
+      if (known >= 0) {
+        PathNode& node = path_nodes_[known];
+        const bool same = node.kv_begin == paths.kv_begin[i] && node.kv_end == paths.kv_end[i] &&
+                          parent_is_known && node.parent == parent;
+        if (!same) mark(node);
+        parent_is_known = same;
+        parent = known;
+        continue;
+      }
+      if (parent_is_known && (i + 1 < end || goes_on[path])) {
+        for (PathNode& node : path_nodes_) {
+          if (node.num_holders > 0 && node.parent == parent && node.kv_end > paths.kv_end[i]) {
+            mark(node);
+          }
+        }
+      }
+      parent_is_known = false;
+    }
+  }
+  return found;
+}
+
+void PrefixForest::drop_outdated(std::vector<int32_t>& outdated) {
+  for (size_t request = 0; request < last_node_.size(); ++request) {
+    int32_t node = last_node_[request];
+    while (node >= 0 && !path_nodes_[node].outdated) node = path_nodes_[node].parent;
+    if (node < 0) continue;
+    outdated.push_back(static_cast<int32_t>(request));
+  }
+  for (const int32_t request : outdated) {  // only now: released places lose their marks
+    release(last_node_[request]);
+    last_node_[request] = kNoPath;
+  }
+}
+
+void PrefixForest::add_path(const PathsView& paths, size_t path, int32_t request) {
+  int32_t parent = -1;
+  int32_t path_end = 0;
+  for (int32_t i = paths.path_begin[path]; i < paths.path_begin[path + 1]; ++i) {
+    const int64_t id = paths.node_id[i];
+    const int32_t kv_begin = paths.kv_begin[i];
+    const int32_t kv_end = paths.kv_end[i];
+    PAT_CHECK(id >= 0, "node ids must not be negative, got ", id, " on the path of request ",
+              request);
+    PAT_CHECK(parent >= 0 || kv_begin == 0, "the path of request ", request,
+              " does not start at a root: its first node, ", id, ", begins at position ", kv_begin,
+              " instead of 0");
+    PAT_CHECK(kv_begin >= path_end, "overlapping spans on the path of request ", request, ": node ",
+              id, " begins at position ", kv_begin, ", the node before it ends at ", path_end);
+    PAT_CHECK(kv_begin <= path_end, "gap on the path of request ", request, ": node ", id,
+              " begins at position ", kv_begin, ", the node before it ends at ", path_end);
+    PAT_CHECK(kv_end > kv_begin, "empty span on the path of request ", request, ": node ", id,
+              " is [", kv_begin, ", ", kv_end, ")");
+    const size_t bucket = bucket_of(id);
+    int32_t node = id_table_[bucket];
+    if (node == kFreeBucket) {
+      node = add_node(bucket, {.id = id,
+                               .parent = parent,
+                               .kv_begin = kv_begin,
+                               .kv_end = kv_end,
+                               .num_holders = 0,
+                               .outdated = false,
+                               .arranged = num_arrangements_,
+                               .shared_node = -1});
+    }
+    PathNode& found = path_nodes_[node];
+    PAT_CHECK(found.kv_begin == kv_begin && found.kv_end == kv_end, "paths disagree about node ",
+              id, ": [", kv_begin, ", ", kv_end, ") for request ", request, ", [", found.kv_begin,
+              ", ", found.kv_end, ") for an earlier one");
+    PAT_CHECK(found.parent == parent, "node ", id, " has different parents: node ",
+              parent < 0 ? -1 : path_nodes_[parent].id, " for request ", request, ", node ",
+              found.parent < 0 ? -1 : path_nodes_[found.parent].id,
+              " for an earlier one (-1: none)");
+    ++found.num_holders;
+    last_node_[request] = node;
+    parent = node;
+    path_end = kv_end;
+  }
+}
+
+// --- path nodes, and the table of their ids ---
+
+size_t PrefixForest::bucket_of(int64_t id) const {
   const size_t mask = id_table_.size() - 1;
   size_t bucket = mix(static_cast<uint64_t>(id)) & mask;
-  while (id_table_[bucket] >= 0) {
-    const PathNode& node = path_nodes_[id_table_[bucket]];
-    if (node.id == id) {
-      PAT_CHECK(node.kv_begin == kv_begin && node.kv_end == kv_end, "paths disagree about node ",
-                id, ": [", kv_begin, ", ", kv_end, ") for request ", request, ", [", node.kv_begin,
-                ", ", node.kv_end, ") for an earlier one");
-      PAT_CHECK(node.parent == parent, "node ", id, " has different parents: node ",
-                parent < 0 ? -1 : path_nodes_[parent].id, " for request ", request, ", node ",
-                node.parent < 0 ? -1 : path_nodes_[node.parent].id,
-                " for an earlier one (-1: none)");
-      return id_table_[bucket];
-    }
+  while (id_table_[bucket] != kFreeBucket && path_nodes_[id_table_[bucket]].id != id) {
     bucket = (bucket + 1) & mask;
   }
-  id_table_[bucket] = static_cast<int32_t>(path_nodes_.size());
-  path_nodes_.push_back(
-      {.id = id, .parent = parent, .kv_begin = kv_begin, .kv_end = kv_end, .num_holders = 0});
+  return bucket;
+}
+
+void PrefixForest::reserve(size_t num_more_nodes) {
+  const size_t num_buckets =
+      std::bit_ceil(2 * (path_nodes_.size() - free_.size() + num_more_nodes) + 1);
+  if (num_buckets <= id_table_.size()) return;
+  id_table_.assign(num_buckets, kFreeBucket);
+  for (size_t node = 0; node < path_nodes_.size(); ++node) {
+    if (path_nodes_[node].num_holders > 0) {
+      id_table_[bucket_of(path_nodes_[node].id)] = static_cast<int32_t>(node);
+    }
+  }
+}
+
+int32_t PrefixForest::add_node(size_t bucket, const PathNode& node) {
+  if (free_.empty()) {
+    id_table_[bucket] = static_cast<int32_t>(path_nodes_.size());
+    path_nodes_.push_back(node);
+  } else {
+    id_table_[bucket] = free_.back();
+    path_nodes_[free_.back()] = node;
+    free_.pop_back();
+  }
   return id_table_[bucket];
 }
 
-void PrefixForest::read_paths(const PathsView& paths, std::span<const int32_t> seq_lens) {
-  const int32_t num_requests = static_cast<int32_t>(seq_lens.size());
-  path_nodes_.clear();
-  last_node_.assign(num_requests, -1);
-  id_table_.assign(std::bit_ceil(2 * paths.node_id.size() + 1), -1);
-  for (int32_t request = 0; request < num_requests; ++request) {
-    int32_t parent = -1;
-    int32_t path_end = 0;
-    for (int32_t i = paths.path_begin[request]; i < paths.path_begin[request + 1]; ++i) {
-      const int32_t kv_begin = paths.kv_begin[i];
-      const int32_t kv_end = paths.kv_end[i];
-      PAT_CHECK(parent >= 0 || kv_begin == 0, "the path of request ", request,
-                " does not start at a root: its first node, ", paths.node_id[i],
-                ", begins at position ", kv_begin, " instead of 0");
-      PAT_CHECK(kv_begin >= path_end, "overlapping spans on the path of request ", request,
-                ": node ", paths.node_id[i], " begins at position ", kv_begin,
-                ", the node before it ends at ", path_end);
-      PAT_CHECK(kv_begin <= path_end, "gap on the path of request ", request, ": node ",
-                paths.node_id[i], " begins at position ", kv_begin, ", the node before it ends at ",
-                path_end);
-      PAT_CHECK(kv_end > kv_begin, "empty span on the path of request ", request, ": node ",
-                paths.node_id[i], " is [", kv_begin, ", ", kv_end, ")");
-      parent = find_or_add(paths.node_id[i], parent, kv_begin, kv_end, request);
-      ++path_nodes_[parent].num_holders;
-      path_end = kv_end;
-    }
-    last_node_[request] = parent;
+void PrefixForest::remove_node(int32_t node) {
+  const size_t mask = id_table_.size() - 1;
+  size_t hole = bucket_of(path_nodes_[node].id);
+  // What a search would no longer reach across the hole moves into it.
+  for (size_t next = (hole + 1) & mask; id_table_[next] != kFreeBucket; next = (next + 1) & mask) {
+    const size_t home = mix(static_cast<uint64_t>(path_nodes_[id_table_[next]].id)) & mask;
+    if (((next - home) & mask) < ((next - hole) & mask)) continue;
+    id_table_[hole] = id_table_[next];
+    hole = next;
+  }
+  id_table_[hole] = kFreeBucket;
+  free_.push_back(node);
+}
+
+// --- the arrangement of one batch ---
+
+void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
+  PAT_CHECK(seq_lens.size() >= last_node_.size(), "seq_lens must have an entry for each of ",
+            last_node_.size(), " requests, got ", seq_lens.size());
+  for (size_t request = 0; request < last_node_.size(); ++request) {
+    const int32_t node = last_node_[request];
+    PAT_CHECK(node != kNoPath, "the path of request ", request,
+              " is outdated and was not given anew");
+    const int32_t path_end = node < 0 ? 0 : path_nodes_[node].kv_end;
     PAT_CHECK(seq_lens[request] >= path_end, "seq_len ", seq_lens[request], " of request ", request,
               " is below its path's length ", path_end);
   }
+  ++num_arrangements_;
+  nodes_.clear();
+  anchor_.assign(seq_lens.size(), -1);
+  for (size_t request = 0; request < last_node_.size(); ++request) {
+    int32_t node = last_node_[request];
+    while (node >= 0 && path_nodes_[node].num_holders < 2) node = path_nodes_[node].parent;
+    anchor_[request] = node < 0 ? -1 : arrange_node(node);
+  }
+  order_requests();
 }
 
-void PrefixForest::keep_shared_nodes() {
-  nodes_.clear();
-  shared_node_.resize(path_nodes_.size());
-  for (size_t i = 0; i < path_nodes_.size(); ++i) {  // parents come before children
-    const PathNode& node = path_nodes_[i];
-    const int32_t parent = node.parent < 0 ? -1 : shared_node_[node.parent];
-    if (node.num_holders < 2) {
-      shared_node_[i] = parent;  // private; what hangs below it is private to the same request
-    } else if (parent >= 0 && nodes_[parent].num_holders == node.num_holders) {
-      shared_node_[i] = parent;  // chain: same holders
-      nodes_[parent].kv_end = node.kv_end;
+int32_t PrefixForest::arrange_node(int32_t node) {
+  cursor_.clear();  // the nodes up to the first that is arranged already: paths may be long
+  for (int32_t n = node; n >= 0 && path_nodes_[n].arranged != num_arrangements_;) {
+    cursor_.push_back(n);
+    n = path_nodes_[n].parent;
+  }
+  for (; !cursor_.empty(); cursor_.pop_back()) {
+    PathNode& source = path_nodes_[cursor_.back()];
+    const int32_t parent = source.parent < 0 ? -1 : path_nodes_[source.parent].shared_node;
+    if (parent >= 0 && nodes_[parent].num_holders == source.num_holders) {
+      source.shared_node = parent;  // chain: same holders
+      nodes_[parent].kv_end = source.kv_end;
     } else {
-      shared_node_[i] = static_cast<int32_t>(nodes_.size());
+      source.shared_node = static_cast<int32_t>(nodes_.size());
       nodes_.push_back({.parent = parent,
-                        .kv_begin = node.kv_begin,
-                        .kv_end = node.kv_end,
-                        .num_holders = node.num_holders,
+                        .kv_begin = source.kv_begin,
+                        .kv_end = source.kv_end,
+                        .num_holders = source.num_holders,
                         .holder_begin = 0});
     }
+    source.arranged = num_arrangements_;
   }
+  return path_nodes_[node].shared_node;
 }
 
 void PrefixForest::order_requests() {
-  const int32_t num_requests = static_cast<int32_t>(last_node_.size());
-  anchor_.resize(num_requests);
   // cursor_[n]: next free place in the run of node n's holders. Children take theirs first, in order; the
   // requests that end at the node fill what is left. The last entry is the level above the roots.
   cursor_.assign(nodes_.size() + 1, 0);
@@ -138,11 +316,20 @@ void PrefixForest::order_requests() {
     cursor_[n] = parent_cursor;
     parent_cursor += nodes_[n].num_holders;
   }
-  holders_.resize(num_requests);
-  for (int32_t request = 0; request < num_requests; ++request) {
-    anchor_[request] = last_node_[request] < 0 ? -1 : shared_node_[last_node_[request]];
-    holders_[anchor_[request] < 0 ? top++ : cursor_[anchor_[request]]++] = request;
+  holders_.resize(anchor_.size());
+  for (size_t request = 0; request < anchor_.size(); ++request) {
+    const int32_t anchor = anchor_[request];
+    holders_[anchor < 0 ? top++ : cursor_[anchor]++] = static_cast<int32_t>(request);
   }
+}
+
+std::vector<PrefixForest::PathNode> PrefixForest::path(int32_t request) const {
+  std::vector<PathNode> path;
+  for (int32_t node = last_node_[request]; node >= 0; node = path_nodes_[node].parent) {
+    path.push_back(path_nodes_[node]);
+  }
+  std::reverse(path.begin(), path.end());
+  return path;
 }
 
 }  // namespace pat

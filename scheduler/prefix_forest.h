@@ -7,9 +7,9 @@
 
 namespace pat {
 
-// Root-to-leaf paths of a batch, flattened: request i holds nodes [path_begin[i], path_begin[i + 1]).
+// Root-to-leaf paths, flattened: path i holds nodes [path_begin[i], path_begin[i + 1]).
 struct PathsView {
-  std::span<const int32_t> path_begin;  // [num_requests + 1]
+  std::span<const int32_t> path_begin;  // [num_paths + 1]
   std::span<const int64_t> node_id;     // [num_path_nodes]
   std::span<const int32_t> kv_begin;    // [num_path_nodes], positions
   std::span<const int32_t> kv_end;      // [num_path_nodes], exclusive
@@ -25,15 +25,34 @@ struct ForestNode {
   int32_t holder_begin;  // into PrefixForest::holders
 };
 
-// Nodes on the paths of the batch that have several holders; a chain of nodes with the same holders is one
-// node. Ordered by first appearance in the batch, parents before children, so that the same batch always
-// gives the same forest. What only one request holds belongs to its private range.
+// Keeps the paths of the running requests from batch to batch, and arranges those of the current batch as a
+// forest: the nodes that have several holders, where a chain of nodes with the same holders is one node.
+// Ordered by first appearance in the batch, parents before children, so that the same paths in the same order
+// always give the same forest, however they came to be there. What only one request holds belongs to its
+// private range. Buffers are reused from call to call.
 class PrefixForest {
  public:
+  // Forgets all paths and takes these. Throws as update() does.
+  void build(const PathsView& paths);
+
+  // Goes to the next batch. kept[i] is where request i of the next batch stands in the current one, which has
+  // its path already, or negative: then its path is the next one of `paths`. goes_on[p]: whether the tree that
+  // path p was read from has nodes below its last. Requests that are not kept leave.
+  //
+  // A tree may have split nodes since the paths of kept requests were read. `outdated` gets the kept requests
+  // for which the new paths show that, or leave it possible: these have no path any more, and update() is to
+  // be called again with their paths read anew. Nothing is outdated where no path is kept.
+  //
   // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps,
-  // overlaps or empty spans, disagrees with another path about a node, or is longer than its request.
-  // Linear in requests + path nodes. Buffers are reused from call to call.
-  void build(const PathsView& paths, std::span<const int32_t> seq_lens);
+  // overlaps or empty spans, or disagrees with another of `paths` about a node; the forest is empty then.
+  // Linear in requests + nodes of the new paths, and in all nodes for each node that may come from a split.
+  void update(std::span<const int32_t> kept, const PathsView& paths, std::span<const char> goes_on,
+              std::vector<int32_t>& outdated);
+
+  // Arranges the batch for the accessors below. Rows behind the last request have an empty path. Throws
+  // std::invalid_argument if a request is shorter than its path or has none because it was outdated. Linear
+  // in requests + shared nodes.
+  void arrange(std::span<const int32_t> seq_lens);
 
   const std::vector<ForestNode>& nodes() const { return nodes_; }
   // Requests of `node`: a contiguous run, because requests are kept in tree order.
@@ -49,30 +68,51 @@ class PrefixForest {
     return anchor_[request] < 0 ? 0 : nodes_[anchor_[request]].kv_end;
   }
 
- private:
   struct PathNode {
     int64_t id;
-    int32_t parent;
+    int32_t parent;  // index of a path node; -1: the path begins here
     int32_t kv_begin;
     int32_t kv_end;
-    int32_t num_holders;
+    int32_t num_holders;  // 0: a free place
+    bool outdated;        // only within update()
+    uint32_t arranged;    // number of the arrangement that `shared_node` belongs to
+    int32_t shared_node;  // its node in nodes(), -1: root level
   };
 
-  int32_t find_or_add(int64_t id, int32_t parent, int32_t kv_begin, int32_t kv_end,
-                      int32_t request);
-  void read_paths(const PathsView& paths, std::span<const int32_t> seq_lens);
-  void keep_shared_nodes();
+  int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
+  // Requests whose path the last update() kept.
+  int32_t num_kept() const { return num_kept_; }
+  // The path of a request, first node first. For checks.
+  std::vector<PathNode> path(int32_t request) const;
+
+ private:
+  void clear();
+  void release(int32_t node);
+  void take_kept(std::span<const int32_t> kept);
+  bool mark_outdated(const PathsView& paths, std::span<const char> goes_on);
+  void drop_outdated(std::vector<int32_t>& outdated);
+  void add_path(const PathsView& paths, size_t path, int32_t request);
+
+  size_t bucket_of(int64_t id) const;  // of the node with this id, or the free one where it belongs
+  int32_t find(int64_t id) const { return id_table_[bucket_of(id)]; }
+  void reserve(size_t num_more_nodes);
+  int32_t add_node(size_t bucket, const PathNode& node);
+  void remove_node(int32_t node);
+  int32_t arrange_node(int32_t node);
   void order_requests();
 
   std::vector<PathNode> path_nodes_;
-  std::vector<int32_t> last_node_;    // per request, into path_nodes_; -1: empty path
-  std::vector<int32_t> shared_node_;  // per path node: its node in nodes_, -1: root level
-  std::vector<int32_t> id_table_;     // open-addressing table of path node indices
-  std::vector<int32_t> cursor_;
+  std::vector<int32_t> free_;       // places in path_nodes_
+  std::vector<int32_t> last_node_;  // per request, into path_nodes_; -1: empty path; -2: outdated
+  std::vector<int32_t> id_table_;   // open-addressing table of path node indices
+  std::vector<int32_t> previous_;   // last_node_ of the batch before
+  uint32_t num_arrangements_ = 0;
+  int32_t num_kept_ = 0;
 
   std::vector<ForestNode> nodes_;
   std::vector<int32_t> holders_;
   std::vector<int32_t> anchor_;
+  std::vector<int32_t> cursor_;
 };
 
 }  // namespace pat

@@ -1,6 +1,7 @@
 """Typed stub of scheduler/bindings.cpp."""
 
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,39 @@ class CostModel:
         rows_at_ridge: int = ...,
     ) -> None: ...
 
+def same_objects(a: list[object], b: list[object]) -> bool:
+    """Whether two lists hold the same objects in the same order, by identity."""
+
+def kept_objects(
+    before: list[object], now: list[object], moved: set[int]
+) -> tuple[_Int32, list[int], int]:
+    """Where each object of `now` stands in `before`, by identity; -1 for one that is not there, or
+    whose id() is in `moved`. Then the positions of these in `now`, and how many of them have moved.
+    """
+
+class PrefixForest:
+    """The paths of a batch, kept from one batch to the next. Not thread-safe."""
+
+    def __init__(self) -> None: ...
+    def update(
+        self, kept: _Int32, paths: Sequence[Sequence[tuple[int, int, int, int, int, int]]]
+    ) -> list[int]:
+        """Go to the next batch: request i has the path of request `kept[i]` of the last one, or if
+        that is negative the next of `paths`. A node of these is (id, its parent's id, first
+        position, end, tokens, children that it has in the tree).
+
+        Returns the kept requests whose paths the tree has, or may have, split since they were read:
+        they have none any more, and update() is to be called again with their paths. ValueError or
+        TypeError on bad input; the forest is empty then.
+        """
+    def paths(self) -> list[list[tuple[int, int, int]]]:
+        """(node id, first position, end) of the nodes of each request. For checks."""
+    @property
+    def num_kept(self) -> int:
+        """Requests whose path the last update() kept."""
+    def __len__(self) -> int:
+        """Requests of the batch."""
+
 class PackScheduler:
     """Paths and lengths in, plan out. Holds the last plan; not thread-safe."""
 
@@ -94,6 +128,9 @@ class PackScheduler:
         growth_tokens: int,
         cost: CostModel = ...,
     ) -> None: ...
+    @overload
+    def plan(self, forest: PrefixForest, seq_lens: _Int32) -> None: ...
+    @overload
     def plan(
         self,
         path_begin: _Int32,
@@ -102,7 +139,10 @@ class PackScheduler:
         kv_end: _Int32,
         seq_lens: _Int32,
     ) -> None:
-        """Build a plan. ValueError on bad input: the last plan then stays in force."""
+        """Build a plan. ValueError on bad input: the last plan then stays in force.
+
+        Rows behind the last request of a forest have no path.
+        """
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
         """(whether the last plan is right and balanced for the same batch with these lengths, their
         sum, the longest).

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_pat._scheduler import PrefixForest
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -67,31 +69,44 @@ class PrefixPaths:
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
         """No request shares anything."""
-        return cls.from_lists([()] * num_requests)
+        nothing = np.zeros(0, dtype=np.int32)
+        return cls(
+            path_begin=np.zeros(num_requests + 1, dtype=np.int32),
+            node_id=np.zeros(0, dtype=np.int64),
+            kv_begin=nothing,
+            kv_end=nothing,
+        )
 
     def __len__(self) -> int:
         return len(self.path_begin) - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeBatch:
+class DecodeBatch(NamedTuple):
     """One decode step, in batch order.
 
     seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
     marks a
         padding row: its output is 0 and its LSE -inf.
     paths: the batch's paths, or a function that reads them: it is called only when a plan is built.
+        Or a forest that keeps them, for this batch until its next update(); rows behind its last
+        request have no path.
     key: equal keys promise equal paths, rows and order, so that a plan may be reused while
     `seq_lens` grow.
         None: the paths themselves are compared.
+    begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
+        there its time is counted.
     """
 
     seq_lens: IntArray
-    paths: PrefixPaths | Callable[[], PrefixPaths]
+    paths: PrefixPaths | PrefixForest | Callable[[], PrefixPaths]
     key: Hashable = None
+    begun_ns: int = 0
 
     def read_paths(self) -> PrefixPaths:
         """The paths, read now if they were given as a function."""
+        if isinstance(self.paths, PrefixForest):
+            padding = len(self.seq_lens) - len(self.paths)
+            return PrefixPaths.from_lists([*self.paths.paths(), *[()] * padding])
         return self.paths() if callable(self.paths) else self.paths
 
 

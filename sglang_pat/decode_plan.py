@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
@@ -21,6 +21,8 @@ from sglang_pat._scheduler import (
     PlanCapacity,
 )
 from sglang_pat.decode_batch import IntArray
+
+_Section = Literal["ticket_begin", "work_items", "item_requests", "gather_spans", "merges"]
 
 
 class PlanHeader(NamedTuple):
@@ -55,16 +57,14 @@ class KvTokens(NamedTuple):
 class DecodePlan:
     """A plan in its buffer. Valid until the next plan is written into that buffer.
 
-    The arrays are int32 views of the buffer, one row per entry, columns as in plan_format.h.
+    The arrays are int32 views of the buffer, one row per entry, columns as in plan_format.h; made
+    when they are asked for, since only the reference executor and checks do.
     """
 
     header: PlanHeader
-    ticket_begin: IntArray  # [num_tickets + 1]
-    work_items: IntArray  # [num_work_items, 8]
-    item_requests: IntArray  # [num_item_requests, 2]
-    gather_spans: IntArray  # [num_gather_spans, 4]
-    merges: IntArray  # [num_merges, 4]
     kv_tokens: KvTokens  # at the lengths it was planned for
+    buffer: IntArray
+    capacity: PlanCapacity
 
     @classmethod
     def parse(cls, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> DecodePlan:
@@ -78,19 +78,36 @@ class DecodePlan:
                 f"no plan of version {PLAN_VERSION} in this buffer: version {header.version}, "
                 f"magic {header.magic:#x}, expected {PLAN_MAGIC:#x}"
             )
+        return cls(header=header, kv_tokens=kv_tokens, buffer=buffer, capacity=capacity)
 
-        def section(offset: int, count: int, width: int) -> IntArray:
-            return buffer[offset : offset + count * width].reshape(count, width)
+    @property
+    def ticket_begin(self) -> IntArray:
+        """`[num_tickets + 1]`"""
+        return self._section("ticket_begin", self.header.num_tickets + 1, 1)[:, 0]
 
-        return cls(
-            header=header,
-            ticket_begin=section(layout["ticket_begin"], header.num_tickets + 1, 1)[:, 0],
-            work_items=section(layout["work_items"], header.num_work_items, 8),
-            item_requests=section(layout["item_requests"], header.num_item_requests, 2),
-            gather_spans=section(layout["gather_spans"], header.num_gather_spans, 4),
-            merges=section(layout["merges"], header.num_merges, 4),
-            kv_tokens=kv_tokens,
-        )
+    @property
+    def work_items(self) -> IntArray:
+        """`[num_work_items, 8]`"""
+        return self._section("work_items", self.header.num_work_items, 8)
+
+    @property
+    def item_requests(self) -> IntArray:
+        """`[num_item_requests, 2]`"""
+        return self._section("item_requests", self.header.num_item_requests, 2)
+
+    @property
+    def gather_spans(self) -> IntArray:
+        """`[num_gather_spans, 4]`"""
+        return self._section("gather_spans", self.header.num_gather_spans, 4)
+
+    @property
+    def merges(self) -> IntArray:
+        """`[num_merges, 4]`"""
+        return self._section("merges", self.header.num_merges, 4)
+
+    def _section(self, name: _Section, count: int, width: int) -> IntArray:
+        begin = self.capacity.layout()[name]
+        return self.buffer[begin : begin + count * width].reshape(count, width)
 
     def describe(self) -> str:
         """The plan as text: one line per work item: ticket, tile, KV range, requests."""
@@ -98,6 +115,8 @@ class DecodePlan:
 
     def _describe_lines(self) -> Iterator[str]:
         h, tokens = self.header, self.kv_tokens
+        ticket_begin, work_items = self.ticket_begin, self.work_items
+        item_requests = self.item_requests
         yield (
             f"plan v{h.version}: {h.num_requests} requests, group size {h.group_size}, "
             f"{h.num_work_items} work items in {h.num_tickets} tickets per KV head, "
@@ -108,13 +127,11 @@ class DecodePlan:
             f"{tokens.lower_bound} at least"
         )
         for ticket in range(h.num_tickets):
-            for item in range(self.ticket_begin[ticket], self.ticket_begin[ticket + 1]):
-                tile, count, first, kv_request, kv_begin, kv_end = self.work_items[
-                    item, :6
-                ].tolist()
+            for item in range(ticket_begin[ticket], ticket_begin[ticket + 1]):
+                tile, count, first, kv_request, kv_begin, kv_end = work_items[item, :6].tolist()
                 source = "slots" if kv_request == SHARED_KV else f"request {kv_request} at"
                 end = "open" if kv_end == OPEN_END else kv_end
-                requests = self.item_requests[first : first + count]
+                requests = item_requests[first : first + count]
                 stores = (
                     f"{request}{'' if slot == DIRECT_STORE else f'->{slot}'}"
                     for request, slot in requests.tolist()
@@ -150,3 +167,16 @@ def write_plan(scheduler: PackScheduler, capacity: PlanCapacity, buffer: IntArra
     """Write the scheduler's last plan and view it. ValueError if it does not fit."""
     scheduler.write(capacity, buffer)
     return DecodePlan.parse(buffer, capacity, KvTokens(*scheduler.kv_tokens))
+
+
+def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:
+    """Why the last plan does not serve a step; None if it does.
+
+    planned: whether there is one. same_batch: its key is the step's. lengths_served: as the
+    scheduler's `check_lengths` says.
+    """
+    if not planned:
+        return "first"
+    if not same_batch:
+        return "batch_changed"
+    return None if lengths_served else "tail_growth"

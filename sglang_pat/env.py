@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_pat import support
+from sglang_pat.pack_attention import GROWTH_TOKENS
 
 PREFIX = "SGLANG_PAT_"
+_MAX_GROWTH_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,14 @@ class Environment:
         device.
     stats_file: SGLANG_PAT_STATS_FILE. Where the counters are written as JSON after every decode
         step. `{pid}` in it stands for the id of the scheduler process: one per replica.
+    growth_tokens: SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A plan is made anew when a request has
+        grown by more tokens than this. 1 plans at every other step: to measure what planning costs.
     """
 
     policy: str = "memory"
     debug: bool = False
     stats_file: Path | None = None
+    growth_tokens: int = GROWTH_TOKENS
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -42,8 +47,10 @@ class Environment:
         policy = ours.pop(PREFIX + "POLICY", "memory")
         debug = ours.pop(PREFIX + "DEBUG", "0")
         stats_file = ours.pop(PREFIX + "STATS_FILE", None)
+        growth_tokens = ours.pop(PREFIX + "GROWTH_TOKENS", str(GROWTH_TOKENS))
         if ours:
-            allowed = ", ".join(PREFIX + name for name in ("POLICY", "DEBUG", "STATS_FILE"))
+            names = ("POLICY", "DEBUG", "STATS_FILE", "GROWTH_TOKENS")
+            allowed = ", ".join(PREFIX + name for name in names)
             raise ValueError(f"unknown variable {sorted(ours)[0]}; allowed: {allowed}")
         if policy not in support.POLICIES:
             raise _bad_value("POLICY", policy, ", ".join(support.POLICIES))
@@ -51,8 +58,10 @@ class Environment:
             raise _bad_value("DEBUG", debug, "0, 1")
         if stats_file is not None and not Path(stats_file).parent.is_dir():
             raise _bad_value("STATS_FILE", stats_file, "a path in a folder that exists")
+        if not growth_tokens.isdecimal() or not 1 <= int(growth_tokens) <= _MAX_GROWTH_TOKENS:
+            raise _bad_value("GROWTH_TOKENS", growth_tokens, f"1 to {_MAX_GROWTH_TOKENS}")
         path = None if stats_file is None else Path(stats_file.replace("{pid}", str(os.getpid())))
-        return cls(policy, debug == "1", path)
+        return cls(policy, debug == "1", path, int(growth_tokens))
 
 
 def _bad_value(name: str, value: str, allowed: str) -> ValueError:

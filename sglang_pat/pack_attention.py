@@ -7,6 +7,7 @@ backend, or any code that has radix paths and a paged KV pool.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 
 from sglang_pat import support
-from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler
+from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
 from sglang_pat.cuda_executor import CudaExecutor, Reservation
-from sglang_pat.decode_batch import DecodeBatch, PrefixPaths, Step
-from sglang_pat.decode_plan import DecodePlan
+from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths, Step
+from sglang_pat.decode_plan import DecodePlan, replan_cause
+from sglang_pat.planning_times import PlanningTimes, StepKind
 from sglang_pat.reference import ReferenceExecutor
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 _CPU_WORKERS = 32
 MIN_PIECE_TOKENS = 256
 GROWTH_TOKENS = 256
+_INTS = (torch.int64, torch.int32)
 
 
 @dataclass(slots=True)
@@ -36,7 +39,8 @@ class PlanStats:
 
     plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or a request
     became shorter; "tail_growth": a request outgrew the length its tail was planned for. The
-    kv_tokens_* fields are those of `KvTokens` at the lengths of each step.
+    kv_tokens_* fields are those of `KvTokens` at the lengths of each step. planning_ns has one time
+    per step, from `DecodeBatch.begun_ns`, or the call of plan(), to its return.
     """
 
     plans_built: int = 0
@@ -45,6 +49,7 @@ class PlanStats:
     kv_tokens_query_centric: int = 0
     kv_tokens_planned: int = 0
     kv_tokens_lower_bound: int = 0
+    planning_ns: PlanningTimes = field(default_factory=PlanningTimes)
 
 
 class Executor(Protocol):
@@ -134,6 +139,8 @@ class PackAttention:
         self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
         self._plan: DecodePlan | None = None
         self._key: Hashable = None
+        self._checked_table: torch.Tensor | None = None  # the req_to_token of the last step
+        self._table_width = 0
 
     def plan(
         self,
@@ -156,9 +163,10 @@ class PackAttention:
         on bad input; the last plan then stays in force. PlanOverflowError if a reservation is too
         small; there is no plan then.
         """
+        begun_ns = batch.begun_ns or time.perf_counter_ns()
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
-        if longest > req_to_token.shape[1]:
+        if longest > self._table_width:
             raise ValueError(
                 f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, "
                 f"got {longest}"
@@ -173,19 +181,22 @@ class PackAttention:
             lengths_served=served,
         )
         step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
+        kind: StepKind = "unchanged"
+        stats = self.stats
         if cause is None:
-            self.stats.plans_reused += 1
+            stats.plans_reused += 1
         else:
-            self._build(batch, batch.read_paths() if paths is None else paths, key, step)
-            self.stats.plans_built += 1
-            self.stats.causes[cause] += 1
+            kind = self._build(batch, paths, key, step)
+            stats.plans_built += 1
+            stats.causes[cause] += 1
         assert self._plan is not None
         self._executor.begin_step(step)
         planned = self._plan.kv_tokens
         growth = total - planned.query_centric
-        self.stats.kv_tokens_query_centric += total
-        self.stats.kv_tokens_planned += planned.planned + growth
-        self.stats.kv_tokens_lower_bound += planned.lower_bound + growth
+        stats.kv_tokens_query_centric += total
+        stats.kv_tokens_planned += planned.planned + growth
+        stats.kv_tokens_lower_bound += planned.lower_bound + growth
+        stats.planning_ns.record(kind, time.perf_counter_ns() - begun_ns)
         return self._plan
 
     def run(
@@ -261,13 +272,23 @@ class PackAttention:
             )
         return CudaExecutor(self.num_qo_heads, self.head_dim, self.dtype, self.device, reservation)
 
-    def _build(self, batch: DecodeBatch, paths: PrefixPaths, key: Hashable, step: Step) -> None:
-        self._scheduler.plan(
-            paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
-        )
+    def _build(
+        self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
+    ) -> StepKind:
+        """Plan the batch; read_paths: its paths, if they have been read already."""
+        kind: StepKind = "cold"
+        if isinstance(batch.paths, PrefixForest):
+            self._scheduler.plan(batch.paths, batch.seq_lens)
+            kind = "changed" if batch.paths.num_kept else "cold"
+        else:
+            paths = batch.read_paths() if read_paths is None else read_paths
+            self._scheduler.plan(
+                paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
+            )
         self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
         self._plan = self._executor.load_plan(self._scheduler, step)
         self._key = key
+        return kind
 
     def _check_step(
         self,
@@ -276,18 +297,24 @@ class PackAttention:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
+        # In every step, so what is asked for is asked for once.
         lens = batch.seq_lens
         if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
             raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
-        num_requests = len(lens)
-        ints = (torch.int64, torch.int32)
-        self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
-        for name, tensor in (("req_pool_indices", req_pool_indices), ("seq_lens", seq_lens)):
-            self._check_ids(name, tensor, 1, ints)
-            if len(tensor) != num_requests:
-                raise ValueError(
-                    f"{name} must have one entry per request, {num_requests}, got {len(tensor)}"
-                )
+        if req_to_token is not self._checked_table:
+            self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
+            self._checked_table = req_to_token
+            self._table_width = req_to_token.shape[1]
+        self._check_per_request("req_pool_indices", req_pool_indices, lens)
+        self._check_per_request("seq_lens", seq_lens, lens)
+
+    def _check_per_request(self, name: str, tensor: torch.Tensor, lens: IntArray) -> None:
+        if (
+            tensor.shape == lens.shape and tensor.dtype in _INTS and tensor.device == self.device
+        ):  # the usual case
+            return
+        self._check_ids(name, tensor, 1, _INTS)
+        raise ValueError(f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}")
 
     def _check_ids(
         self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]
@@ -309,19 +336,6 @@ class PackAttention:
             raise ValueError(f"{name} must be {self.dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
-
-
-def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:
-    """Why the last plan does not serve a step; None if it does.
-
-    planned: whether there is one. same_batch: its key is the step's. lengths_served: as the
-    scheduler's `check_lengths` says.
-    """
-    if not planned:
-        return "first"
-    if not same_batch:
-        return "batch_changed"
-    return None if lengths_served else "tail_growth"
 
 
 def new_scheduler(

@@ -25,6 +25,7 @@ from sglang_pat.pack_attention import PackAttention
 from sglang_pat.sglang_batch import OVERFLOW, BatchReader, install_hooks
 from sglang_pat.sglang_check import StepChecker
 from sglang_pat.sglang_plugin import NAME
+from sglang_pat.sglang_ranks import RankChecker
 from sglang_pat.sglang_refusals import (
     attention_layers,
     check_argument_names,
@@ -88,6 +89,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             dtype=model_runner.dtype,
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
+            growth_tokens=environment.growth_tokens,
         )
         self._eager = self._new_attention()
         self._captured: PackAttention | None = None
@@ -96,6 +98,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         self._reader = BatchReader()
         self._debug = environment.debug
         self._checkers: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
+        self._ranks = RankChecker.of_sglang() if environment.debug else None
         self._reports = StepReports(environment, model_runner, self._counters)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -169,11 +172,13 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             seq_lens=forward_batch.seq_lens,
         )
         try:
-            plan(batch)
+            planned = plan(batch)
         except PlanOverflowError:
-            plan(self._reader.without_sharing(batch, OVERFLOW))
+            planned = plan(self._reader.without_sharing(batch, OVERFLOW))
         seconds = time.perf_counter() - start
         plan_is_new = attention.stats.plans_built > built_before
+        if self._ranks is not None:
+            self._ranks.check(planned)
         shared = self._reader.last_shared
         if self._debug and shared is not None:
             self._checkers[attention].check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
@@ -182,7 +187,8 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
 
     def _counters(self) -> Counters:
         stats = [each.stats for each in (self._eager, self._captured) if each is not None]
-        return read_counters(stats, private_steps=self._reader.private_steps)
+        more = {} if self._ranks is None else {"ranks_alike": self._ranks.checked}
+        return read_counters(stats, private_steps=self._reader.private_steps, **more)
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:

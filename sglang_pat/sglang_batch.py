@@ -3,8 +3,9 @@ backend.
 
 The batch that a backend is shown is a copy without its requests (eager: `dataclasses.replace`; CUDA
 graph replay: a namespace). So the requests are noted when SGLang makes the batch, and published
-while it runs. Two hooks, installed when the backend is built; they turn a step into a DecodeBatch,
-with `sglang_radix.py`.
+while it runs. The hooks are installed when the backend is built. BatchReader makes a DecodeBatch of
+a step: it reads the paths of requests that are new or have moved (`sglang_radix.py`,
+`sglang_events.py`), and a forest keeps those of the others.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
+import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat import support
+from sglang_pat._scheduler import PrefixForest, kept_objects, same_objects
 from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.sglang_events import RadixEvents
 from sglang_pat.sglang_radix import RadixSource, Request, radix_source
 
 logger = logging.getLogger(__name__)
@@ -35,11 +39,14 @@ OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequests:
+# Ids of moved requests that wait for a step that may share: past this, all requests have moved.
+_MOST_MOVED = 10_000
+
+
+class StepRequests(NamedTuple):
     """The requests of a batch in row order, and the prefix cache that they are in."""
 
-    reqs: tuple[Request, ...]
+    reqs: list[Request]  # never written to: equal lists in a row are one object
     tree: Any
     has_beams: bool
 
@@ -48,7 +55,8 @@ class _Running:
     """What is being run right now in this process, whose scheduler is a single thread."""
 
     step: StepRequests | None = None
-    extends: int = 0  # forwards other than decode so far
+    last_reqs: ClassVar[list[Request]] = []  # of the last decode batch that was made
+    readers: ClassVar[WeakSet[BatchReader]] = WeakSet()
 
 
 def running_step() -> StepRequests | None:
@@ -59,8 +67,15 @@ def running_step() -> StepRequests | None:
 def _note_requests(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
     """AFTER ForwardBatch.init_new."""
     if result.forward_mode.is_decode() and batch.reqs:
+        reqs = _Running.last_reqs
+        if not same_objects(reqs, batch.reqs):
+            reqs = _Running.last_reqs = list(batch.reqs)
         has_beams = getattr(batch, "beam_tail", None) is not None
-        setattr(result, _NOTE, StepRequests(tuple(batch.reqs), batch.tree_cache, has_beams))
+        setattr(result, _NOTE, StepRequests(reqs, batch.tree_cache, has_beams))
+    elif result.forward_mode.is_extend() and batch.reqs:
+        # Rows that decode in a mixed batch stay where they are.
+        decoding = set(map(id, getattr(batch, "decoding_reqs", None) or ()))
+        _note_moved(req for req in batch.reqs if id(req) not in decoding)
 
 
 def _publish_requests(
@@ -69,14 +84,32 @@ def _publish_requests(
     """AROUND ModelRunner._forward_raw."""
     if runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
-    if not forward_batch.forward_mode.is_decode_or_idle():
-        _Running.extends += 1
     outer = _Running.step
     _Running.step = getattr(forward_batch, _NOTE, None)
     try:
         return original(runner, forward_batch, *args, **kwargs)
     finally:
         _Running.step = outer
+
+
+def _note_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
+    """AFTER Req.reset_for_retract."""
+    _note_moved_request(req)
+
+
+def _note_moved_request(req: Request) -> None:
+    _note_moved([req])
+
+
+def _note_moved(reqs: Iterable[Request]) -> None:
+    ids = [id(req) for req in reqs]
+    for reader in _Running.readers:
+        reader.note_moved(ids)
+
+
+def _note_reset() -> None:
+    for reader in _Running.readers:
+        reader.forget()
 
 
 # `module:Class` instead of dots: SGLang applies each target string once, so that a hook which
@@ -94,6 +127,12 @@ _HOOKS: tuple[tuple[str, str, Callable[..., Any], HookType], ...] = (
         "_forward_raw",
         _publish_requests,
         HookType.AROUND,
+    ),
+    (
+        "sglang.srt.managers.schedule_batch:Req",
+        "reset_for_retract",
+        _note_retraction,
+        HookType.AFTER,
     ),
 )
 
@@ -113,7 +152,8 @@ def check_hooks() -> None:
         if not _is_hooked(owner, method, hook):
             raise RuntimeError(
                 f"pat could not hook {owner}.{method}, through which it learns the requests of a "
-                f"batch; supported versions of SGLang: {', '.join(support.SGLANG_VERSIONS)}"
+                f"batch and where they are; supported versions of SGLang: "
+                f"{', '.join(support.SGLANG_VERSIONS)}"
             )
 
 
@@ -133,65 +173,133 @@ def _is_hooked(owner: str, method: str, hook: Callable[..., Any]) -> bool:
 
 
 class SharedStep(NamedTuple):
-    """A step whose rows may share KV, and where their paths are read."""
+    """A step whose rows may share KV, where their paths are read, and what keeps them."""
 
     source: RadixSource
-    reqs: tuple[Request, ...]
+    reqs: list[Request]
+    forest: PrefixForest
 
 
 class BatchReader:
     """Turns the step that is being run into a DecodeBatch.
 
-    private_steps counts, by reason, the steps in which nothing could be shared. last_shared is the
-    last step, unless it is one of those.
+    A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
+    retraction is what can give a running request another last node or another row, or a row other
+    slots (docs/design.md). The forest keeps it in between, until the request leaves.
+
+    private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
+    requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),
+    and those read again because the tree had split their nodes ("split"). events are those of the
+    last cache seen.
     """
 
     def __init__(self) -> None:
         self.private_steps: Counter[str] = Counter()
-        self.last_shared: SharedStep | None = None
+        self.changes: Counter[str] = Counter()
+        self.events: RadixEvents | None = None
         self._tree: Any = None
         self._source: RadixSource | None = None
+        self._reqs: list[Request] = []  # whose paths the forest keeps
+        self._forest = PrefixForest()
+        self._version = 0  # of the requests and their paths
+        self._moved: set[int] = set()  # id() of requests since the last step that may share
+        self._shares = False
+        _Running.readers.add(self)
+
+    @property
+    def last_shared(self) -> SharedStep | None:
+        """The last step, unless nothing could be shared in it."""
+        if not self._shares or self._source is None:
+            return None
+        return SharedStep(self._source, self._reqs, self._forest)
 
     def read(self, forward_batch: Any) -> DecodeBatch:
         """forward_batch: a decode batch in any of SGLang's shapes (see the module's docstring).
 
-        Rows behind the requests are padding of a graph or of data parallelism: length 0.
+        Rows behind the requests are padding of a graph or of data parallelism: length 0. The paths
+        of the batch are valid until the next read().
         """
-        step = running_step()
+        begun_ns = time.perf_counter_ns()
+        step = _Running.step
         num_rows: int = forward_batch.batch_size
-        source, reason = self._source_of(step, num_rows)
-        lens = _host_seq_lens(forward_batch)
-        if source is None or step is None:
-            lens[num_rows - getattr(forward_batch, "num_padding", 0) :] = 0
-            return self.without_sharing(DecodeBatch(lens, PrefixPaths.private(num_rows)), reason)
-        reqs = step.reqs
-        self.last_shared = SharedStep(source, reqs)
-        lens[len(reqs) :] = 0
-        # A request that was put back into the queue may return with all that the source's key looks
-        # at unchanged, but loaded from the host into other slots. It returns by way of another
-        # extend.
-        key = (_Running.extends, source.key(reqs))
-        return DecodeBatch(lens, lambda: source.paths(reqs, num_rows), key)
+        reason = self._private_reason(step, num_rows)
+        if reason is not None or step is None:
+            lens = _host_seq_lens(
+                forward_batch, num_rows - getattr(forward_batch, "num_padding", 0)
+            )
+            if step is not None:
+                self.forget()
+            batch = DecodeBatch(lens, PrefixPaths.private(num_rows), begun_ns=begun_ns)
+            return self.without_sharing(batch, reason or NO_REQUESTS)
+        if step.reqs is not self._reqs or self._moved:
+            self._update(step.reqs)
+        self._shares = True
+        lens = _host_seq_lens(forward_batch, len(step.reqs))
+        return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
     def without_sharing(self, batch: DecodeBatch, reason: str) -> DecodeBatch:
         """The batch that was just read, as one in which nothing is shared."""
-        self.last_shared = None
+        self._shares = False
         self._count_private(reason)
-        return DecodeBatch(batch.seq_lens, PrefixPaths.private(len(batch.seq_lens)))
+        paths = PrefixPaths.private(len(batch.seq_lens))
+        return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
 
-    def _source_of(
-        self, step: StepRequests | None, num_rows: int
-    ) -> tuple[RadixSource | None, str]:
-        """The source for a step; or None and the reason why its rows share nothing."""
+    def note_moved(self, ids: Iterable[int]) -> None:
+        """Requests, by id(), whose paths or rows may no longer be those last read."""
+        self._moved.update(ids)
+        if len(self._moved) > _MOST_MOVED:  # many prompts, and nothing decoded in between
+            self.forget()
+
+    def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
+        """Why the rows of a step share nothing; None if they may."""
         if step is None:
-            return None, NO_REQUESTS
+            return NO_REQUESTS
         if step.has_beams:
-            return None, BEAMS
+            return BEAMS
         if len(step.reqs) > num_rows:
-            return None, CUT
+            return CUT
         if step.tree is not self._tree:
-            self._tree, self._source = step.tree, radix_source(step.tree)
-        return self._source, f"no shared paths are known to {type(step.tree).__name__}"
+            self._watch(step.tree)
+        if self._source is None:
+            return f"no shared paths are known to {type(step.tree).__name__}"
+        return None
+
+    def _watch(self, tree: Any) -> None:
+        self.forget()
+        self._source = radix_source(tree)
+        if self._source is not None:
+            self.events = RadixEvents.of(tree, _note_moved_request, _note_reset)
+        self._tree = tree
+
+    def forget(self) -> None:
+        """Read all paths anew in the next step that may share."""
+        self._reqs = []
+        self._moved.clear()
+
+    def _update(self, reqs: list[Request]) -> None:
+        """Bring the forest from the requests of the last step to these."""
+        assert self._source is not None
+        kept, new, num_moved = kept_objects(self._reqs, reqs, self._moved)
+        num_left = len(self._reqs) + len(new) - num_moved - len(reqs)
+        self._moved.clear()
+        if not new and same_objects(reqs, self._reqs):
+            self._reqs = reqs
+            return
+        self.changes["join"] += len(new) - num_moved
+        self.changes["leave"] += num_left
+        self.changes["re_anchor"] += num_moved
+        self._reqs = []  # in case reading fails
+        self._version += 1
+        for attempt in range(3):
+            outdated = self._forest.update(kept, self._source.read([reqs[i] for i in new]))
+            if not outdated:
+                break
+            self.changes["split"] += len(outdated)
+            # What was read again may show more splits. The third time all paths are read.
+            kept = np.arange(len(reqs), dtype=np.int32)
+            new = outdated if attempt == 0 else [*range(len(reqs))]
+            kept[new] = -1
+        self._reqs = reqs
 
     def _count_private(self, reason: str) -> None:
         if reason not in self.private_steps and reason != NO_REQUESTS:
@@ -199,10 +307,16 @@ class BatchReader:
         self.private_steps[reason] += 1
 
 
-def _host_seq_lens(forward_batch: Any) -> IntArray:
+def _host_seq_lens(forward_batch: Any, num_requests: int) -> IntArray:
+    """The lengths on the host, 0 behind the requests. A copy: SGLang may write to its own."""
     on_host = forward_batch.seq_lens_cpu
     if on_host is None:  # only where no requests are known either: this waits for the device
         on_host = forward_batch.seq_lens.cpu()
-    lens: IntArray = np.zeros(forward_batch.batch_size, dtype=np.int32)
-    lens[: len(on_host)] = on_host.numpy()
-    return lens
+    lens: IntArray = on_host.numpy().astype(np.int32)
+    num_rows: int = forward_batch.batch_size
+    if len(lens) == num_requests == num_rows:
+        return lens
+    padded: IntArray = np.zeros(num_rows, dtype=np.int32)
+    known = lens[:num_requests]
+    padded[: len(known)] = known
+    return padded

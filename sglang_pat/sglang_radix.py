@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from sglang_pat.decode_batch import PrefixPaths
@@ -28,8 +26,11 @@ _ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
 _FULL_COMPONENT = 0  # ComponentType.FULL of id trees
 
-# node_id, kv_begin and kv_end of nodes.
-_Columns = tuple[Sequence[int], Sequence[int], Sequence[int]]
+# A node as the Rust core gives it: its id, its parent's, where its span begins and ends, the length
+# of its KV, its children.
+_Node = tuple[int, int, int, int, int, int]
+_ID, _BEGIN, _END = 0, 2, 3
+Path = Sequence[_Node]
 
 
 class RadixSource(Protocol):
@@ -42,21 +43,28 @@ class RadixSource(Protocol):
         stay correct, only coarser than the tree.
         """
 
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        """The path of each request, then empty paths up to `num_rows`.
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        """The path of each request.
 
         A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
         RuntimeError if a path does not end where the request's shared KV ends.
         """
 
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        """The paths of read(), then empty paths up to `num_rows`."""
+
     def shared_slots(self, req: Request) -> torch.Tensor:
         """The KV slots along the path of a request, as the tree holds them. For checks."""
 
 
+def unwrapped(tree: Any) -> Any:
+    """The prefix cache itself, which 0.5.17 wraps where there are streaming sessions."""
+    return tree.inner if _qualified_name(tree) in _SESSION_WRAPPERS else tree
+
+
 def radix_source(tree: Any) -> RadixSource | None:
     """The adapter for a prefix cache; None if it holds no paths that we can read."""
-    if _qualified_name(tree) in _SESSION_WRAPPERS:
-        tree = tree.inner
+    tree = unwrapped(tree)
     name = _qualified_name(tree)
     if name in _PYTHON_NODE_TREES and not tree.disable:
         return PythonNodeSource(tree)
@@ -105,9 +113,14 @@ class PythonNodeSource:
         except AttributeError:  # the last node of a streaming session has no id
             return tuple(map(fields.key_by_node, reqs))
 
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        root = self._tree.root_node
         nodes = [node if hasattr(node, "parent") else None for node in map(_LAST_NODE, reqs)]
-        return _walked_paths(reqs, num_rows, nodes, self._tree.root_node)
+        paths = [None if node is None else _walked_path(node, root) for node in nodes]
+        return _checked(reqs, paths)
+
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        return _prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         return _joined(node.value for node in _path_of(req.last_node, self._tree.root_node))
@@ -126,44 +139,46 @@ class IdSource:
     def key(self, reqs: Sequence[Request]) -> Hashable:
         return tuple(map(RequestFields.of(reqs[0]).key_by_node, reqs))
 
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        ids = [node if type(node) is int else None for node in map(_LAST_NODE, reqs)]
-        if not hasattr(self._core, "collect_path_info"):
-            nodes = [None if id_ is None else self._tree.resolve_node_handle(id_) for id_ in ids]
-            return _walked_paths(reqs, num_rows, nodes, self._tree.root_node)
-        known = [id_ for id_ in ids if id_ is not None]
-        counts, columns = self._collect(known)
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        ids = list(map(_LAST_NODE, reqs))
+        known = [id_ for id_ in ids if type(id_) is int]
+        paths: list[Path | None] = [*self._collect(known)]
         if len(known) < len(ids):
-            found = iter(counts)
-            counts = [0 if id_ is None else next(found) for id_ in ids]
-        return _checked_paths(reqs, num_rows, counts, columns, [id_ is None for id_ in ids])
+            found = iter(paths)
+            paths = [next(found) if type(id_) is int else None for id_ in ids]
+        return _checked(reqs, paths)
+
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        return _prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         if not hasattr(self._core, "collect_path_info"):
             node = self._tree.resolve_node_handle(req.last_node)
-            path = _path_of(node, self._tree.root_node)
-            return _joined(node.component_data[_FULL_COMPONENT].value for node in path)
-        _, (node_ids, _, _) = self._collect([req.last_node])
+            nodes = _path_of(node, self._tree.root_node)
+            return _joined(node.component_data[_FULL_COMPONENT].value for node in nodes)
+        (path,) = self._collect([req.last_node])
         return _joined(
-            self._core.get_component_device_value(node_id, _FULL_COMPONENT) for node_id in node_ids
+            self._core.get_component_device_value(node_id, _FULL_COMPONENT) for node_id, *_ in path
         )
 
-    def _collect(self, ids: list[int]) -> tuple[list[int], _Columns]:
-        """How many nodes are on the path to each id, and the nodes of all paths."""
+    def _collect(self, ids: list[int]) -> list[Path]:
+        """The path to each id."""
+        if not hasattr(self._core, "collect_path_info"):
+            root, node_of = self._tree.root_node, self._tree.resolve_node_handle
+            return [_walked_path(node_of(id_), root) for id_ in ids]
         binding = getattr(self._core, "_binding", None)
         if binding is None:
             paths = self._core.collect_path_info(ids)
-            nodes = map(attrgetter("node_id", "path_start", "path_end"), chain.from_iterable(paths))
-            node_ids, begins, ends = zip(*nodes, strict=True) if any(paths) else ((), (), ())
-        else:
-            # The Rust core answers with tuples. Its adapter makes an object of each, which takes
-            # longer than all the rest of reading; so the core is asked itself.
-            paths = binding.collect_path_info(ids)
-            flat = chain.from_iterable(paths)
-            node_ids, _, begins, ends, *_ = zip(*flat, strict=True) if any(paths) else [()] * 4
-        return list(map(len, paths)), (node_ids, begins, ends)
+            return [[_AS_NODE(info) for info in path] for path in paths]
+        # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
+        # than all the rest of reading; so the core is asked itself.
+        collected: list[Path] = binding.collect_path_info(ids)
+        return collected
 
 
+_AS_NODE: attrgetter[_Node] = attrgetter(
+    "node_id", "parent_id", "path_start", "path_end", "full_value_len", "num_children"
+)
 _LAST_NODE = attrgetter("last_node")
 
 
@@ -181,58 +196,32 @@ def _path_of(node: Any, root: Any) -> list[Any]:
     return path
 
 
-def _walked_paths(
-    reqs: Sequence[Request], num_rows: int, last_nodes: list[Any], root: Any
-) -> PrefixPaths:
-    """Paths of trees with Python nodes; a request whose last node is None has none."""
-    counts, node_ids, begins, ends = [], [], [], []
-    for last_node in last_nodes:
-        path = _path_of(last_node, root)
-        counts.append(len(path))
-        position = 0
-        for node in path:
-            node_ids.append(node.id)
-            begins.append(position)
-            position += len(node.key)
-            ends.append(position)
-    private = [node is None for node in last_nodes]
-    return _checked_paths(reqs, num_rows, counts, (node_ids, begins, ends), private)
+def _walked_path(last_node: Any, root: Any) -> Path:
+    path, begin = [], 0
+    for node in _path_of(last_node, root):
+        length = len(node.key)
+        path.append((node.id, node.parent.id, begin, begin + length, length, len(node.children)))
+        begin += length
+    return path
 
 
-def _checked_paths(
-    reqs: Sequence[Request],
-    num_rows: int,
-    counts: list[int],
-    columns: _Columns,
-    private: list[bool],
-) -> PrefixPaths:
-    """PrefixPaths, if each path ends where the request's shared KV ends.
+def _checked(reqs: Sequence[Request], paths: Sequence[Path | None]) -> list[Path]:
+    """The paths, if each ends where the request's shared KV ends. None: not known, so empty."""
+    lengths = [path[-1][_END] if path else 0 for path in paths]
+    if reqs and lengths != [*map(RequestFields.of(reqs[0]).protected_len, reqs)]:
+        protected_len = RequestFields.of(reqs[0]).protected_len
+        for req, path, length in zip(reqs, paths, lengths, strict=True):
+            if path is not None and length != protected_len(req):
+                raise RuntimeError(
+                    f"request {req.rid}: its path in the radix tree holds {length} tokens, but its "
+                    f"cache_protected_len is {protected_len(req)}; they must be equal"
+                )
+    return [path or () for path in paths]
 
-    counts: nodes on the path of each request. private: requests whose path is not known.
-    """
-    num_requests = len(reqs)
-    path_begin = np.zeros(num_rows + 1, dtype=np.int32)
-    np.cumsum(counts, out=path_begin[1 : num_requests + 1])
-    path_begin[num_requests + 1 :] = path_begin[num_requests]
-    node_ids, begins, ends = columns
-    kv_end = np.array(ends, dtype=np.int32)
-    # A path without nodes is 0 long: its last node would be the one before, or the 0 put in front.
-    last = np.concatenate(([0], kv_end))[path_begin[1 : num_requests + 1]]
-    lengths = np.where(np.array(counts) > 0, last, 0)
-    protected = np.fromiter(map(RequestFields.of(reqs[0]).protected_len, reqs), int, num_requests)
-    wrong = (lengths != protected) & ~np.array(private)
-    if wrong.any():
-        first = int(wrong.argmax())
-        raise RuntimeError(
-            f"request {reqs[first].rid}: its path in the radix tree holds {lengths[first]} tokens, "
-            f"but its cache_protected_len is {protected[first]}; they must be equal"
-        )
-    return PrefixPaths(
-        path_begin=path_begin,
-        node_id=np.array(node_ids, dtype=np.int64),
-        kv_begin=np.array(begins, dtype=np.int32),
-        kv_end=kv_end,
-    )
+
+def _prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
+    spans = ([(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in paths)
+    return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
 
 
 def _joined(slots: Iterator[torch.Tensor]) -> torch.Tensor:

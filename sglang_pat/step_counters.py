@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import reduce
+from operator import add
 from typing import Any
 
 from sglang_pat.pack_attention import PlanStats
+from sglang_pat.planning_times import PlanningTimes
 
 # A number, or numbers by name: {"plans_built": 3, "causes": {"first": 1, "tail_growth": 2}, ...}
 Counters = dict[str, Any]
@@ -30,6 +33,8 @@ def read_counters(stats: Sequence[PlanStats], **more: Mapping[str, int]) -> Coun
 
 
 def _sum(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], PlanningTimes):
+        return reduce(add, values, PlanningTimes())
     if not isinstance(values[0], Mapping):
         return sum(values)
     total: Counter[str] = Counter()

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -23,6 +19,7 @@ import sglang
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from sglang_pat.testing.http_server import HttpServer, running_process
 from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
@@ -143,15 +140,6 @@ COMMON_ARGUMENTS: dict[str, Any] = {
 }
 
 
-def as_flags(arguments: dict[str, Any]) -> list[str]:
-    """Keyword arguments of Engine as command-line flags."""
-    flags = []
-    for name, value in arguments.items():
-        flag = "--" + name.replace("_", "-")
-        flags += [flag] if value is True else [flag, str(value)]
-    return flags
-
-
 def generate(engine: Any, requests_: Sequence[Request], **more: Any) -> list[dict[str, Any]]:
     """Send all requests at once; their answers in order."""
     answers: list[dict[str, Any]] = run(
@@ -211,13 +199,8 @@ class Stats:
         } | {"causes": now["causes"], "private_steps": now["private_steps"]}
 
 
-@dataclass
-class Server:
-    """A server process in a process group of its own."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
+class Server(HttpServer):
+    """A server that answers requests of the workload."""
 
     def generate(self, request: Request) -> list[int]:
         body = {"input_ids": request.prompt, "sampling_params": request.sampling_params}
@@ -233,51 +216,15 @@ class Server:
         families = text_string_to_metric_families(response.text)
         return [sample for family in families for sample in family.samples]
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"the server ended:\n{self.tail()}"
-            with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).ok:
-                    return
-            time.sleep(0.5)
-        raise TimeoutError(f"no answer within {START_SECONDS} s:\n{self.tail()}")
-
-    def tail(self) -> str:
-        return self.log.read_text()[-4000:]
-
-    def processes(self) -> list[int]:
-        """Ids of the processes in the server's group that are still running."""
-        alive = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(ValueError, OSError):
-                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(group) == self.process.pid and state != "Z":
-                    alive.append(int(entry.name))
-        return alive
-
 
 @contextlib.contextmanager
 def running_server(
     command: Sequence[str], model: Path, log: Path, **arguments: Any
 ) -> Iterator[Server]:
     """`command --model-path ...` until the block ends, ready to be asked."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = as_flags({"model_path": model, "port": port} | COMMON_ARGUMENTS | arguments)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *flags], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        server = Server(process, f"http://127.0.0.1:{port}", log)
-        server.wait_until_ready()
-        yield server
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    arguments = {"model_path": model} | COMMON_ARGUMENTS | arguments
+    with running_process(command, arguments, log, start_seconds=START_SECONDS) as process:
+        yield Server(process.process, process.url, process.log)
 
 
 LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang_trees import Tree, request
+from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat import sglang_batch
 from sglang_pat.decode_batch import DecodeBatch
@@ -66,7 +66,7 @@ def test_an_eager_step(tree: Tree, reqs: list[Any]) -> None:
     assert paths.kv_end.tolist() == [2, 4, 2]
     assert batch.key is not None
     assert reader.last_shared is not None
-    assert reader.last_shared.reqs == tuple(reqs)
+    assert reader.last_shared.reqs == reqs
     assert not reader.private_steps
 
 
@@ -88,21 +88,182 @@ def test_an_idle_rank_replays_a_graph_of_padding() -> None:
     assert batch.seq_lens.tolist() == [0, 0]
 
 
-def test_equal_steps_have_equal_keys_until_something_is_prefilled(
-    tree: Tree, reqs: list[Any]
+def test_equal_steps_have_equal_keys_and_read_no_path(
+    tree: Tree, reqs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = BatchReader()
-    keys = [read(reader, reqs, tree.cache, batch_of([6 + i, 5 + i])).key for i in range(2)]
-    assert keys[0] == keys[1]
-    extend = batch_of([3], forward_mode=ForwardMode.EXTEND)
-    sglang_batch._publish_requests(lambda runner, forward_batch: None, RUNNER, extend)
-    assert read(reader, reqs, tree.cache, batch_of([8, 7])).key != keys[0]
+    first = read(reader, reqs, tree.cache, batch_of([6, 5])).key
+    monkeypatch.setattr(reader._source, "read", lambda reqs: pytest.fail("read a path"))
+    # A list of its own in each step, as SGLang may make it.
+    assert read(reader, [*reqs], tree.cache, batch_of([7, 6])).key == first
+    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0}
 
 
-def test_paths_are_read_when_asked_for(tree: Tree, reqs: list[Any]) -> None:
-    batch = read(BatchReader(), reqs, tree.cache, batch_of([6, 5]))
-    tree.insert([1, 2, 3, 9], range(10, 14))
-    assert batch.read_paths().kv_end.tolist() == [2, 3, 4, 2]
+class Reads:
+    """A reader of a batch in a tree, and the requests whose paths it has read since asked last."""
+
+    def __init__(self, kind: str = "unified") -> None:
+        self.tree = Tree(kind)
+        self.tree.insert([1, 2, 3, 4], range(4))
+        self.reader = BatchReader()
+        self.read_paths: list[str] = []
+
+    def request(self, rid: str, tokens: list[int]) -> Any:
+        return self.tree.request(rid, tokens, len(tokens))
+
+    def step(self, reqs: list[Any], **schedule_batch: Any) -> list[str]:
+        """Read a step; the requests whose paths were read for it."""
+        self.read_paths.clear()
+        view = batch_of([9] * len(reqs))
+        batch = read(self.reader, reqs, self.tree.cache, view, **schedule_batch)
+        if (source := self.reader._source) is not None and "read" not in vars(source):
+            original = source.read
+
+            def read_and_note(wanted: list[Any]) -> Any:
+                self.read_paths.extend(req.rid for req in wanted)
+                return original(wanted)
+
+            source.read = read_and_note  # type: ignore[method-assign]
+        self.batch = batch
+        return self.read_paths
+
+
+@pytest.fixture
+def reads() -> Reads:
+    return Reads()
+
+
+def test_only_the_paths_of_who_joins_are_read(reads: Reads) -> None:
+    a, b, c = (
+        reads.request(rid, tokens) for rid, tokens in zip("abc", ([1], [1, 2], [1]), strict=True)
+    )
+    reads.step([a, b])
+    assert reads.step([a, b, c]) == ["c"]
+    assert reads.step([b, c]) == []
+    assert reads.reader.changes == {"join": 3, "leave": 1, "re_anchor": 0}
+    assert reads.batch.read_paths().kv_end.tolist() == [1, 2, 1]
+
+
+def test_a_reorder_is_a_change_that_reads_nothing(reads: Reads) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a, b])
+    key = reads.batch.key
+    assert reads.step([b, a]) == []
+    assert reads.batch.key != key
+    assert reads.batch.read_paths().kv_end.tolist() == [2, 2, 3]
+
+
+def moves(reads: Reads, req: Any) -> dict[str, Callable[[], object]]:
+    """Everything after which a running request may have another path, row, or slots."""
+    extend = SimpleNamespace(reqs=[req], tree_cache=reads.tree.cache, decoding_reqs=None)
+    launched = batch_of([3], forward_mode=ForwardMode.EXTEND)
+    checkpoint = "checkpoint" if hasattr(reads.tree.cache, "checkpoint") else "cache_unfinished_req"
+
+    def fail_a_checkpoint() -> None:
+        with pytest.raises((AttributeError, TypeError)):  # this is no whole Req
+            getattr(reads.tree.cache, checkpoint)(req, up_to=2)
+
+    return {
+        "checkpoint": fail_a_checkpoint,
+        "extend": lambda: sglang_batch._note_requests(launched, object, extend),
+        "retraction": lambda: sglang_batch._note_retraction(None, req),
+    }
+
+
+@pytest.mark.parametrize("move", ["checkpoint", "extend", "retraction"])
+def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a, b])
+    key = reads.batch.key
+    moves(reads, b)[move]()
+    b.last_node = reads.tree.last_node([1, 2, 3])
+    place(b).cache_protected_len = 3
+    assert reads.step([a, b]) == ["b"]
+    # Even with the same path: its slots may be others.
+    assert reads.batch.key != key
+    assert reads.reader.changes == {"join": 2, "leave": 0, "re_anchor": 1}
+    assert reads.batch.read_paths().kv_end.tolist()[-1] == 3
+    assert reads.step([a, b]) == []
+
+
+@pytest.mark.parametrize("move", ["checkpoint", "extend", "retraction"])
+def test_what_others_do_changes_nothing(reads: Reads, move: str) -> None:
+    a, other = reads.request("a", [1, 2, 3]), reads.request("other", [1])
+    reads.step([a])
+    key = reads.batch.key
+    moves(reads, other)[move]()
+    assert reads.step([a]) == []
+    assert reads.batch.key == key
+
+
+def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
+    a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
+    reads.step([a])
+    mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
+    launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
+    sglang_batch._note_requests(launched, object, mixed)
+    assert reads.step([a]) == []
+
+
+def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a, b])
+    reads.step([a])
+    b.last_node, place(b).cache_protected_len = reads.tree.last_node([1, 2, 3]), 3
+    assert reads.step([a, b]) == ["b"]
+
+
+def test_a_flush_forgets_everything(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.tree.cache.reset()
+    reads.tree.insert([1, 2, 3], range(3))
+    a.last_node = reads.tree.last_node([1, 2, 3])
+    assert reads.step([a]) == ["a"]
+
+
+def test_a_step_that_shares_nothing_forgets_everything(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.step([a], beam_tail=object())
+    assert reads.step([a]) == ["a"]
+
+
+@pytest.mark.parametrize("kind", TREE_KINDS)
+def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
+    reads = Reads(kind)
+    reads.tree.insert([7, 8], range(4, 6))
+    a, b, other = (
+        reads.request(rid, tokens)
+        for rid, tokens in (("a", [1, 2, 3, 4]), ("b", [1, 2, 3, 4]), ("other", [7, 8]))
+    )
+    reads.step([a, other, b])
+    reads.tree.insert([1, 2, 9], range(10, 13))
+    newcomer = reads.request("newcomer", [1, 2, 9])
+    assert reads.step([a, other, b]) == []  # the plan is only coarser than the tree
+    assert reads.step([a, other, b, newcomer]) == ["newcomer", "a", "b"]
+    assert reads.reader.changes["split"] == 2
+    paths = reads.batch.read_paths()
+    assert paths.kv_end.tolist() == [2, 4, 2, 2, 4, 2, 3]
+    assert paths.node_id[0] == paths.node_id[3] == paths.node_id[5]
+
+
+def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.reader.note_moved(range(sglang_batch._MOST_MOVED + 1))
+    assert not reads.reader._moved
+    assert reads.step([a]) == ["a"]
+
+
+def test_a_path_that_cannot_be_read_leaves_nothing_behind(reads: Reads) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a])
+    place(b).cache_protected_len = 9
+    with pytest.raises(RuntimeError, match="request b: its path"):
+        reads.step([a, b])
+    place(b).cache_protected_len = 2
+    assert reads.step([a, b]) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -266,8 +427,10 @@ def test_the_hooks_take_hold_in_this_sglang() -> None:
     sglang_batch.install_hooks()
     sglang_batch.check_hooks()
     for owner, method, _, _ in sglang_batch._HOOKS:
-        assert owner.startswith("sglang.srt.model_executor.")
-        assert method in {"init_new", "_forward_raw"}
+        assert owner.startswith(
+            ("sglang.srt.model_executor.", "sglang.srt.managers.schedule_batch")
+        )
+        assert method in {"init_new", "_forward_raw", "reset_for_retract"}
 
 
 def test_session_requests_do_not_stop_their_neighbours_from_sharing(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
+from sglang_pat._scheduler import PrefixForest
 from sglang_pat.sglang_check import StepChecker
 from sglang_pat.sglang_radix import RadixSource, radix_source
 
@@ -25,16 +27,31 @@ class Step:
         self.req_to_token[1:3, :6] = torch.arange(10, 16)
         self.rows = torch.tensor([1, 2])
         self.checker = StepChecker()
-
-    def check(self, *, plan_is_new: bool) -> None:
         source: RadixSource | None = radix_source(self.tree.cache)
         assert source is not None
-        self.checker.check(source, self.reqs, self.req_to_token, self.rows, plan_is_new=plan_is_new)
+        self.source = source
+        self.forest = PrefixForest()
+
+    def read_paths(self) -> None:
+        everyone = np.full(len(self.reqs), -1, dtype=np.int32)
+        self.forest.update(everyone, self.source.read(self.reqs))
+
+    def check(self, *, plan_is_new: bool) -> None:
+        """A step whose plan is new has read the paths again, unless a test kept them."""
+        self.checker.check(
+            self.source,
+            self.reqs,
+            self.forest,
+            self.req_to_token,
+            self.rows,
+            plan_is_new=plan_is_new,
+        )
 
 
 @pytest.fixture(params=TREE_KINDS)
 def step(request: pytest.FixtureRequest) -> Step:
     step = Step(request.param)
+    step.read_paths()
     step.check(plan_is_new=True)
     return step
 
@@ -67,30 +84,43 @@ def test_a_row_that_does_not_hold_the_trees_slots(step: Step, plan_is_new: bool)
         step.check(plan_is_new=plan_is_new)
 
 
-def test_shared_kv_that_moved_under_a_reused_plan(step: Step) -> None:
+def move(step: Step, slots: range) -> None:
+    """Flush, and let everybody come again: other nodes of the same lengths."""
     step.tree.cache.reset()
-    step.tree.insert(PROMPT, range(30, 36))
+    step.tree.insert(PROMPT, slots)
     for req in step.reqs:
         req.last_node = step.tree.last_node(PROMPT)
-    step.req_to_token[1:3, :6] = torch.arange(30, 36)
+    step.req_to_token[1:3, :6] = torch.tensor(slots)
+
+
+def test_shared_kv_that_moved_under_a_reused_plan(step: Step) -> None:
+    move(step, range(30, 36))
+    step.read_paths()
     with pytest.raises(RuntimeError, match="request r1: a plan was reused though its shared KV"):
         step.check(plan_is_new=False)
     step.check(plan_is_new=True)
 
 
-def test_a_path_that_lost_a_node_under_a_reused_plan(step: Step) -> None:
-    step.tree.insert([1, 2, 3, 9], range(20, 24))
-    step.check(plan_is_new=True)
-    step.tree.cache.reset()
-    step.tree.insert(PROMPT, range(10, 16))
-    for req in step.reqs:
-        req.last_node = step.tree.last_node(PROMPT)
-    with pytest.raises(RuntimeError, match=r"from nodes that end at \[3, 6\] to \[6\]"):
+def test_a_last_node_that_changed_under_a_reused_plan(step: Step) -> None:
+    move(step, range(10, 16))  # into the very same slots
+    step.read_paths()
+    with pytest.raises(RuntimeError, match=r"though its requests, .* changed from \(\('r1', 1, "):
         step.check(plan_is_new=False)
+    step.check(plan_is_new=True)
 
 
-def test_another_number_of_requests_under_a_reused_plan(step: Step) -> None:
+@pytest.mark.parametrize("plan_is_new", [True, False])
+def test_a_path_that_was_kept_though_it_changed(step: Step, plan_is_new: bool) -> None:
+    move(step, range(10, 16))
+    with pytest.raises(RuntimeError, match="request r1: its path was kept though it changed"):
+        step.check(plan_is_new=plan_is_new)
+
+
+def test_another_number_of_requests(step: Step) -> None:
     step.reqs, step.rows = step.reqs[:1], step.rows[:1]
+    with pytest.raises(RuntimeError, match="the paths of 2 requests were kept for 1"):
+        step.check(plan_is_new=True)
+    step.read_paths()
     with pytest.raises(RuntimeError, match="a plan for 2 requests was reused for 1"):
         step.check(plan_is_new=False)
 
@@ -99,4 +129,5 @@ def test_a_request_that_shares_nothing(step: Step) -> None:
     nothing: Any = step.tree.request("none", [9], 0, row=3)
     assert place(nothing).req_pool_idx == 3
     step.reqs, step.rows = [*step.reqs, nothing], torch.tensor([1, 2, 3])
+    step.read_paths()
     step.check(plan_is_new=True)

@@ -12,7 +12,7 @@ from sglang_pat.env import Environment
 
 def test_defaults() -> None:
     assert Environment.read({"HOME": "/", "SGLANG_OTHER": "1"}) == Environment(
-        "memory", False, None
+        "memory", False, None, 256
     )
 
 
@@ -21,9 +21,10 @@ def test_values(tmp_path: Path) -> None:
         "SGLANG_PAT_POLICY": "query-centric",
         "SGLANG_PAT_DEBUG": "1",
         "SGLANG_PAT_STATS_FILE": str(tmp_path / "stats-{pid}.json"),
+        "SGLANG_PAT_GROWTH_TOKENS": "1",
     }
     stats_file = tmp_path / f"stats-{os.getpid()}.json"
-    assert Environment.read(given) == Environment("query-centric", True, stats_file)
+    assert Environment.read(given) == Environment("query-centric", True, stats_file, 1)
 
 
 def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +39,9 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("SGLANG_PAT_DEBUG", "yes", "SGLANG_PAT_DEBUG='yes'; allowed: 0, 1"),
         ("SGLANG_PAT_DEBUG", "", "SGLANG_PAT_DEBUG=''; allowed: 0, 1"),
         ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "'/no/such/folder/f'; allowed: a path in a"),
+        ("SGLANG_PAT_GROWTH_TOKENS", "0", "SGLANG_PAT_GROWTH_TOKENS='0'; allowed: 1 to 65536"),
+        ("SGLANG_PAT_GROWTH_TOKENS", "-5", "='-5'; allowed: 1 to 65536"),
+        ("SGLANG_PAT_GROWTH_TOKENS", "65537", "='65537'; allowed: 1 to 65536"),
         (
             "SGLANG_PAT_POLCY",
             "memory",

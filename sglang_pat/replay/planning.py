@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler
 from sglang_pat.decode_batch import IntArray, PrefixPaths
-from sglang_pat.pack_attention import new_scheduler, replan_cause
+from sglang_pat.decode_plan import replan_cause
+from sglang_pat.pack_attention import new_scheduler
 from sglang_pat.replay.models import ModelShape
 from sglang_pat.replay.result import (
     Histogram,

@@ -35,11 +35,12 @@ class TinyModel:
         missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self._config(), indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n")
         save_file(self._weights(), folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 
-    def _config(self) -> dict[str, object]:
+    def config(self) -> dict[str, object]:
+        """What `config.json` holds."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

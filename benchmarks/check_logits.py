@@ -1,0 +1,226 @@
+"""Logits of pat in SGLang's server against those of SGLang's own backends.
+
+    python benchmarks/check_logits.py [--backends pat fa3 triton] [--json FILE]
+
+A model whose logits are not flat, 32 requests over a three-level prefix tree, 64 tokens each, one
+server per backend. The last backend is the yardstick.
+
+Forced: a bias of its own makes every request answer one token again and again, whatever the
+backend, so that all positions of all requests can be compared. What is compared are the logits of
+PROBES tokens, less their mean, which the bias cannot reach. pat may be off the yardstick by at most
+twice what the backends between are, in the largest and in the mean difference.
+
+Greedy: the tokens themselves, up to a tie. Each server answers both twice, from an empty cache: the
+same tokens, and of pat the same logits to the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from metadata import gpu_state, metadata
+from rich.table import Table
+from serving.answers import WITH_CANDIDATES, Answer, agreement
+from serving.server import Server, contender, running_server
+from serving.tables import console
+
+from sglang_pat.testing.cpu_engine import cuda_driver_is_present
+from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+
+REQUESTS = 32
+NUM_TOKENS = 64
+PROBES = 64
+BIAS = 80.0  # several times any logit
+# Where no other backend gives the measure: float32 sums in another order.
+FLOAT32_LIMIT = 1e-3
+
+COMMON = {"skip_tokenizer_init": True, "enable_fp32_lm_head": True, "context_length": 8192}
+
+
+class Setup(NamedTuple):
+    """What is served here. system, document: tokens of the two shared levels."""
+
+    model: TinyModel
+    arguments: dict[str, Any]
+    backends: list[str]
+    system: int
+    document: int
+
+
+ON_GPU = Setup(
+    TinyModel(
+        num_layers=8,
+        hidden_size=2048,
+        num_qo_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=4096,
+        vocab_size=8192,
+    ),
+    {"dtype": "bfloat16", "cuda_graph_backend_prefill": "disabled", "max_total_tokens": 1 << 16},
+    ["pat", "fa3", "triton"],
+    1024,
+    512,
+)
+ON_CPU = Setup(
+    TinyModel(),
+    {"dtype": "float32", "device": "cpu", "disable_cuda_graph": True, "max_total_tokens": 1 << 14},
+    ["pat", "torch_native"],
+    160,
+    48,
+)
+_PROBED = "output_token_ids_logprobs"
+Logits = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
+
+
+class Run(NamedTuple):
+    """One pass over all requests. logits: of the forced answers, `[requests, tokens, probes]`."""
+
+    logits: Logits
+    greedy: list[Answer]
+
+
+def prompts(setup: Setup) -> list[list[int]]:
+    source = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return source.choices(range(NUM_SPECIAL_TOKENS, setup.model.vocab_size), k=count)
+
+    system = tokens(setup.system)
+    documents = [system + tokens(setup.document) for _ in range(4)]
+    return [documents[i % 4] + tokens(20 + 3 * i) for i in range(REQUESTS)]
+
+
+def answer_all(server: Server, setup: Setup) -> Run:
+    """Both passes, each from an empty radix cache."""
+    usable = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
+    chosen = random.Random(6).sample(usable, REQUESTS + PROBES)
+    forced, probes = chosen[:REQUESTS], chosen[REQUESTS:]
+    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+
+    server.flush()
+    answers = server.generate(
+        prompts(setup),
+        [sampling | {"logit_bias": {str(token): BIAS}} for token in forced],
+        return_logprob=True,
+        token_ids_logprob=[probes] * REQUESTS,
+    )
+    for token, answer in zip(forced, answers, strict=True):
+        if answer["output_ids"] != [token] * NUM_TOKENS:
+            raise RuntimeError(f"a bias of {BIAS} does not force token {token}")
+    server.flush()
+    greedy = server.generate(prompts(setup), sampling, **WITH_CANDIDATES)
+    return Run(_probed(answers), [Answer.of(answer) for answer in greedy])
+
+
+def _probed(answers: list[dict[str, Any]]) -> Logits:
+    """Log-probabilities are logits less a number that all tokens of a position have in common."""
+    logprobs = np.array(
+        [
+            [[probe[0] for probe in position] for position in answer["meta_info"][_PROBED]]
+            for answer in answers
+        ]
+    )
+    assert logprobs.shape == (REQUESTS, NUM_TOKENS, PROBES), logprobs.shape
+    return logprobs - logprobs.mean(axis=2, keepdims=True)
+
+
+def largest_and_mean(left: Logits, right: Logits) -> tuple[float, float]:
+    """Of the differences; infinite if one is no number."""
+    differences = np.nan_to_num(np.abs(left - right), nan=np.inf)
+    return float(differences.max()), float(differences.mean())
+
+
+def judge(runs: dict[str, tuple[Run, Run]]) -> dict[str, Any]:
+    """Each backend against the last, and its two runs with each other. `passed` is about pat."""
+    *names, yardstick = runs
+    off = {
+        name: largest_and_mean(runs[name][0].logits, runs[yardstick][0].logits) for name in names
+    }
+    others = [errors for name, errors in off.items() if name != "pat"]
+    limits = [2 * max(column) for column in zip(*others, strict=True)] if others else None
+    max_limit, mean_limit = limits or (FLOAT32_LIMIT, FLOAT32_LIMIT)
+    backends: dict[str, Any] = {}
+    for name, (first, second) in runs.items():
+        again = agreement(first.greedy, second.greedy, 0.0)
+        backends[name] = {
+            "same_tokens_again": not again.partings,
+            "same_logits_again": bool(np.array_equal(first.logits, second.logits)),
+        }
+        if name != yardstick:
+            # Either of the two logits may be off by the limit.
+            greedy = agreement(first.greedy, runs[yardstick][0].greedy, 2 * max_limit)
+            largest, mean = off[name]
+            backends[name] |= {"max": largest, "mean": mean, "greedy": greedy.as_dict()}
+    pat = backends["pat"]
+    passed = (
+        pat["max"] <= max_limit
+        and pat["mean"] <= mean_limit
+        and not pat["greedy"]["errors"]
+        and pat["same_tokens_again"]
+        and pat["same_logits_again"]
+    )
+    return {
+        "yardstick": yardstick,
+        "spread_of_logits": float(runs[yardstick][0].logits.std()),
+        "limit": {"max": max_limit, "mean": mean_limit},
+        "backends": backends,
+        "passed": passed,
+    }
+
+
+def show(verdict: dict[str, Any]) -> None:
+    table = Table(title=f"logits against {verdict['yardstick']}")
+    for column in ("", "max", "mean", "greedy tokens equal", "ties", "errors", "same again"):
+        table.add_column(column, justify="right")
+    for name, found in verdict["backends"].items():
+        same = found["same_tokens_again"], found["same_logits_again"]
+        again = {(True, True): "to the bit", (True, False): "tokens"}.get(same, "no")
+        if "greedy" in found:
+            greedy = found["greedy"]
+            counts = (greedy["positions_equal"], greedy["ties"], len(greedy["errors"]))
+            errors = (f"{found['max']:.3g}", f"{found['mean']:.3g}")
+            table.add_row(name, *errors, *(f"{count:,}" for count in counts), again)
+        else:
+            table.add_row(name, *[""] * 5, again)
+    limit = verdict["limit"]
+    table.add_row("limit", f"{limit['max']:.3g}", f"{limit['mean']:.3g}", "", "", "0", "")
+    console.print(table)
+    spread = f"logits spread by {verdict['spread_of_logits']:.3g}"
+    console.print(f"{'passed' if verdict['passed'] else '[bold red]FAILED[/]'}; {spread}")
+
+
+def main() -> int:
+    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--backends", nargs="+", default=setup.backends, metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    args = parser.parse_args()
+    if "pat" not in args.backends[:-1]:
+        parser.error(f"--backends needs pat, and the yardstick as the last; got {args.backends}")
+    before = gpu_state()
+    runs = {}
+    with tempfile.TemporaryDirectory(prefix="check-logits-") as folder:
+        model = setup.model.write(Path(folder, "model"))
+        for name in args.backends:
+            console.print(f"starting the server with {name}")
+            arguments = COMMON | setup.arguments
+            with running_server(contender(name), model, Path(folder), **arguments) as server:
+                runs[name] = answer_all(server, setup), answer_all(server, setup)
+    verdict = judge(runs)
+    show(verdict)
+    if args.json:
+        meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
+        args.json.write_text(json.dumps({"meta": meta, **verdict}, indent=1) + "\n")
+    return 0 if verdict["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

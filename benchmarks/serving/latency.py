@@ -1,0 +1,137 @@
+"""Time per output token, time to first token and inter-token latency of one case on one server.
+
+All prompts are in the radix tree before the clock starts, so that what is timed is decoding. Two
+passes, because each disturbs the other:
+
+- Time per output token: the batch without streaming, for all tokens less for the first, per token.
+- Latencies as a client sees them: the batch streamed, but with every token only to OBSERVERS of the
+  requests; the others report their first token and their end. 256 streams would keep SGLang's
+  tokenizer process busier than the GPU, and all backends would look alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from serving.cases import Case
+from serving.server import Server
+
+REPEATS = 2
+OBSERVERS = 8
+
+
+def measure(server: Server, case: Case, vocab_size: int) -> dict[str, Any]:
+    """All numbers of `case`, in ms; the answers as digests, where they can be compared; for pat
+    what it has counted over the timed answers."""
+    prompts = case.prompts(vocab_size)
+    server.flush()
+    if case.prefix:  # first alone, so that the prompts find it in the tree
+        server.generate(
+            [prompt[: case.prefix] for prompt in prompts[:: case.batch // case.groups]],
+            _sampling(1),
+        )
+    _seconds(server, case, prompts, 4)  # compiles what is compiled at first use
+    first = min(_seconds(server, case, prompts, 1)[0] for _ in range(REPEATS))
+    before = server.stats()
+    runs = [_seconds(server, case, prompts, case.generated) for _ in range(REPEATS)]
+    counted = difference(server.stats(), before)
+    result = {
+        "first_ms": 1000 * first,
+        "tpot_ms": 1000 * (min(seconds for seconds, _ in runs) - first) / (case.generated - 1),
+        **_latencies(server, case, prompts),
+    }
+    if case.temperature == 0:
+        result["answers"] = [_digest(answer["output_ids"]) for answer in runs[0][1]]
+    if counted:
+        result["stats"] = counted | {"kv_read_ratio": read_ratio(counted)}
+    return result
+
+
+def _seconds(
+    server: Server, case: Case, prompts: list[list[int]], num_tokens: int
+) -> tuple[float, list[dict[str, Any]]]:
+    begin = time.perf_counter()
+    answers = server.generate(prompts, _sampling(num_tokens, case.temperature))
+    return time.perf_counter() - begin, answers
+
+
+def _latencies(server: Server, case: Case, prompts: list[list[int]]) -> dict[str, Any]:
+    """`ttft_ms` over all requests, `itl_ms` over the observers', each as mean, p50 and p99."""
+    observers = set(range(0, case.batch, -(-case.batch // OBSERVERS)))
+    sampling = [
+        _sampling(
+            case.generated,
+            case.temperature,
+            stream_interval=1 if index in observers else case.generated,
+        )
+        for index in range(case.batch)
+    ]
+    begin = time.perf_counter()
+    arrivals: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for chunk in server.stream(prompts, sampling):
+        tokens = chunk["meta_info"]["completion_tokens"]
+        arrivals[chunk["index"]].append((time.perf_counter(), tokens))
+    gaps = [gap for index in observers for gap in gaps_between(arrivals[index])]
+    return {
+        "ttft_ms": summary(1000 * (arrived[0][0] - begin) for arrived in arrivals.values()),
+        "itl_ms": summary(1000 * gap for gap in gaps),
+    }
+
+
+def gaps_between(arrivals: list[tuple[float, int]]) -> list[float]:
+    """Seconds between the tokens of one answer. arrivals: when it was seen, and how many tokens it
+    had by then. Tokens that arrive together share the time since the last."""
+    gaps = []
+    for (before, had), (now, has) in pairwise(arrivals):
+        if has > had:
+            gaps += [(now - before) / (has - had)] * (has - had)
+    return gaps
+
+
+def summary(values: Iterable[float]) -> dict[str, float]:
+    """Mean, median and 99th percentile. At least one value."""
+    array = np.fromiter(values, dtype=float)
+    return {
+        "mean": float(array.mean()),
+        "p50": float(np.percentile(array, 50)),
+        "p99": float(np.percentile(array, 99)),
+    }
+
+
+def difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What was counted between two readings of pat's counters, which may be nested."""
+    counted: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, Mapping):
+            counted[name] = difference(value, before.get(name, {}))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            counted[name] = value - before.get(name, 0)
+        else:  # no counter: a percentile, say
+            counted[name] = value
+    return counted
+
+
+def read_ratio(stats: Mapping[str, Any]) -> float | None:
+    """KV tokens that pat read, per KV token of query-centric attention; None without any."""
+    own = stats["kv_tokens_query_centric"]
+    return stats["kv_tokens_planned"] / own if own else None
+
+
+def _sampling(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {
+        "temperature": temperature,
+        "max_new_tokens": num_tokens,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+def _digest(tokens: list[int]) -> str:
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,152 @@
+"""A SGLang server with one of the contenders as its attention backend, and how it is asked.
+
+Everything goes through HTTP, so that one start serves all measurements, and the process that
+measures is none of those that serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import requests
+
+from sglang_pat.testing.http_server import HttpServer, running_process
+
+START_SECONDS = 420  # FlashInfer compiles before it answers
+ANSWER_SECONDS = 600  # and when it meets a new shape
+MAX_RUNNING_REQUESTS = 256
+LAUNCH = (sys.executable, "-m", "sglang_pat.testing.launch_server")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A name in tables, SGLang's name of the backend, and variables that its server is given."""
+
+    name: str
+    backend: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_pat(self) -> bool:
+        return self.backend == "pat"
+
+
+# `pat-replan` makes a new plan at every other step: what planning costs where it is never reused.
+REPLAN = Contender("pat-replan", "pat", {"SGLANG_PAT_GROWTH_TOKENS": "1"})
+
+
+def contender(name: str) -> Contender:
+    """`pat-replan`, or a backend of SGLang by its own name."""
+    return REPLAN if name == REPLAN.name else Contender(name, name)
+
+
+class Server:
+    """One server. `stats_file`: where pat writes its counters."""
+
+    def __init__(self, process: HttpServer, stats_file: Path | None) -> None:
+        self.process = process
+        self.url = process.url
+        self.stats_file = stats_file
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Any, **more: Any
+    ) -> list[dict[str, Any]]:
+        """All prompts as one batch; the answers in order. sampling: for all, or a list of one
+        each."""
+        body = {"input_ids": prompts, "sampling_params": sampling, **more}
+        answers: list[dict[str, Any]] = orjson.loads(self._post("generate", body).content)
+        return answers
+
+    def answer(self, prompt: Sequence[int], sampling: Any, **more: Any) -> dict[str, Any]:
+        """One prompt. An aborted answer is what there was of it."""
+        body = {"input_ids": prompt, "sampling_params": sampling, **more}
+        answer: dict[str, Any] = orjson.loads(self._post("generate", body).content)
+        return answer
+
+    def stream(self, prompts: Sequence[Sequence[int]], sampling: Any) -> Iterator[dict[str, Any]]:
+        """The same, each answer whenever it has grown; `index` is that of its prompt."""
+        body = {"input_ids": prompts, "sampling_params": sampling, "stream": True}
+        with self._post("generate", body, stream=True) as response:
+            try:
+                for line in response.iter_lines():
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        yield orjson.loads(line.removeprefix(b"data: "))
+            except requests.RequestException as error:
+                raise RuntimeError(f"stream: {error}\n{self.process.tail()}") from error
+
+    def flush(self) -> None:
+        """Empty the radix cache, as soon as the last step has been dealt with."""
+        self._post("flush_cache?timeout=30", {})
+
+    def abort(self, rid: str) -> None:
+        self._post("abort_request", {"rid": rid})
+
+    def start_profile(self, **options: Any) -> None:
+        """options: of SGLang's ProfileReq."""
+        self._post("start_profile", options)
+
+    def stats(self) -> dict[str, Any]:
+        """What pat has counted so far; empty for other backends."""
+        if self.stats_file is None:
+            return {}
+        stats: dict[str, Any] = json.loads(self.stats_file.read_text())
+        return stats
+
+    def _post(self, path: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
+        """RuntimeError with what the server said, or the end of its log, if it does not comply."""
+        try:
+            response = requests.post(
+                f"{self.url}/{path}",
+                data=orjson.dumps(body),
+                headers={"Content-Type": "application/json"},
+                timeout=ANSWER_SECONDS,
+                stream=stream,
+            )
+        except requests.RequestException as error:
+            raise RuntimeError(f"{path}: {error}\n{self.process.tail()}") from error
+        if not response.ok:
+            raise RuntimeError(f"{path}: {response.status_code} {response.text}")
+        return response
+
+
+@contextlib.contextmanager
+def running_server(
+    contender: Contender,
+    model: Path,
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Iterator[Server]:
+    """Until the block ends. folder: for the log and pat's counters. environment: beside that of
+    the contender. arguments: as of sglang.Engine.
+
+    RuntimeError or TimeoutError, with the end of the log, if the server does not start.
+    """
+    # A benchmark that is told to end must take its servers along, which are no group of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stats_file = folder / f"{contender.name}-stats.json" if contender.is_pat else None
+    variables = {"HF_HUB_OFFLINE": "1", **contender.environment, **(environment or {})}
+    if stats_file is not None:
+        variables["SGLANG_PAT_STATS_FILE"] = str(stats_file)
+    arguments = {
+        "model_path": model,
+        "attention_backend": contender.backend,
+        "max_running_requests": MAX_RUNNING_REQUESTS,
+        "random_seed": 1,
+        "log_level": "warning",
+        **arguments,
+    }
+    log = folder / f"{contender.name}.log"
+    with running_process(
+        LAUNCH, arguments, log, start_seconds=START_SECONDS, environment=variables
+    ) as process:
+        yield Server(process, stats_file)

@@ -1,0 +1,121 @@
+"""A SGLang server in a process group of its own, and its HTTP interface.
+
+Beside the pipeline: the server tests and the serving benchmarks start one, on a machine with or
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+_POLL_SECONDS = 0.5
+_KILL_SECONDS = 60
+_TAIL_CHARACTERS = 4000
+
+
+@dataclass
+class HttpServer:
+    """A running server. log: what all of its processes print."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """RuntimeError with the end of the log if it ends instead, TimeoutError if it takes
+        longer."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended:\n{self.tail()}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return
+            time.sleep(_POLL_SECONDS)
+        raise TimeoutError(f"no answer within {seconds} s:\n{self.tail()}")
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+
+    def processes(self) -> list[int]:
+        """Ids of the processes in the server's group that are still running."""
+        alive = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ValueError, OSError):
+                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == self.process.pid and state != "Z":
+                    alive.append(int(entry.name))
+        return alive
+
+    def kill(self) -> None:
+        """End all of its processes, and wait until they are gone: they hold the GPU's memory.
+
+        TimeoutError, with their ids, if one does not go.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + _KILL_SECONDS
+        while alive := self.processes():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still running {_KILL_SECONDS} s after SIGKILL: {alive}")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running_process(
+    command: Sequence[str],
+    arguments: Mapping[str, Any],
+    log: Path,
+    *,
+    start_seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[HttpServer]:
+    """`command` with `arguments` as flags and a free port, ready to be asked, until the block ends.
+
+    arguments: the keyword arguments of sglang.Engine. environment: in addition to this process's
+    own. Raises what `HttpServer.wait_until_ready` does.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = as_flags({**arguments, "port": port})
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    server = HttpServer(process, f"http://127.0.0.1:{port}", log)
+    try:
+        server.wait_until_ready(start_seconds)
+        yield server
+    finally:
+        server.kill()
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left
+    out."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, str(value)]
+    return flags

@@ -1,0 +1,67 @@
+"""PlanningTimes: what a histogram says, and which kind of step a time is counted for."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_pat import DecodeBatch, PackAttention
+from sglang_pat._scheduler import PrefixForest
+from sglang_pat.planning_times import PlanningTimes
+
+
+@pytest.mark.parametrize("time", [0, 1, 7, 8, 999, 1000, 4096, 123_456, 10**9])
+def test_a_time_lies_below_its_bound_by_a_fourth_at_most(time: int) -> None:
+    times = PlanningTimes()
+    times.record("cold", time)
+    ((bound, count),) = times["cold"].items()
+    assert count == 1
+    assert time < bound <= max(time * 1.25, time + 1)
+
+
+def test_percentiles() -> None:
+    times = PlanningTimes()
+    for _ in range(99):
+        times.record("unchanged", 5_000)
+    times.record("unchanged", 80_000)
+    assert 5 < times.percentile_us("unchanged", 50) <= 6.25
+    assert times.percentile_us("unchanged", 50) == times.percentile_us("unchanged", 99)
+    assert 80 < times.percentile_us("unchanged", 100) <= 100
+    assert math.isnan(times.percentile_us("cold", 50))
+    with pytest.raises(ValueError, match="percent must be above 0 and at most 100, got 0"):
+        times.percentile_us("cold", 0)
+
+
+def test_times_add_up_and_are_json() -> None:
+    a, b = PlanningTimes(), PlanningTimes()
+    a.record("cold", 100)
+    b.record("cold", 100)
+    b.record("unchanged", 3)
+    assert json.loads(json.dumps(a + b)) == {"cold": {"112": 2}, "unchanged": {"4": 1}}
+    assert a == {"cold": {112: 1}}
+
+
+def test_which_steps_are_counted_as_what() -> None:
+    forest, attention = PrefixForest(), PackAttention(8, 2, 64, dtype=torch.float32)
+    node = (1, 0, 0, 4, 4, 0)
+
+    def step(kept: list[int], key: int) -> None:
+        new = [[node]] * sum(each < 0 for each in kept)
+        if key != attention._key:
+            forest.update(np.array(kept, dtype=np.int32), new)
+        lens = np.full(len(kept), 6, dtype=np.int32)
+        attention.plan(
+            DecodeBatch(lens, forest, key),
+            req_to_token=torch.zeros((4, 8), dtype=torch.int32),
+            req_pool_indices=torch.arange(len(kept)),
+            seq_lens=torch.from_numpy(lens),
+        )
+
+    for kept, key in (([-1, -1], 0), ([-1, -1], 0), ([0, 1, -1], 1), ([-1], 2)):
+        step(kept, key)
+    counted = {kind: each.total() for kind, each in attention.stats.planning_ns.items()}
+    assert counted == {"cold": 2, "unchanged": 1, "changed": 1}
