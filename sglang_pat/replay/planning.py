@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from time import thread_time_ns
 from typing import NamedTuple
 
-from sglang_pat._scheduler import TILE_TABLE, PackScheduler
-from sglang_pat.decode_batch import IntArray, PrefixPaths
+from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PrefixForest
+from sglang_pat.decode_batch import IntArray
 from sglang_pat.decode_plan import replan_cause
 from sglang_pat.pack_attention import new_scheduler
 from sglang_pat.replay.models import ModelShape
@@ -113,10 +113,10 @@ class StepPlanner:
     def step(
         self,
         read_key: Callable[[], Hashable] | None,
-        read_paths: Callable[[], PrefixPaths],
+        read_forest: Callable[[], PrefixForest],
         seq_lens: IntArray,
     ) -> StepPlan:
-        """Plan one decode step. Key, paths and lengths as in `DecodeBatch`.
+        """Plan one decode step. Key, forest and lengths as in `DecodeBatch`.
 
         read_key: None promises the key of the last step.
         """
@@ -132,15 +132,15 @@ class StepPlanner:
             self.plans_reused += 1
             self.reused_ns.add(planning_ns)
         else:
-            paths = read_paths()
-            _plan(scheduler, paths, seq_lens)
+            forest = read_forest()
+            scheduler.plan(forest, seq_lens)
             planning_ns = thread_time_ns() - started
             self.built_ns.add(planning_ns)
             self._close_plan()
             self._key = key
             self._is_planned = True
             self.plans_built[cause] += 1
-            self._open_plan(paths, seq_lens)
+            self._open_plan(forest, seq_lens)
         self._last_growth = total - self._query_centric
         self._growth += self._last_growth
         self._steps += 1
@@ -227,10 +227,10 @@ class StepPlanner:
         rows = partials * model.num_qo_heads * model.num_layers
         return rows * (model.head_dim + 1) * _PARTIAL_ELEMENT_BYTES
 
-    def _open_plan(self, paths: PrefixPaths, seq_lens: IntArray) -> None:
+    def _open_plan(self, forest: PrefixForest, seq_lens: IntArray) -> None:
         for record in self._records.values():
             if record is not self._timed:
-                _plan(record.scheduler, paths, seq_lens)
+                record.scheduler.plan(forest, seq_lens)
             self._query_centric, planned, self._lower_bound = record.scheduler.kv_tokens
             summary = record.scheduler.summary
             before_split = planned * self._model.kv_bytes_per_token
@@ -281,10 +281,6 @@ class StepPlanner:
             record.work_items += steps * record.plan.work_items
             record.split_pieces += steps * record.plan.split_pieces
         self._steps = self._growth = 0
-
-
-def _plan(scheduler: PackScheduler, paths: PrefixPaths, seq_lens: IntArray) -> None:
-    scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, seq_lens)
 
 
 def _histogram(counts: Counter[int]) -> Histogram:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sglang_pat._scheduler import PrefixForest
 from sglang_pat.decode_batch import IntArray, PrefixPaths
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.planning import StepPlan, StepPlanner
@@ -100,6 +101,7 @@ class Simulator:
         self._is_full = False  # no request is admitted before one leaves
         self._leaving = 0  # finished, but still in the batch as SGLang sees it
         self._prefills = 0
+        self._forest = PrefixForest()
         self._has_changed = False  # since the last step, other than in its lengths
         self._new_token_ratio = _NEW_TOKEN_RATIO_INIT
         model, time = options.model, options.time
@@ -257,7 +259,7 @@ class Simulator:
         read_key = self._read_key if self._has_changed else None
         self._has_changed = False
         served = self.served
-        plan = self._planner.step(read_key, self._read_paths, self._seq_lens)
+        plan = self._planner.step(read_key, self._read_forest, self._seq_lens)
         step = Step(
             number=served.steps,
             time=self.now,
@@ -342,6 +344,12 @@ class Simulator:
         # As in an engine: a request that was retracted may return with all that the tree's own key
         # looks at unchanged, by way of another prefill.
         return self._prefills, self._tree.source.key(self._batch)
+
+    def _read_forest(self) -> PrefixForest:
+        """The paths of the batch, read anew."""
+        unknown = np.full(len(self._batch), -1, dtype=np.int32)
+        self._forest.update(unknown, self._tree.source.read(self._batch))
+        return self._forest
 
     def _read_paths(self) -> PrefixPaths:
         return self._tree.source.paths(self._batch, len(self._batch))
