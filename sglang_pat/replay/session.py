@@ -5,6 +5,7 @@ Puts the stages together: simulator, planner, recorder. SGLang is imported here 
 
 from __future__ import annotations
 
+import gc
 import platform
 from collections.abc import Callable
 from importlib.metadata import version
@@ -65,10 +66,15 @@ class Replay:
         """Serve the trace. TraceError at a malformed line if the trace is strict."""
         started = perf_counter()
         add = self._recorder.add
-        for step in self._simulator.steps():
-            add(step)
-            if on_progress is not None and step.number % _PROGRESS_STEPS == 0:
-                on_progress()
+        # SGLang's modules are millions of objects; no collection of the replay's has to visit them.
+        gc.freeze()
+        try:
+            for step in self._simulator.steps():
+                add(step)
+                if on_progress is not None and step.number % _PROGRESS_STEPS == 0:
+                    on_progress()
+        finally:
+            gc.unfreeze()
         self._seconds = perf_counter() - started
         if on_progress is not None:
             on_progress()
