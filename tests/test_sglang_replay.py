@@ -150,7 +150,7 @@ def running(request: pytest.FixtureRequest, model_runner: Any) -> Iterator[list[
     """
     tree = Tree(request.param)
     tree.insert(PREFIX, PREFIX_SLOTS)
-    reqs = tuple(tree.request(f"request {row}", PREFIX, 30, row) for row in (1, 2, 3))
+    reqs = [tree.request(f"request {row}", PREFIX, 30, row) for row in (1, 2, 3)]
     slots = [[*PREFIX_SLOTS, 40 + 2 * i, 41 + 2 * i] for i in range(3)]
     for row, own in enumerate(slots, start=1):
         model_runner.req_to_token_pool.req_to_token[row] = torch.tensor(own)
