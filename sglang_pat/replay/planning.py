@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from time import thread_time_ns
+from time import perf_counter_ns
 from typing import NamedTuple
 
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PrefixForest
@@ -32,7 +32,7 @@ class StepPlan(NamedTuple):
     """What is known of a step after planning it."""
 
     cause: str  # of the new plan, "reused" if there is none
-    planning_ns: int  # CPU time of this thread: other processes do not count
+    planning_ns: int
     kv_tokens: int  # held by the requests of the step, query-centric
 
 
@@ -120,7 +120,7 @@ class StepPlanner:
 
         read_key: None promises the key of the last step.
         """
-        started = thread_time_ns()
+        started = perf_counter_ns()
         scheduler = self._timed.scheduler
         served, total, _ = scheduler.check_lengths(seq_lens)
         key = self._key if read_key is None else read_key()
@@ -128,13 +128,13 @@ class StepPlanner:
             planned=self._is_planned, same_batch=key == self._key, lengths_served=served
         )
         if cause is None:
-            planning_ns = thread_time_ns() - started
+            planning_ns = perf_counter_ns() - started
             self.plans_reused += 1
             self.reused_ns.add(planning_ns)
         else:
             forest = read_forest()
             scheduler.plan(forest, seq_lens)
-            planning_ns = thread_time_ns() - started
+            planning_ns = perf_counter_ns() - started
             self.built_ns.add(planning_ns)
             self._close_plan()
             self._key = key
