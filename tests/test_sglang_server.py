@@ -67,12 +67,18 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
     (running,) = (each for each in samples if each.name == "sglang:num_running_reqs")
     (reused,) = (each for each in samples if each.name == "sglang:pat_plans_reused_total")
     assert reused.labels == running.labels
-    causes = {
-        each.labels["cause"]: each.value
-        for each in samples
-        if each.name == "sglang:pat_plans_built_total"
-    }
-    assert causes == counted["causes"]
+
+    def by(label: str, metric: str) -> dict[str, float]:
+        found = (each for each in samples if each.name == f"sglang:pat_{metric}_total")
+        return {each.labels[label]: each.value for each in found}
+
+    assert by("cause", "plans_built") == counted["causes"]
+    changes = by("kind", "batch_changes")
+    assert changes == {kind: count for kind, count in counted["batch_changes"].items() if count}
+    assert changes["join"] >= changes["leave"] > 0
+    events = by("kind", "tree_events")
+    assert min(events[kind] for kind in ("insert", "checkpoint", "lock", "unlock")) > 0
+    assert events == {kind: count for kind, count in counted["tree_events"].items() if count}
     (ratio,) = (each.value for each in samples if each.name == "sglang:pat_kv_read_ratio")
     assert 0 < ratio <= 1
 
