@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,7 @@ from sglang_pat.planning_times import PlanningTime, PlanningTimes
 from sglang_pat.sglang_backend import PatAttnBackend
 from sglang_pat.sglang_batch import NO_REQUESTS
 from sglang_pat.sglang_reports import scheduler_labels
+from sglang_pat.stats_file import read_stats
 from sglang_pat.step_log import log_line
 
 
@@ -25,13 +25,13 @@ def decode(backend: PatAttnBackend, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("server_context")
-def test_counters_are_in_the_file_after_every_step(
+def test_the_file_says_what_has_been_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
     backend = PatAttnBackend(runner())
     for step in range(3):
-        counted = json.loads((tmp_path / "stats.json").read_text())
+        counted = read_stats(tmp_path / "stats.json")
         assert counted["plans_built"] + counted["plans_reused"] == step
         assert counted["kv_tokens_query_centric"] == sum(2 + i for i in range(step))
         assert counted["causes"] == ({"first": 1} if step else {})
