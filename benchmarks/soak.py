@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from metadata import metadata
 from rich.table import Table
-from serving.answers import WITH_CANDIDATES, Answer, Parting, agreement
+from serving.answers import Answer, Parting, agreement, with_candidates
 from serving.memory import Memory, memory_of
 from serving.server import Server, contender, running_server
 from serving.tables import console, show_failure
@@ -43,6 +43,7 @@ MAX_WAITING = 96  # requests under way, those in SGLang's queue included
 GROWTH_MIB = 64
 GROWTH_SHARE = 0.05
 SAMPLES = 12
+CANDIDATES = 8  # at each position of a sample
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS = 3  # of each system prompt
 # How many of the requests are samples, end at a stop token, are aborted.
@@ -151,7 +152,9 @@ class Soak:
         """Each alone, from an empty cache: what they must be answered later."""
         for request in self._workload.samples:
             self._server.flush()
-            answer = self._server.answer(request.prompt, request.sampling, **WITH_CANDIDATES)
+            answer = self._server.answer(
+                request.prompt, request.sampling, **with_candidates(CANDIDATES)
+            )
             self._expected.append(Answer.of(answer))
 
     def wave(self, seconds: float) -> None:
@@ -179,7 +182,7 @@ class Soak:
         self._server.flush()
 
     def _ask(self, request: Request, rid: str) -> None:
-        more = WITH_CANDIDATES if request.sample is not None else {}
+        more = with_candidates(CANDIDATES) if request.sample is not None else {}
         answer = self._server.answer(request.prompt, request.sampling, rid=rid, **more)
         reason = answer["meta_info"]["finish_reason"]
         stopped = reason["type"] == "stop"

@@ -25,8 +25,8 @@ class Environment:
     debug: SGLANG_PAT_DEBUG, 0 or 1. Check every decode step, planned or reused, against freshly
         read paths and the tree's own KV slots, and raise on a mismatch. Slow: it synchronises the
         device.
-    stats_file: SGLANG_PAT_STATS_FILE. Where the counters are written as JSON after every decode
-        step. `{pid}` in it stands for the id of the scheduler process: one per replica.
+    stats_file: SGLANG_PAT_STATS_FILE. Where the counters are written as JSON, within 0.1 s of a
+        decode step. `{pid}` in it stands for the id of the scheduler process: one per replica.
     growth_tokens: SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A plan is made anew when a request has
         grown by more tokens than this. 1 plans at every other step: to measure what planning costs.
     """

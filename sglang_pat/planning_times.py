@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 StepKind = Literal["unchanged", "changed", "cold"]
+
+
+class PlanningTime(NamedTuple):
+    """The host time of one step."""
+
+    kind: StepKind
+    nanoseconds: int
 
 
 class PlanningTimes(dict[str, Counter[int]]):
@@ -20,7 +27,10 @@ class PlanningTimes(dict[str, Counter[int]]):
     "unchanged": the plan was reused. "changed": a plan was built, and at least one path had been
     kept. "cold": a plan was built from paths that were all new. Four bounds per octave, so a
     percentile is at most a fourth too high. Histograms add up with `+`, and are JSON as they are.
+    last: what was recorded last, as it was.
     """
+
+    last: PlanningTime | None = None
 
     def record(self, kind: StepKind, nanoseconds: int) -> None:
         shift = max(nanoseconds.bit_length() - 3, 0)
@@ -29,6 +39,13 @@ class PlanningTimes(dict[str, Counter[int]]):
         if histogram is None:
             histogram = self[kind] = Counter()
         histogram[bound] += 1
+        self.last = PlanningTime(kind, nanoseconds)
+
+    def since(self, before: PlanningTimes) -> PlanningTimes:
+        """The times that these histograms have beyond those of an earlier reading."""
+        return PlanningTimes(
+            {kind: each - before.get(kind, Counter()) for kind, each in self.items()}
+        )
 
     def __add__(self, other: PlanningTimes) -> PlanningTimes:
         total = PlanningTimes()

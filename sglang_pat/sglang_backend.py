@@ -7,7 +7,6 @@ not decode stays with SGLang's own backend, beside it in a HybridAttnBackend.
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -159,9 +158,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
     def _plan(self, attention: PackAttention, forward_batch: Any, *, is_step: bool = True) -> None:
         if forward_batch.batch_size == 0:  # an idle rank under data parallelism
             return
-        start = time.perf_counter()
         self._attention = attention
-        built_before = attention.stats.plans_built
         batch = self._reader.read(forward_batch)
         req_to_token = self.req_to_token_pool.req_to_token
         rows = forward_batch.req_pool_indices
@@ -175,20 +172,28 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
             planned = plan(batch)
         except PlanOverflowError:
             planned = plan(self._reader.without_sharing(batch, OVERFLOW))
-        seconds = time.perf_counter() - start
-        plan_is_new = attention.stats.plans_built > built_before
+        planning = attention.stats.planning_ns.last
+        assert planning is not None
         if self._ranks is not None:
             self._ranks.check(planned)
         shared = self._reader.last_shared
         if self._debug and shared is not None:
+            plan_is_new = planning.kind != "unchanged"
             self._checkers[attention].check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
         if is_step:
-            self._reports.add_step(seconds, plan_is_new=plan_is_new)
+            self._reports.add_step(planning)
 
     def _counters(self) -> Counters:
         stats = [each.stats for each in (self._eager, self._captured) if each is not None]
         more = {} if self._ranks is None else {"ranks_alike": self._ranks.checked}
-        return read_counters(stats, private_steps=self._reader.private_steps, **more)
+        events = self._reader.events  # None until a step has shown the tree
+        return read_counters(
+            stats,
+            private_steps=self._reader.private_steps,
+            tree_events={} if events is None else events.counts,
+            batch_changes=self._reader.changes,
+            **more,
+        )
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:

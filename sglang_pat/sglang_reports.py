@@ -15,6 +15,7 @@ from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
 
 from sglang_pat.env import Environment
+from sglang_pat.planning_times import PlanningTime
 from sglang_pat.stats_file import StatsFile
 from sglang_pat.step_counters import Counters
 from sglang_pat.step_log import StepLog
@@ -30,7 +31,6 @@ class StepReports:
         model_runner: Any,
         read_counters: Callable[[], Counters],
     ) -> None:
-        self._read_counters = read_counters
         observability, parallel = get_observability(), get_parallel()
         # As in SGLang: all ranks of a tensor-parallel group would say the same.
         speaks = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
@@ -46,17 +46,17 @@ class StepReports:
             self._metrics.start()
         self._stats_file: StatsFile | None = None
         if environment.stats_file is not None and torch.distributed.get_rank() == 0:
-            self._stats_file = StatsFile(environment.stats_file)
-            self._stats_file.write(read_counters())
+            self._stats_file = StatsFile(environment.stats_file, read_counters)
+            self._stats_file.start()
 
-    def add_step(self, seconds: float, *, plan_is_new: bool) -> None:
-        """After a decode step that was planned, or whose plan was reused, in `seconds`."""
+    def add_step(self, planning: PlanningTime) -> None:
+        """After a decode step that was planned, or whose plan was reused."""
         if self._metrics is not None:
-            self._metrics.add_step(seconds, plan_is_new=plan_is_new)
+            self._metrics.add_step(planning)
         if self._log is not None:
-            self._log.add_step(seconds)
+            self._log.add_step()
         if self._stats_file is not None:
-            self._stats_file.write(self._read_counters())
+            self._stats_file.mark()
 
 
 def scheduler_labels(model_runner: Any) -> dict[str, str]:

@@ -6,9 +6,10 @@ Beside the pipeline, at its end. SGLang's `--decode-log-interval` says how often
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import get_args
 
+from sglang_pat.planning_times import PlanningTimes, StepKind
 from sglang_pat.step_counters import Counters
 
 logger = logging.getLogger(__name__)
@@ -25,23 +26,23 @@ class StepLog:
         self._interval = interval
         self._read_counters = read_counters
         self._before: Counters | None = None
-        self._seconds: list[float] = []
+        self._steps = 0  # since the last line
 
-    def add_step(self, seconds: float) -> None:
-        """After a decode step that was planned, or whose plan was reused, in `seconds`."""
+    def add_step(self) -> None:
+        """After a decode step that was planned, or whose plan was reused."""
         if self._before is None:
             self._before = self._read_counters()
             return
-        self._seconds.append(seconds)
-        if len(self._seconds) < self._interval:
+        self._steps += 1
+        if self._steps < self._interval:
             return
         counters = self._read_counters()
-        logger.info(log_line(self._before, counters, self._seconds))
+        logger.info(log_line(self._before, counters))
         self._before = counters
-        self._seconds.clear()
+        self._steps = 0
 
 
-def log_line(before: Counters, counters: Counters, seconds: Sequence[float]) -> str:
+def log_line(before: Counters, counters: Counters) -> str:
     """In SGLang's wording: what was counted between two readings, and planning time per step."""
 
     def since(name: str) -> int:
@@ -55,12 +56,14 @@ def log_line(before: Counters, counters: Counters, seconds: Sequence[float]) -> 
     return (
         f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, "
         f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
-        f"plan time p50 (us): {1e6 * percentile(seconds, 50):.1f}, "
-        f"plan time p99 (us): {1e6 * percentile(seconds, 99):.1f}"
+        f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
     )
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """By nearest rank: one of the values, of which `percent` percent are no larger."""
-    rank = math.ceil(percent / 100 * len(values))
-    return sorted(values)[max(rank, 1) - 1]
+def _times(planning_ns: PlanningTimes) -> str:
+    """Of each kind of step that there was, the cheapest kind first."""
+    kinds = [kind for kind in get_args(StepKind) if planning_ns.get(kind)]
+    percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
+    return ", ".join(
+        f"{kind} {p50:.1f}/{p99:.1f}" for kind, (p50, p99) in zip(kinds, percentiles, strict=True)
+    )

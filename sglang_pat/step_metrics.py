@@ -16,8 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from sglang_pat.planning_times import PlanningTime, StepKind
 from sglang_pat.step_counters import Counters
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,13 @@ _COUNTERS = (
         "Decode steps in which no KV could be shared, by reason.",
         "reason",
     ),
+    _CounterSpec("tree_events_total", "tree_events", "Changes of the radix tree, by kind.", "kind"),
+    _CounterSpec(
+        "batch_changes_total",
+        "batch_changes",
+        "Changes of the batch of running requests, by kind.",
+        "kind",
+    ),
 )
 
 
@@ -99,21 +107,21 @@ class StepMetrics:
         self._metrics = _metrics(tuple(labels.items()), classes or MetricClasses.of_prometheus())
         self._read_counters = read_counters
         self._published: Counters = {}
-        self._waiting: deque[tuple[bool, float]] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[PlanningTime] = deque(maxlen=_MAX_WAITING)
 
     def start(self) -> None:
         """Publish every second from now on, until the process ends."""
         threading.Thread(target=self._run, name="sglang-pat metrics", daemon=True).start()
 
-    def add_step(self, seconds: float, *, plan_is_new: bool) -> None:
-        """After a decode step that was planned, or whose plan was reused, in `seconds`."""
-        self._waiting.append((plan_is_new, seconds))
+    def add_step(self, planning: PlanningTime) -> None:
+        """After a decode step that was planned, or whose plan was reused."""
+        self._waiting.append(planning)
 
     def publish(self) -> None:
         """Bring the metrics up to date."""
         for _ in range(len(self._waiting)):
-            plan_is_new, seconds = self._waiting.popleft()
-            self._metrics.plan_seconds[plan_is_new].observe(seconds)
+            kind, nanoseconds = self._waiting.popleft()
+            self._metrics.plan_seconds[kind].observe(nanoseconds / 1e9)
         counters = self._read_counters()
         for spec in _COUNTERS:
             now, before = (_by_label(spec, which) for which in (counters, self._published))
@@ -167,13 +175,13 @@ class _Metrics:
         ).labels(**labels)
         seconds = classes.histogram(
             name=PREFIX + "plan_seconds",
-            documentation="Host time of planning a decode step, by what became of the plan.",
-            labelnames=[*labels, "plan"],
+            documentation="Host time of planning a decode step, by kind: unchanged (the plan was "
+            "reused), changed (some requests were in the last step) or cold.",
+            labelnames=[*labels, "kind"],
             buckets=_TIME_BUCKETS,
         )
         self.plan_seconds = {
-            True: seconds.labels(**labels, plan="built"),
-            False: seconds.labels(**labels, plan="reused"),
+            kind: seconds.labels(**labels, kind=kind) for kind in get_args(StepKind)
         }
 
     def counter(self, spec: _CounterSpec, label: str) -> Any:

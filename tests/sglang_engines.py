@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import sys
 import time
@@ -19,6 +18,7 @@ import sglang
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from sglang_pat.stats_file import read_stats
 from sglang_pat.testing.http_server import HttpServer, running_process
 from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
@@ -192,7 +192,7 @@ class Stats:
         self._before: dict[str, Any] = {}
 
     def new(self) -> dict[str, Any]:
-        now: dict[str, Any] = json.loads(self.path.read_text())
+        now = read_stats(self.path)
         before, self._before = self._before, now
         return {
             name: value - before.get(name, 0) for name, value in now.items() if type(value) is int

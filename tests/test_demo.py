@@ -102,13 +102,20 @@ def test_report_names_the_first_difference(capsys: pytest.CaptureFixture[str]) -
 def test_exit_status_and_json(
     own_token: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(model_path: Path, backend: str, requests: list[Request], machine: Machine) -> Served:
+    def serve(
+        model_path: Path,
+        backend: str,
+        requests: list[Request],
+        machine: Machine,
+        stats_file: Path | None = None,
+    ) -> Served:
         assert (model_path / "config.json").is_file()
         assert machine.exact
         if backend == "pat":
-            Path(os.environ["SGLANG_PAT_STATS_FILE"]).write_text(json.dumps(STATS))
-            return Served([[2]] * len(requests), 1.0)
+            assert os.environ["SGLANG_PAT_STATS_FILE"] == str(stats_file)
+            return Served([[2]] * len(requests), 1.0, stats=STATS)
         assert "SGLANG_PAT_STATS_FILE" not in os.environ
+        assert stats_file is None
         return Served([[2]] * (len(requests) - 1) + [[own_token]], 1.0)
 
     monkeypatch.setattr(demo, "_quieten", lambda: None)

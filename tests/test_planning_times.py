@@ -43,6 +43,17 @@ def test_times_add_up_and_are_json() -> None:
     b.record("unchanged", 3)
     assert json.loads(json.dumps(a + b)) == {"cold": {"112": 2}, "unchanged": {"4": 1}}
     assert a == {"cold": {112: 1}}
+    assert a.last == ("cold", 100)
+
+
+def test_times_since_an_earlier_reading() -> None:
+    times = PlanningTimes()
+    times.record("cold", 100)
+    before = times + PlanningTimes()
+    times.record("cold", 100)
+    times.record("unchanged", 3)
+    assert times.since(before) == {"cold": {112: 1}, "unchanged": {4: 1}}
+    assert times.since(times) == {"cold": {}, "unchanged": {}}
 
 
 def test_which_steps_are_counted_as_what() -> None:

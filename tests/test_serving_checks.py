@@ -35,7 +35,34 @@ def test_answers_agree_up_to_a_tie() -> None:
     found = agreement([one], [swapped], tie=0.01)
     assert (found.positions, found.errors) == (1, [])
     assert found.partings[0].position == 1
+    assert found.as_dict()["largest_gap_of_a_tie"] == 0.001
     assert agreement([one], [swapped], tie=0.0001).errors
+
+
+def test_a_tie_is_what_the_reference_says_and_may_have_others_between() -> None:
+    reference = Answer(
+        [5], [[Candidate(-1.0, 5), Candidate(-1.2, 8), Candidate(-1.5, 6), Candidate(-3.0, 9)]]
+    )
+    far_apart = Answer([6], [[Candidate(-0.1, 6), Candidate(-9.0, 7), Candidate(-9.5, 5)]])
+    (parting,) = agreement([far_apart], [reference], tie=0.5).partings
+    assert parting == (0, 0, (6, 5), 0.5, True)
+    (parting,) = agreement([far_apart], [reference], tie=0.49).errors
+    assert (parting.gap, parting.is_tie) == (0.5, False)
+    assert agreement([Answer([9], far_apart.candidates)], [reference], tie=1.9).errors
+    (parting,) = agreement([Answer([7], far_apart.candidates)], [reference], tie=100.0).errors
+    assert parting.gap is None  # not among the candidates
+
+
+def test_greedy_tokens_part_rightly_within_twice_the_noise_of_others() -> None:
+    def verdict(gap: float) -> dict[str, Any]:
+        triton = run_of(0.0, [4])
+        triton.greedy[0].candidates[0][:] = [Candidate(0.0, 4), Candidate(-gap, 9)]
+        runs = {"pat": run_of(0.0, [9]), "fa3": run_of(0.1, [4]), "triton": triton}
+        return check_logits.judge({name: (run, run) for name, run in runs.items()})
+
+    assert verdict(0.19)["passed"]
+    assert verdict(0.19)["limit"]["gap_of_a_tie"] == pytest.approx(0.2)
+    assert not verdict(0.21)["passed"]
 
 
 def test_other_tokens_that_are_no_tie_are_errors() -> None:

@@ -24,6 +24,7 @@ from sglang_fakes import (
 
 from sglang_pat import sglang_backend
 from sglang_pat.cuda_executor import PlanOverflowError
+from sglang_pat.decode_plan import DecodePlan
 from sglang_pat.sglang_backend import PatAttnBackend, create_pat_backend
 from sglang_pat.sglang_batch import OVERFLOW
 
@@ -157,11 +158,13 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
 ) -> None:
     backend = PatAttnBackend(runner())
     planned = []
+    original = backend._eager.plan
 
-    def plan(batch: Any, **tensors: Any) -> None:
+    def plan(batch: Any, **tensors: Any) -> DecodePlan:
         planned.append(batch.read_paths())
         if len(planned) == 1:
             raise PlanOverflowError("too large")
+        return original(batch, **tensors)
 
     monkeypatch.setattr(backend._eager, "plan", plan)
     backend.init_forward_metadata(decode_batch([1], [2], [9]))

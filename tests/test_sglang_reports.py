@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +11,11 @@ import pytest
 from sglang_fakes import decode_batch, runner
 
 from sglang_pat import sglang_reports
+from sglang_pat.planning_times import PlanningTime, PlanningTimes
 from sglang_pat.sglang_backend import PatAttnBackend
 from sglang_pat.sglang_batch import NO_REQUESTS
 from sglang_pat.sglang_reports import scheduler_labels
+from sglang_pat.stats_file import read_stats
 from sglang_pat.step_log import log_line
 
 
@@ -23,13 +25,13 @@ def decode(backend: PatAttnBackend, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("server_context")
-def test_counters_are_in_the_file_after_every_step(
+def test_the_file_says_what_has_been_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
     backend = PatAttnBackend(runner())
     for step in range(3):
-        counted = json.loads((tmp_path / "stats.json").read_text())
+        counted = read_stats(tmp_path / "stats.json")
         assert counted["plans_built"] + counted["plans_reused"] == step
         assert counted["kv_tokens_query_centric"] == sum(2 + i for i in range(step))
         assert counted["causes"] == ({"first": 1} if step else {})
@@ -63,7 +65,8 @@ def test_a_line_is_logged_at_sglangs_interval(
     decode(backend, 3)
     (line,) = (line for line in caplog.messages if line.startswith("Pat decode"))
     assert line.startswith("Pat decode, #plan: 1, #reuse: 3, #step without sharing: 4, kv read ")
-    assert ", kv read ratio: 1.00, plan time p50 (us): " in line
+    assert ", kv read ratio: 1.00, plan time p50/p99 (us): unchanged " in line
+    assert ", cold " in line
 
 
 def test_log_line() -> None:
@@ -73,6 +76,7 @@ def test_log_line() -> None:
         "private_steps": {"warm-up": 5},
         "kv_tokens_query_centric": 1000,
         "kv_tokens_planned": 900,
+        "planning_ns": PlanningTimes(unchanged=Counter({9_000: 4}), cold=Counter({1_000: 1})),
     }
     after = {
         "plans_built": 13,
@@ -80,13 +84,18 @@ def test_log_line() -> None:
         "private_steps": {"warm-up": 5, "beams": 2},
         "kv_tokens_query_centric": 2000,
         "kv_tokens_planned": 1110,
+        "planning_ns": PlanningTimes(
+            changed=Counter({40_960: 3}),
+            unchanged=Counter({9_000: 4, 5_120: 36, 6_144: 1}),
+            cold=Counter({1_000: 1}),
+        ),
     }
-    assert log_line(before, after, [1e-6 * us for us in range(100, 0, -1)]) == (
+    assert log_line(before, after) == (
         "Pat decode, #plan: 3, #reuse: 37, #step without sharing: 2, kv read ratio: 0.21, "
-        "plan time p50 (us): 50.0, plan time p99 (us): 99.0"
+        "plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
     )
     # Idle ranks read nothing.
-    assert "kv read ratio: 1.00" in log_line(after, after, [1e-6])
+    assert "kv read ratio: 1.00" in log_line(after, after)
 
 
 def test_only_one_rank_of_a_group_logs(
@@ -109,14 +118,14 @@ class Metrics:
 
     def __init__(self, labels: dict[str, str], *rest: object) -> None:
         self.labels = labels
-        self.steps: list[bool] = []
+        self.steps: list[str] = []
         Metrics.made.append(self)
 
     def start(self) -> None: ...
 
-    def add_step(self, seconds: float, *, plan_is_new: bool) -> None:
-        assert 0 < seconds < 60
-        self.steps.append(plan_is_new)
+    def add_step(self, planning: PlanningTime) -> None:
+        assert 0 < planning.nanoseconds < 60e9
+        self.steps.append(planning.kind)
 
 
 @pytest.fixture
@@ -143,7 +152,7 @@ def test_metrics_are_made_where_sglang_makes_its_own(
     server_context.parallel.attn_tp_rank = rank
     decode(PatAttnBackend(runner()), 3)
     assert len(made) == expected
-    assert all(metrics.steps == [True, False, False] for metrics in made)
+    assert all(metrics.steps == ["cold", "unchanged", "unchanged"] for metrics in made)
 
 
 def test_labels_are_those_of_sglangs_scheduler_metrics(server_context: SimpleNamespace) -> None:

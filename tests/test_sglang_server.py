@@ -21,6 +21,8 @@ from sglang_engines import (
     running_server,
 )
 
+from sglang_pat.stats_file import read_stats
+
 pytestmark = pytest.mark.engine
 
 SHUTDOWN_SECONDS = 60
@@ -67,12 +69,18 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
     (running,) = (each for each in samples if each.name == "sglang:num_running_reqs")
     (reused,) = (each for each in samples if each.name == "sglang:pat_plans_reused_total")
     assert reused.labels == running.labels
-    causes = {
-        each.labels["cause"]: each.value
-        for each in samples
-        if each.name == "sglang:pat_plans_built_total"
-    }
-    assert causes == counted["causes"]
+
+    def by(label: str, metric: str) -> dict[str, float]:
+        found = (each for each in samples if each.name == f"sglang:pat_{metric}_total")
+        return {each.labels[label]: each.value for each in found}
+
+    assert by("cause", "plans_built") == counted["causes"]
+    changes = by("kind", "batch_changes")
+    assert changes == {kind: count for kind, count in counted["batch_changes"].items() if count}
+    assert changes["join"] >= changes["leave"] > 0
+    events = by("kind", "tree_events")
+    assert min(events[kind] for kind in ("insert", "checkpoint", "lock", "unlock")) > 0
+    assert all(events.get(kind, 0) >= count for kind, count in counted["tree_events"].items())
     (ratio,) = (each.value for each in samples if each.name == "sglang:pat_kv_read_ratio")
     assert 0 < ratio <= 1
 
@@ -102,7 +110,7 @@ def test_launch_server_answers_and_ends_on_sigterm(
         counted = stats.new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         assert counted["private_steps"] == {}
-        assert_metrics_are_published(server, json.loads(stats.path.read_text()))
+        assert_metrics_are_published(server, read_stats(stats.path))
         assert_steps_are_logged(server.log.read_text())
 
         server.process.send_signal(signal.SIGTERM)
@@ -126,7 +134,7 @@ def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
     with running_server(SGLANG_SERVE, tiny_model, tmp_path / "log", **arguments) as server:
         assert_answers_concurrent_clients(server, workload, expected)
         assert "pat decodes without sharing KV between requests" in server.log.read_text()
-    counted = stats.new()
+        counted = stats.new()
     (steps,) = counted["private_steps"].values()
     assert steps == counted["plans_built"] + counted["plans_reused"] > 0
     assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]

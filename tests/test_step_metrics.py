@@ -16,13 +16,14 @@ PUBLISH = """
 import logging, sys, time
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from sglang_pat import step_metrics
+from sglang_pat.planning_times import PlanningTime
 from sglang_pat.step_metrics import StepMetrics
 
 logging.basicConfig(stream=sys.stderr)
 step_metrics.PUBLISH_SECONDS = 0.05
 counters = {
     "causes": {}, "plans_reused": 0, "kv_tokens_query_centric": 0, "kv_tokens_planned": 0,
-    "kv_tokens_lower_bound": 0, "private_steps": {},
+    "kv_tokens_lower_bound": 0, "private_steps": {}, "tree_events": {}, "batch_changes": {},
 }
 
 def read():
@@ -72,10 +73,12 @@ metrics.publish()
 counters |= {
     "causes": {"first": 1, "tail_growth": 2}, "plans_reused": 7, "kv_tokens_lower_bound": 40,
     "kv_tokens_query_centric": 300, "kv_tokens_planned": 110, "private_steps": {"no tree": 2},
+    "tree_events": {"insert": 5, "evict": 0}, "batch_changes": {"join": 4, "leave": 1},
 }
-for seconds in (3e-6, 5e-6, 1.0):
-    metrics.add_step(seconds, plan_is_new=False)
-metrics.add_step(20e-6, plan_is_new=True)
+for nanoseconds in (3_000, 5_000, 1_000_000_000):
+    metrics.add_step(PlanningTime("unchanged", nanoseconds))
+metrics.add_step(PlanningTime("changed", 20_000))
+metrics.add_step(PlanningTime("cold", 40_000))
 metrics.publish()
 metrics.publish()  # nothing new
 print(page())
@@ -90,11 +93,15 @@ print(page())
         "kv_tokens_lower_bound_total": 40,
         "private_steps_total no tree": 2,
         "kv_read_ratio": 0.25,  # (110 - 60) / (300 - 100)
-        "plan_seconds_count reused": 3,
-        "plan_seconds_bucket 4e-06 reused": 1,
-        "plan_seconds_bucket 8e-06 reused": 2,
-        "plan_seconds_bucket +Inf reused": 3,
-        "plan_seconds_sum built": 20e-6,
+        "tree_events_total insert": 5,
+        "batch_changes_total join": 4,
+        "batch_changes_total leave": 1,
+        "plan_seconds_count unchanged": 3,
+        "plan_seconds_bucket unchanged 4e-06": 1,
+        "plan_seconds_bucket unchanged 8e-06": 2,
+        "plan_seconds_bucket unchanged +Inf": 3,
+        "plan_seconds_sum changed": 20e-6,
+        "plan_seconds_sum cold": 40e-6,
     }
     found = {name: samples.get(f"sglang:pat_{name}") for name in expected}
     assert found == pytest.approx(expected)
@@ -128,7 +135,7 @@ counters = None
 metrics.start()
 time.sleep(0.3)
 for _ in range(2 * step_metrics._MAX_WAITING):
-    metrics.add_step(1e-6, plan_is_new=True)
+    metrics.add_step(PlanningTime("cold", 1_000))
 assert len(metrics._waiting) == step_metrics._MAX_WAITING
 """
     _, errors = published(code, tmp_path)

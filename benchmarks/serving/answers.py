@@ -1,7 +1,8 @@
 """Greedy answers of two runs, compared as far as rounding lets them agree.
 
-Where the two most probable tokens are equally probable within rounding, either may be answered, and
-from there on the texts differ rightly: a tie. Any other difference is an error.
+Where two tokens are equally probable within rounding, either may be answered, and from there on the
+texts differ rightly: a tie. Any other difference is an error. How far apart the two are is read in
+one of the runs, the reference.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-WITH_CANDIDATES = {"return_logprob": True, "top_logprobs_num": 2}
+
+def with_candidates(count: int) -> dict[str, Any]:
+    """Asks SGLang for the `count` most probable tokens at each position."""
+    return {"return_logprob": True, "top_logprobs_num": count}
 
 
 class Candidate(NamedTuple):
-    """One of the two most probable tokens at a position."""
+    """One of the most probable tokens at a position."""
 
     logprob: float
     token: int
@@ -23,25 +27,30 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: greedy. candidates: at each position the two best, the better one first."""
+    """tokens: greedy. candidates: at each position the best, as many as were asked for."""
 
     tokens: list[int]
     candidates: list[list[Candidate]]
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> Answer:
-        """From SGLang's, which was asked for WITH_CANDIDATES."""
+        """From SGLang's, which was asked `with_candidates`."""
         positions = answer["meta_info"]["output_top_logprobs"]
         candidates = [[Candidate(logprob, token) for logprob, token, *_ in p] for p in positions]
         return cls(answer["output_ids"], candidates)
 
 
 class Parting(NamedTuple):
-    """Where two answers part. None in place of a token: that answer had ended."""
+    """Where an answer parts from the reference's. None in place of a token: it had ended.
+
+    gap: by how much the reference finds its own token more probable, in log-probability, that is,
+    in logits; None if the other is not among its candidates.
+    """
 
     request: int
     position: int
     tokens: tuple[int | None, int | None]
+    gap: float | None
     is_tie: bool
 
 
@@ -58,24 +67,31 @@ class Agreement:
         return [parting for parting in self.partings if not parting.is_tie]
 
     def as_dict(self) -> dict[str, Any]:
+        gaps = [parting.gap for parting in self.partings if parting.is_tie]
         return {
             "requests": self.requests,
             "positions_equal": self.positions,
-            "ties": len(self.partings) - len(self.errors),
+            "ties": len(gaps),
+            "largest_gap_of_a_tie": max(gaps, default=None),
             "errors": [parting._asdict() for parting in self.errors],
         }
 
 
-def agreement(left: Sequence[Answer], right: Sequence[Answer], tie: float) -> Agreement:
-    """tie: two tokens tie if their log-probabilities differ by no more than this, in both runs."""
+def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float) -> Agreement:
+    """tie: two tokens tie if they are no further apart than this in the reference.
+
+    If logits may differ by d between the runs, a tie of 2 d is what that explains: the answer's
+    token may have gained d, the reference's lost d. Other tokens, between the two or above one of
+    them, do not matter.
+    """
     positions, partings = 0, []
-    for request, (a, b) in enumerate(zip(left, right, strict=True)):
+    for request, (a, b) in enumerate(zip(answers, reference, strict=True)):
         position, tokens = _parting(a.tokens, b.tokens)
         positions += position
         if tokens is not None:
-            is_tie = all(_ties(run, position, tokens, tie) for run in (a, b))
-            partings.append(Parting(request, position, tokens, is_tie))
-    return Agreement(len(left), positions, partings)
+            gap = _gap(b, position, tokens)
+            partings.append(Parting(request, position, tokens, gap, gap is not None and gap <= tie))
+    return Agreement(len(answers), positions, partings)
 
 
 def _parting(
@@ -88,8 +104,9 @@ def _parting(
     return len(left), None
 
 
-def _ties(run: Answer, position: int, tokens: tuple[int | None, int | None], tie: float) -> bool:
+def _gap(reference: Answer, position: int, tokens: tuple[int | None, int | None]) -> float | None:
     if None in tokens:
-        return False
-    best, second = run.candidates[position]
-    return {best.token, second.token} == set(tokens) and best.logprob - second.logprob <= tie
+        return None
+    logprobs = {each.token: each.logprob for each in reference.candidates[position]}
+    other, own = (logprobs.get(token) for token in tokens)
+    return None if other is None or own is None else own - other

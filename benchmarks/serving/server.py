@@ -7,7 +7,6 @@ measures is none of those that serve.
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import orjson
 import requests
 
+from sglang_pat.stats_file import read_stats
 from sglang_pat.testing.http_server import HttpServer, running_process
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
@@ -94,11 +94,10 @@ class Server:
         self._post("start_profile", options)
 
     def stats(self) -> dict[str, Any]:
-        """What pat has counted so far; empty for other backends."""
+        """What pat has counted when all is answered; empty for other backends."""
         if self.stats_file is None:
             return {}
-        stats: dict[str, Any] = json.loads(self.stats_file.read_text())
-        return stats
+        return read_stats(self.stats_file)
 
     def _post(self, path: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
         """RuntimeError with what the server said, or the end of its log, if it does not comply."""

@@ -67,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         model_path = model.write(Path(folder, "model"))
         stats_file = Path(folder, "stats.json")
         os.environ["SGLANG_PAT_STATS_FILE"] = str(stats_file)
-        pat = serve(model_path, "pat", requests, machine)
+        pat = serve(model_path, "pat", requests, machine, stats_file)
         del os.environ["SGLANG_PAT_STATS_FILE"]
         own = serve(model_path, machine.own_backend, requests, machine)
         own_name = machine.own_backend or "SGLang's default"
-        report = Report(own_name, pat, own, json.loads(stats_file.read_text()))
+        report = Report(own_name, pat, own, pat.stats)
 
     report.print()
     if arguments.json is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_pat.demo.report import console
 from sglang_pat.demo.workload import Request
+from sglang_pat.stats_file import read_stats
 
 MAX_RUNNING_REQUESTS = 32
 KV_POOL_TOKENS = 32_768
@@ -57,18 +58,26 @@ class Served:
     """The new tokens of every request, in the order of the workload, and the seconds it took.
 
     candidates: the two most probable tokens at every position of every request, best first; only
-    where the run is not exact.
+    where the run is not exact. stats: what pat has counted, empty for other backends.
     """
 
     tokens: list[list[int]]
     seconds: float
     candidates: list[list[list[Candidate]]] | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 def serve(
-    model_path: Path, backend: str | None, requests: list[Request], machine: Machine
+    model_path: Path,
+    backend: str | None,
+    requests: list[Request],
+    machine: Machine,
+    stats_file: Path | None = None,
 ) -> Served:
-    """Start an engine with `backend`, send every request at its time, and shut the engine down."""
+    """Start an engine with `backend`, send every request at its time, and shut the engine down.
+
+    stats_file: where the engine was told to write what pat counts.
+    """
     import sglang
 
     console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
@@ -91,7 +100,9 @@ def serve(
         seconds = time.perf_counter() - began
         tokens = [answer["output_ids"] for answer in answers]
         candidates = None if machine.exact else list(map(_candidates, answers))
-        return Served(tokens, seconds, candidates)
+        # Before the engine is shut down: that kills the process that writes the file.
+        stats = {} if stats_file is None else read_stats(stats_file)
+        return Served(tokens, seconds, candidates, stats)
     finally:
         engine.shutdown()
 

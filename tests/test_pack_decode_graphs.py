@@ -1,0 +1,123 @@
+"""The CUDA kernels, step after step: the same bits from every run, and CUDA graphs that follow
+plans and lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from forests import make_case
+from pack_decode_cases import BF16, MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
+
+pytestmark = needs_gpu
+
+
+def test_more_tickets_than_ctas() -> None:
+    """CTAs draw from a counter then; it is back at 0 after every step."""
+    heads = Heads(64, 64, 64)
+    case = make_case([(-1, 700)], [(0, 1900 + 31 * r) for r in range(48)])
+    tensors = Tensors.make(case, heads)
+    step = planned_step(heads, num_workers=4)
+    plan = step.write(
+        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    )
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert plan.header.num_tickets * heads.num_kv_heads > 2 * num_sms
+    first = run(step, tensors)
+    check(*first, tensors)
+    for _ in range(20):
+        out, lse = run(step, tensors)
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+    assert step.num_draws.item() == 0
+
+
+def test_bitwise_equal_from_run_to_run() -> None:
+    heads = Heads(32, 8)
+    tensors = Tensors.make(MIXED, heads)
+    step = planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    first = run(step, tensors)
+    for _ in range(50):
+        again = run(step, tensors)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+def test_graph_replay_follows_plans_and_lengths() -> None:
+    """Capture once; then replay with other forests, other lengths and grown tails."""
+    heads = Heads(8, 2)
+    num_requests, grown_by = 24, 40
+    cases = [
+        make_case([(-1, 200)], [(0, 17)] * num_requests, spare_tokens=grown_by),
+        make_case(
+            [(-1, 90), (0, 300), (0, 65)],
+            [(1, 50)] * 10 + [(2, 3)] * 13 + [(-1, 400)],
+            spare_tokens=grown_by,
+            seed=1,
+        ),
+        make_case(
+            [], [(-1, 1 + 37 * i) for i in range(num_requests)], spare_tokens=grown_by, seed=2
+        ),
+        make_case([(-1, 64)], [(0, 1)] * 12 + [(-1, 0)] * 12, spare_tokens=grown_by, seed=3),
+    ]
+
+    # Everything at its final length: grown tokens are laid out from the beginning.
+    grown_cases = [
+        dataclasses.replace(case, seq_lens=case.seq_lens + grown_by * (case.seq_lens > 0))
+        for case in cases
+    ]
+    tensors = [Tensors.make(case, heads) for case in grown_cases]
+    rows = max(len(t.req_to_token) for t in tensors)
+    width = max(t.req_to_token.shape[1] for t in tensors)
+    slots = max(len(t.k_cache) for t in tensors)
+    static = Tensors(
+        torch.empty_like(tensors[0].q),
+        torch.empty(slots, 2, 128, device="cuda", dtype=BF16),
+        torch.empty(slots, 2, 128, device="cuda", dtype=BF16),
+        torch.zeros(rows, width, device="cuda", dtype=torch.int32),
+        torch.empty_like(tensors[0].req_pool_indices),
+        torch.empty_like(tensors[0].seq_lens),
+    )
+    step = planned_step(heads)
+    out = torch.empty_like(static.q)
+    lse = torch.empty(out.shape[:2], device="cuda")
+
+    def load(index: int, seq_lens: np.ndarray) -> None:
+        source = tensors[index]
+        for field in ("q", "req_pool_indices"):
+            getattr(static, field).copy_(getattr(source, field))
+        static.k_cache[: len(source.k_cache)].copy_(source.k_cache)
+        static.v_cache[: len(source.v_cache)].copy_(source.v_cache)
+        table = source.req_to_token
+        static.req_to_token[: table.shape[0], : table.shape[1]].copy_(table)
+        static.seq_lens.copy_(torch.from_numpy(seq_lens))
+
+    def plan(index: int) -> None:
+        batch = cases[index].batch()
+        step.write(batch, static.req_to_token, static.req_pool_indices, static.seq_lens)
+
+    load(0, cases[0].seq_lens)
+    plan(0)
+    step.decode(static.q, static.k_cache, static.v_cache, out, lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.decode(static.q, static.k_cache, static.v_cache, out, lse)
+
+    for index in (0, 1, 2, 3, 1, 0):
+        for growth in (0, 1, grown_by):
+            lens = cases[index].seq_lens
+            lens = lens + growth * (lens > 0)
+            load(index, lens.astype(np.int32))
+            if growth == 0:
+                plan(index)
+            out.fill_(torch.nan)
+            lse.fill_(torch.nan)
+            graph.replay()
+            check(out, lse, static)
+            replayed = out.clone()
+            graph.replay()
+            assert torch.equal(replayed, out)
