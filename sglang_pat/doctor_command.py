@@ -10,6 +10,8 @@ import argparse
 import json
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,19 +34,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Check everything, print a table. The exit status is 1 if a check failed, else 0."""
     from rich.console import Console
 
-    # What SGLang and torch say on every import is no finding. Errors still come through.
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    from sglang_pat.doctor import all_checks, worst
+    with _no_warnings():
+        from sglang_pat.doctor import all_checks, worst
 
-    with Console(stderr=True).status("checking; SGLang takes a few seconds to import"):
-        checks = all_checks()
+        with Console(stderr=True).status("checking; SGLang takes a few seconds to import"):
+            checks = all_checks()
     _print(checks)
     status = worst(checks)
     if arguments.json is not None:
         report = {"status": status, "checks": [asdict(check) for check in checks]}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     return 1 if status == "failed" else 0
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What SGLang and torch say on every import is no finding. Errors still come through."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _print(checks: list[Check]) -> None:

@@ -90,7 +90,7 @@ def test_every_tile_of_the_table_is_chosen() -> None:
         ({"max_block_q": 48}, "max_block_q must be the block_q of a tile .* got 48"),
         (
             {"policy": "best"},
-            "policy must be one of memory, paper, per-node, query-centric, got best",
+            "policy must be one of memory, paper, compute, per-node, query-centric, got best",
         ),
         ({"min_piece_tokens": 100}, "min_piece_tokens must be a positive multiple of 64, got 100"),
         ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
