@@ -57,22 +57,29 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
         "sglang:pat_kv_tokens_lower_bound_total": counted["kv_tokens_lower_bound"],
         "sglang:pat_plan_seconds_count": counted["plans_built"] + counted["plans_reused"],
     }
+
+    def by(label: str, metric: str) -> dict[str, float]:
+        found = (each for each in samples if each.name == f"sglang:pat_{metric}_total")
+        return {each.labels[label]: each.value for each in found}
+
+    def are_tree_events_there() -> bool:  # at least: the tree changes after the last step too
+        events = by("kind", "tree_events")
+        return all(events.get(kind, 0) >= count for kind, count in counted["tree_events"].items())
+
     deadline = time.monotonic() + PUBLISHED_SECONDS
+    samples = server.metrics()
     found: dict[str, float] = {}
-    while found != expected and time.monotonic() < deadline:
+    while not (found == expected and are_tree_events_there()) and time.monotonic() < deadline:
         time.sleep(0.2)
         samples = server.metrics()
         found = {
             name: sum(each.value for each in samples if each.name == name) for name in expected
         }
     assert found == expected
+    assert are_tree_events_there()
     (running,) = (each for each in samples if each.name == "sglang:num_running_reqs")
     (reused,) = (each for each in samples if each.name == "sglang:pat_plans_reused_total")
     assert reused.labels == running.labels
-
-    def by(label: str, metric: str) -> dict[str, float]:
-        found = (each for each in samples if each.name == f"sglang:pat_{metric}_total")
-        return {each.labels[label]: each.value for each in found}
 
     assert by("cause", "plans_built") == counted["causes"]
     changes = by("kind", "batch_changes")
@@ -80,7 +87,6 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
     assert changes["join"] >= changes["leave"] > 0
     events = by("kind", "tree_events")
     assert min(events[kind] for kind in ("insert", "checkpoint", "lock", "unlock")) > 0
-    assert all(events.get(kind, 0) >= count for kind, count in counted["tree_events"].items())
     (ratio,) = (each.value for each in samples if each.name == "sglang:pat_kv_read_ratio")
     assert 0 < ratio <= 1
 
