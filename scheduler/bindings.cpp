@@ -268,6 +268,12 @@ PYBIND11_MODULE(_scheduler, m) {
             return py::make_tuple(check.served, check.total, check.longest);
           },
           py::arg("seq_lens").noconvert())
+      .def(
+          "steps_left",
+          [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens, int32_t longest) {
+            return self.steps_left(view(seq_lens, "seq_lens"), longest);
+          },
+          py::arg("seq_lens").noconvert(), py::arg("longest"))
       .def("required_capacity",
            [](const pat::PackScheduler& self) { return self.last_plan().required_capacity(); })
       .def(

@@ -95,6 +95,20 @@ LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) cons
   return check;
 }
 
+int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t longest) const {
+  PAT_CHECK(seq_lens.size() == lengths_.size(), "the plan is for ", lengths_.size(),
+            " requests, got lengths of ", seq_lens.size());
+  int32_t steps = 0;
+  bool any = false;
+  for (size_t i = 0; i < lengths_.size(); ++i) {
+    if (seq_lens[i] == 0) continue;
+    const int32_t room = std::min(lengths_[i].longest, longest) - seq_lens[i];
+    steps = any ? std::min(steps, room) : room;
+    any = true;
+  }
+  return std::max(steps, 0);
+}
+
 PlanSummary PackScheduler::summarize() const {
   PlanSummary summary{.packs = static_cast<int32_t>(packing_.packs.size()),
                       .work_items = plan_.header().num_work_items,

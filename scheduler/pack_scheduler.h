@@ -68,6 +68,10 @@ class PackScheduler {
   // range may not grow at all: no work item would read the new tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
+  // How many tokens every request may grow from these lengths, which the last plan serves, so that it still does and
+  // none is longer than `longest`. Requests of length 0 are padding, and do not grow.
+  int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
+
   const DecodePlan& last_plan() const { return plan_; }
   const StageTimes& stage_times() const { return times_; }
   PlanSummary summarize() const;

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang_pat.decode_batch import DecodeBatch, PathNode, PrefixPaths
     from sglang_pat.decode_plan import DecodePlan, KvTokens
-    from sglang_pat.pack_attention import PackAttention, PlanStats
+    from sglang_pat.pack_attention import PackAttention
+    from sglang_pat.plan_stats import PlanStats
     from sglang_pat.support import support_matrix
 
     __version__: str
@@ -34,7 +35,7 @@ _MODULES = {
     "KvTokens": "decode_plan",
     "PackAttention": "pack_attention",
     "PathNode": "decode_batch",
-    "PlanStats": "pack_attention",
+    "PlanStats": "plan_stats",
     "PrefixPaths": "decode_batch",
     "support_matrix": "support",
 }

@@ -147,6 +147,10 @@ class PackScheduler:
         """(whether the last plan is right and balanced for the same batch with these lengths, their
         sum, the longest).
         """
+    def steps_left(self, seq_lens: _Int32, longest: int) -> int:
+        """How many tokens every request but padding (length 0) may grow from `seq_lens`, so that
+        the last plan still serves the batch and none is longer than `longest`.
+        """
     def required_capacity(self) -> PlanCapacity: ...
     def write(self, capacity: PlanCapacity, out: _Int32) -> None:
         """Write the last plan into `out`. ValueError, and nothing written, if it does not fit."""

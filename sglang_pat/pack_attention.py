@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -20,8 +18,9 @@ from sglang_pat import support
 from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
 from sglang_pat.cuda_executor import CudaExecutor, Reservation
 from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths, Step
-from sglang_pat.decode_plan import DecodePlan, replan_cause
-from sglang_pat.planning_times import PlanningTimes, StepKind
+from sglang_pat.decode_plan import DecodePlan, KvTokens, replan_cause
+from sglang_pat.plan_stats import PlanStats
+from sglang_pat.planning_times import StepKind
 from sglang_pat.reference import ReferenceExecutor
 
 logger = logging.getLogger(__name__)
@@ -31,25 +30,6 @@ _CPU_WORKERS = 32
 MIN_PIECE_TOKENS = 256
 GROWTH_TOKENS = 256
 _INTS = (torch.int64, torch.int32)
-
-
-@dataclass(slots=True)
-class PlanStats:
-    """Counters of one PackAttention, summed over decode steps (calls of plan()).
-
-    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or a request
-    became shorter; "tail_growth": a request outgrew the length its tail was planned for. The
-    kv_tokens_* fields are those of `KvTokens` at the lengths of each step. planning_ns has one time
-    per step, from `DecodeBatch.begun_ns`, or the call of plan(), to its return.
-    """
-
-    plans_built: int = 0
-    plans_reused: int = 0
-    causes: Counter[str] = field(default_factory=Counter)
-    kv_tokens_query_centric: int = 0
-    kv_tokens_planned: int = 0
-    kv_tokens_lower_bound: int = 0
-    planning_ns: PlanningTimes = field(default_factory=PlanningTimes)
 
 
 class Executor(Protocol):
@@ -139,6 +119,9 @@ class PackAttention:
         self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
         self._plan: DecodePlan | None = None
         self._key: Hashable = None
+        # Of the last step.
+        self.step_tokens = KvTokens(0, 0, 0)
+        self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
         self._checked_table: torch.Tensor | None = None  # the req_to_token of the last step
         self._table_width = 0
 
@@ -193,9 +176,9 @@ class PackAttention:
         self._executor.begin_step(step)
         planned = self._plan.kv_tokens
         growth = total - planned.query_centric
-        stats.kv_tokens_query_centric += total
-        stats.kv_tokens_planned += planned.planned + growth
-        stats.kv_tokens_lower_bound += planned.lower_bound + growth
+        self.step_tokens = KvTokens(total, planned.planned + growth, planned.lower_bound + growth)
+        self.seq_lens = batch.seq_lens
+        stats.add_tokens(self.step_tokens)
         stats.planning_ns.record(kind, time.perf_counter_ns() - begun_ns)
         return self._plan
 
@@ -244,6 +227,12 @@ class PackAttention:
             lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
         self._executor.run(q, k_cache, v_cache, out, lse, scale, logit_cap)
         return out if lse is None else (out, lse)
+
+    def steps_left(self) -> int:
+        """How many more steps the plan serves in which each request of the last step, padding
+        aside, is one token longer than in the step before, and nothing else is different.
+        """
+        return self._scheduler.steps_left(self.seq_lens, self._table_width)
 
     @property
     def executor(self) -> str:

@@ -7,6 +7,7 @@ not decode stays with SGLang's own backend, beside it in a HybridAttnBackend.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang_pat.cuda_executor import PlanOverflowError
 from sglang_pat.env import Environment
 from sglang_pat.pack_attention import PackAttention
+from sglang_pat.repeated_steps import RepeatedSteps
 from sglang_pat.sglang_batch import OVERFLOW, BatchReader, install_hooks
-from sglang_pat.sglang_check import StepChecker
+from sglang_pat.sglang_check import StepChecker, check_growth
 from sglang_pat.sglang_plugin import NAME
 from sglang_pat.sglang_ranks import RankChecker
 from sglang_pat.sglang_refusals import (
@@ -67,6 +69,7 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
     """Decode only. Plans in init_forward_metadata*, runs the plan in forward_decode.
 
     Eager steps and CUDA graphs have a PackAttention each: a graph needs buffers that never move.
+    The replay of a graph for the requests of the last step is not planned at all.
     """
 
     # Plans are made on the host, from the lengths there.
@@ -99,6 +102,8 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         self._checkers: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
         self._ranks = RankChecker.of_sglang() if environment.debug else None
         self._reports = StepReports(environment, model_runner, self._counters)
+        self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
+        self._reports.start()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Eager decode. The requests are taken from the step that is being run."""
@@ -118,8 +123,17 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed: writes the plan that the graph reads."""
+        begun_ns = time.perf_counter_ns()
+        if (
+            not in_capture
+            and self._reader.is_unchanged()
+            and self._repeats.add(forward_batch.batch_size, begun_ns)
+        ):
+            return  # what the graph reads is in place
         assert self._captured is not None
         self._plan(self._captured, forward_batch, is_step=not in_capture)
+        if not in_capture:
+            self._expect_repeats(self._captured, forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -158,6 +172,9 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
     def _plan(self, attention: PackAttention, forward_batch: Any, *, is_step: bool = True) -> None:
         if forward_batch.batch_size == 0:  # an idle rank under data parallelism
             return
+        num_repeated = self._repeats.end()
+        grows = self._debug and attention is self._attention and self._reader.is_unchanged()
+        before = attention.seq_lens
         self._attention = attention
         batch = self._reader.read(forward_batch)
         req_to_token = self.req_to_token_pool.req_to_token
@@ -176,15 +193,28 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         assert planning is not None
         if self._ranks is not None:
             self._ranks.check(planned)
+        if grows and len(before) == len(attention.seq_lens):  # graphs differ in padding
+            check_growth(before, attention.seq_lens)
         shared = self._reader.last_shared
         if self._debug and shared is not None:
             plan_is_new = planning.kind != "unchanged"
             self._checkers[attention].check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
         if is_step:
-            self._reports.add_step(planning)
+            self._reports.add_step(planning, num_repeated)
+
+    def _expect_repeats(self, attention: PackAttention, forward_batch: Any) -> None:
+        """Let the next steps do without a plan(), unless every step is to be checked or counted."""
+        shared = self._reader.last_shared
+        if self._debug or shared is None:
+            return
+        steps = min(attention.steps_left(), self._reports.steps_left)
+        self._repeats.begin(
+            forward_batch.batch_size, steps, attention.step_tokens, len(shared.reqs)
+        )
 
     def _counters(self) -> Counters:
         stats = [each.stats for each in (self._eager, self._captured) if each is not None]
+        stats.append(self._repeats.stats())
         more = {} if self._ranks is None else {"ranks_alike": self._ranks.checked}
         events = self._reader.events  # None until a step has shown the tree
         return read_counters(

@@ -213,6 +213,19 @@ class BatchReader:
             return None
         return SharedStep(self._source, self._reqs, self._forest)
 
+    def is_unchanged(self) -> bool:
+        """Whether the step that is being run has the requests of the last one, where they were, and
+        these could share. It is then like the last, but that each request is a token longer.
+        """
+        step = _Running.step
+        return (
+            step is not None
+            and step.reqs is self._reqs
+            and not self._moved
+            and self._shares
+            and not step.has_beams
+        )
+
     def read(self, forward_batch: Any) -> DecodeBatch:
         """forward_batch: a decode batch in any of SGLang's shapes (see the module's docstring).
 

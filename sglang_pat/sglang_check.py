@@ -10,10 +10,11 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.decode_batch import PrefixPaths
+from sglang_pat.decode_batch import IntArray, PrefixPaths
 from sglang_pat.sglang_radix import RadixSource, Request, RequestFields
 
 # The nodes of a path, as (node id, end). The lower part of a node that is split keeps both.
@@ -67,6 +68,17 @@ class StepChecker:
         if not plan_is_new and self._planned is not None:
             _check_reuse(reqs, self._planned, now)
         self._planned = now
+
+
+def check_growth(before: IntArray, now: IntArray) -> None:
+    """Raises RuntimeError unless each length, 0 of padding aside, is one more than before: what
+    repeated steps rely on (`repeated_steps.py`). int32 `[num_rows]`, of one batch in two steps.
+    """
+    if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
+        raise RuntimeError(
+            f"the same requests had lengths {before.tolist()} in the last step and have "
+            f"{now.tolist()} in this one"
+        )
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:

@@ -6,6 +6,7 @@ of them are wanted, and how they are labelled, is asked of SGLang here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from sglang_pat.step_metrics import MetricClasses, StepMetrics
 
 
 class StepReports:
-    """Called after every decode step; hands it to those that want it."""
+    """Called after decode steps; hands them to those that want them."""
 
     def __init__(
         self,
@@ -43,20 +44,41 @@ class StepReports:
         ):
             labels = scheduler_labels(model_runner)
             self._metrics = StepMetrics(labels, read_counters, _metric_classes())
-            self._metrics.start()
         self._stats_file: StatsFile | None = None
         if environment.stats_file is not None and torch.distributed.get_rank() == 0:
             self._stats_file = StatsFile(environment.stats_file, read_counters)
+
+    def start(self) -> None:
+        """Once, when the counters can be read: from now on, other threads read them."""
+        if self._metrics is not None:
+            self._metrics.start()
+        if self._stats_file is not None:
             self._stats_file.start()
 
-    def add_step(self, planning: PlanningTime) -> None:
-        """After a decode step that was planned, or whose plan was reused."""
+    def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
+        """After a decode step that was planned, or whose plan was reused. num_repeated: steps
+        between the last such step and this one."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
         if self._log is not None:
-            self._log.add_step()
+            self._log.add_steps(num_repeated + 1)
         if self._stats_file is not None:
             self._stats_file.mark()
+
+    def add_repeated(self, planning: PlanningTime) -> None:
+        """The time of a repeated step, by whatever thread counts it."""
+        if self._metrics is not None:
+            self._metrics.add_step(planning)
+
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """To be called in each repeated step, if anything is to be."""
+        return None if self._stats_file is None else self._stats_file.mark
+
+    @property
+    def steps_left(self) -> int:
+        """How many steps may be repeated until add_step() has something to say."""
+        return sys.maxsize if self._log is None else self._log.steps_left
 
 
 def scheduler_labels(model_runner: Any) -> dict[str, str]:

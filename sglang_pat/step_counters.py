@@ -13,7 +13,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from sglang_pat.pack_attention import PlanStats
+from sglang_pat.plan_stats import PlanStats
 from sglang_pat.planning_times import PlanningTimes
 
 # A number, or numbers by name: {"plans_built": 3, "causes": {"first": 1, "tail_growth": 2}, ...}

@@ -28,12 +28,17 @@ class StepLog:
         self._before: Counters | None = None
         self._steps = 0  # since the last line
 
-    def add_step(self) -> None:
-        """After a decode step that was planned, or whose plan was reused."""
+    @property
+    def steps_left(self) -> int:
+        """How many steps may be added together with the next one, at the latest, for a line."""
+        return self._interval - self._steps - 1
+
+    def add_steps(self, count: int = 1) -> None:
+        """After that many decode steps that were planned, or whose plan was reused."""
         if self._before is None:
             self._before = self._read_counters()
             return
-        self._steps += 1
+        self._steps += count
         if self._steps < self._interval:
             return
         counters = self._read_counters()

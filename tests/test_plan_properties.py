@@ -176,6 +176,24 @@ def test_a_plan_serves_grown_requests(case: ForestCase, growth: int, data: st.Da
 
 
 @many
+@given(case=forest_cases(spare_tokens=300), steps=st.integers(0, 300), room=st.integers(0, 300))
+def test_steps_left_is_how_long_a_plan_serves(case: ForestCase, steps: int, room: int) -> None:
+    scheduler = make_scheduler()
+    plan_case(scheduler, case)
+
+    def after(steps: int) -> np.ndarray:
+        return case.seq_lens + np.where(case.seq_lens > 0, steps, 0).astype(np.int32)
+
+    longest = int(case.seq_lens.max(initial=0)) + room
+    left = scheduler.steps_left(case.seq_lens, longest)
+    assert left == 0 or (serves(scheduler, after(left)) and after(left).max() <= longest)
+    if case.seq_lens.any():
+        assert left == room or not serves(scheduler, after(left + 1))
+    if steps <= left:
+        assert scheduler.steps_left(after(steps), longest) == left - steps
+
+
+@many
 @given(case=forest_cases(), other=forest_cases())
 def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase) -> None:
     fresh = plan_case(make_scheduler(), case)

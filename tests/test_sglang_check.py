@@ -10,7 +10,7 @@ import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.sglang_check import StepChecker
+from sglang_pat.sglang_check import StepChecker, check_growth
 from sglang_pat.sglang_radix import RadixSource, radix_source
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -131,3 +131,11 @@ def test_a_request_that_shares_nothing(step: Step) -> None:
     step.reqs, step.rows = [*step.reqs, nothing], torch.tensor([1, 2, 3])
     step.read_paths()
     step.check(plan_is_new=True)
+
+
+def test_lengths_of_the_same_requests_grow_by_one() -> None:
+    before = np.array([5, 9, 0], dtype=np.int32)
+    check_growth(before, np.array([6, 10, 0], dtype=np.int32))
+    for now in ([6, 9, 0], [6, 11, 0], [6, 10, 1], [7, 11, 0]):
+        with pytest.raises(RuntimeError, match=r"\[5, 9, 0\] in the last step"):
+            check_growth(before, np.array(now, dtype=np.int32))

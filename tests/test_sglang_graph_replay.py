@@ -5,7 +5,7 @@ Without a GPU and so without graphs: torch executes the plans, in the same order
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,3 +193,97 @@ def test_a_request_that_stopped_takes_no_one_with_it(
     staying = [row for row in range(3) if row != stopped]
     assert_attends(model_runner, q[staying], out[staying], [running[row] for row in staying])
     assert out[stopped].isfinite().all()  # thrown away, but computed
+
+
+# --- steps that repeat the last one ---
+
+
+@pytest.fixture
+def repeating(
+    backend: PatAttnBackend, model_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., bool]:
+    """Replays a step of the running requests, and says whether it was planned."""
+    assert backend._reports._log is not None
+    backend._reports._log._interval = 100
+    table = torch.zeros(4, 40, dtype=torch.int32)
+    table[:, :30] = torch.tensor(PREFIX_SLOTS)
+    model_runner.req_to_token_pool.req_to_token = table
+    read: list[Any] = []
+    original = backend._reader.read
+
+    def reads(view: Any) -> Any:
+        read.append(view)
+        return original(view)
+
+    monkeypatch.setattr(backend._reader, "read", reads)
+
+    def replay(length: int, size: int = GRAPH_ROWS) -> bool:
+        read.clear()
+        view = replay_view([1, 2, 3], [length] * 3, [41, 43, 45], size)
+        backend.init_forward_metadata_out_graph(view)
+        return bool(read)
+
+    return replay
+
+
+@pytest.mark.usefixtures("running")
+def test_the_same_requests_are_planned_once(
+    backend: PatAttnBackend, repeating: Callable[..., bool]
+) -> None:
+    assert [repeating(length) for length in (38, 39, 40)] == [True, False, False]
+    with pytest.raises(ValueError, match="at most req_to_token's width 40, got 41"):
+        repeating(41)  # is planned again
+
+
+@pytest.mark.usefixtures("running")
+def test_what_was_not_planned_is_counted(
+    backend: PatAttnBackend, repeating: Callable[..., bool]
+) -> None:
+    for length in (31, 32, 33):
+        repeating(length)
+    counted = backend._counters()
+    assert (counted["plans_built"], counted["plans_reused"]) == (1, 2)
+    assert counted["kv_tokens_query_centric"] == 3 * (31 + 32 + 33)
+    assert counted["kv_tokens_planned"] == 3 * 30 + 3 * (1 + 2 + 3)
+    assert counted["planning_ns"]["unchanged"].total() == 2
+
+
+@pytest.mark.usefixtures("running")
+def test_a_step_is_planned_if_anything_may_have_changed(
+    backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = _Running.step
+    assert step is not None
+    assert repeating(32)
+    assert not repeating(33)
+    backend._reader.note_moved([id(step.reqs[1])])
+    assert repeating(34)
+    assert not repeating(35)
+    backend._reader.forget()  # the tree was reset
+    assert repeating(36)
+    assert repeating(37, size=3)  # another graph
+    monkeypatch.setattr(_Running, "step", step._replace(reqs=list(step.reqs)))
+    assert repeating(38, size=3)  # another batch
+    monkeypatch.setattr(_Running, "step", None)
+    assert repeating(38, size=3)  # a warm-up
+
+
+@pytest.mark.usefixtures("running")
+def test_an_eager_step_ends_repetition(
+    backend: PatAttnBackend, repeating: Callable[..., bool]
+) -> None:
+    assert repeating(34)
+    backend.init_forward_metadata(decode_batch([1, 2, 3], [35] * 3, [41, 43, 45]))
+    assert repeating(36)
+    assert not repeating(37)
+
+
+@pytest.mark.usefixtures("running")
+def test_in_debug_mode_every_step_is_planned_and_must_grow_by_one(
+    backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_debug", True)
+    assert repeating(36)
+    assert repeating(37)
+    with pytest.raises(RuntimeError, match="the same requests had lengths"):
+        repeating(37)
