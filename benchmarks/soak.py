@@ -1,12 +1,12 @@
 """pat under churn: does it stay right, up, and of one size?
 
-    python benchmarks/soak.py [--minutes 10] [--json FILE]
+    python benchmarks/soak.py [--minutes 10] [--unchecked] [--json FILE]
 
-A server with SGLANG_PAT_DEBUG=1, which checks every step against the radix tree, and a KV pool that
-is too small. In waves, requests with prefixes shared on three levels arrive at random; some stop at
-stop tokens, some are aborted, some are retracted when the pool is full; between waves the cache is
-flushed. Some of the requests are samples, which were answered alone before: their tokens must be
-the same, up to a tie.
+A server with SGLANG_PAT_DEBUG=1, which plans every step and checks it against the radix tree (with
+--unchecked: without, as in production), and a KV pool that is too small. In waves, requests with
+prefixes shared on three levels arrive at random; some stop at stop tokens, some are aborted, some
+are retracted when the pool is full; between waves the cache is flushed. Some of the requests are
+samples, which were answered alone before: their tokens must be the same, up to a tie.
 
 The exit status is 1 if the server dies (a stale plan, a wrong slot), if a sample is answered
 differently, if the schedulers' resident memory or the GPU's grows by more than GROWTH after the
@@ -65,11 +65,11 @@ class Setup(NamedTuple):
 ON_GPU = Setup(
     {
         "dtype": "float16",
-        "max_total_tokens": 6000,
+        "max_total_tokens": 1600,
         "max_running_requests": 64,
         "cuda_graph_backend_prefill": "disabled",
     },
-    rate=40.0,
+    rate=60.0,
     tie=0.02,
 )
 ON_CPU = Setup(
@@ -234,12 +234,14 @@ def missing(ended: Counter[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10, metavar="N")
+    parser.add_argument("--unchecked", action="store_true", help="without SGLANG_PAT_DEBUG")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        result = soak(Path(folder), setup, 60 * args.minutes, args.seed)
+        debug = {} if args.unchecked else {"SGLANG_PAT_DEBUG": "1"}
+        result = soak(Path(folder), setup, 60 * args.minutes, args.seed, debug)
     console.print(json.dumps({name: result[name] for name in ("ended", "ties")}))
     for failure in result["failures"]:
         show_failure(failure)
@@ -248,14 +250,17 @@ def main() -> int:
     return 1 if result["failures"] else 0
 
 
-def soak(folder: Path, setup: Setup, seconds: float, seed: int) -> dict[str, Any]:
+def soak(
+    folder: Path, setup: Setup, seconds: float, seed: int, environment: dict[str, str]
+) -> dict[str, Any]:
     """Waves until `seconds` are over. What happened, ready for JSON; `failures` is empty if all
     is well."""
     model = MODEL.write(folder / "model")
     arguments = {"skip_tokenizer_init": True, **_ADMIT_TOO_MANY, **setup.arguments}
-    debug = {"SGLANG_PAT_DEBUG": "1"}
     console.print("starting the server")
-    with running_server(contender("pat"), model, folder, environment=debug, **arguments) as server:
+    with running_server(
+        contender("pat"), model, folder, environment=environment, **arguments
+    ) as server:
         run = Soak(server, setup, Workload(seed))
         samples: list[tuple[float, Memory]] = []
         failures: list[str] = []

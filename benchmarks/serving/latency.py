@@ -23,7 +23,7 @@ import numpy as np
 from serving.cases import Case
 from serving.server import Server
 
-REPEATS = 2
+REPEATS = 3
 OBSERVERS = 8
 
 
