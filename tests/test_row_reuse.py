@@ -18,6 +18,8 @@ from sglang_pat.reference import dense_attention, gather_slots
 HEADS, KV_HEADS, HEAD_DIM, SLOTS, WIDTH = 8, 2, 64, 6000, 1200
 SHARED = 700
 
+AsLaunched = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -41,7 +43,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-@pytest.mark.parametrize(
+in_all_executions = pytest.mark.parametrize(
     ("device", "dtype", "as_launched"),
     [
         pytest.param("cpu", torch.float32, in_order, id="torch"),
@@ -53,11 +55,14 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         ),
     ],
 )
+
+
+@in_all_executions
 @pytest.mark.parametrize("reused_plan", [False, True])
 def test_shared_ranges_survive_the_row_they_were_gathered_from(
     device: str,
     dtype: torch.dtype,
-    as_launched: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]],
+    as_launched: AsLaunched,
     reused_plan: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
