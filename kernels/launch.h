@@ -8,7 +8,7 @@
 
 namespace pat {
 
-cudaError_t launch_bind_plan(const BindParams& params, cudaStream_t stream);
+cudaError_t launch_gather_slots(const GatherParams& params, cudaStream_t stream);
 // As many CTAs as the device holds at once. merge_partials must follow: it ends the step.
 cudaError_t launch_pack_decode(const DecodeParams& params, cudaStream_t stream);
 cudaError_t launch_merge_partials(const MergeParams& params, cudaStream_t stream);

@@ -1,18 +1,18 @@
 // Launchers of the kernels around pack_decode.
 #include <algorithm>
 
-#include "bind_plan.cuh"
+#include "gather_slots.cuh"
 #include "launch.h"
 #include "launch_config.cuh"
 #include "merge_partials.cuh"
 
 namespace pat {
 
-cudaError_t launch_bind_plan(const BindParams& params, cudaStream_t stream) {
+cudaError_t launch_gather_slots(const GatherParams& params, cudaStream_t stream) {
   int num_sms = 0;
   const cudaError_t error = multiprocessor_count(&num_sms);
   if (error != cudaSuccess) return error;
-  return launch(&bind_plan_kernel, params, dim3(num_sms, 8), kBindThreads, 0,
+  return launch(&gather_slots_kernel, params, dim3(num_sms, 8), kGatherThreads, 0,
                 /*overlap=*/false, stream);
 }
 

@@ -85,7 +85,14 @@ IndexArray index_array(const at::Tensor& tensor, const char* name, const at::Ten
   return {.data = tensor.const_data_ptr(), .is_int64 = is_int64};
 }
 
-PlanLayout plan_layout(const at::Tensor& plan, at::IntArrayRef capacity) {
+void check_req_to_token(const at::Tensor& tensor, const at::Tensor& plan) {
+  check_device(tensor, "req_to_token", plan);
+  check_type(tensor, "req_to_token", at::kInt, 2);
+  TORCH_CHECK_VALUE(tensor.stride(1) == 1, "req_to_token must have dense rows, got strides ",
+                    tensor.strides());
+}
+
+PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
   TORCH_CHECK_VALUE(plan.is_cuda(), "plan must be on a CUDA device, got ", plan.device());
   check_type(plan, "plan", at::kInt, 1);
   check_contiguous(plan, "plan");
@@ -98,47 +105,31 @@ PlanLayout plan_layout(const at::Tensor& plan, at::IntArrayRef capacity) {
                                             .num_merges = static_cast<int32_t>(capacity[4])});
   TORCH_CHECK_VALUE(plan.size(0) >= layout.size, "plan must hold ", layout.size,
                     " entries for capacity ", capacity, ", got ", plan.size(0));
-  const auto address = reinterpret_cast<uintptr_t>(plan.const_data_ptr());
-  TORCH_CHECK_VALUE(address % kAlignment == 0, "plan must be aligned to ", kAlignment,
-                    " bytes, got address ", address);
-  return layout;
-}
-
-PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
-  const PlanLayout layout = plan_layout(plan, capacity);
   const int32_t* base = plan.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(base) % kAlignment == 0, "plan must be aligned to ",
+                    kAlignment, " bytes, got address ", reinterpret_cast<uintptr_t>(base));
   return {.header = reinterpret_cast<const PlanHeader*>(base + layout.header),
           .further_begin = base + layout.further_begin,
           .work_items = reinterpret_cast<const WorkItem*>(base + layout.work_items),
           .item_requests = reinterpret_cast<const ItemRequest*>(base + layout.item_requests),
+          .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
           .merges = reinterpret_cast<const MergeEntry*>(base + layout.merges)};
 }
 
-void bind_plan(at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& req_to_token,
-               const at::Tensor& req_pool_indices, at::Tensor& shared_slots, bool gather) {
-  const PlanLayout layout = plan_layout(plan, capacity);
-  check_device(req_to_token, "req_to_token", plan);
-  check_type(req_to_token, "req_to_token", at::kInt, 2);
-  TORCH_CHECK_VALUE(req_to_token.stride(1) == 1, "req_to_token must have dense rows, got strides ",
-                    req_to_token.strides());
-  TORCH_CHECK_VALUE(req_to_token.size(1) <= INT32_MAX, "req_to_token must have rows of at most ",
-                    INT32_MAX, " entries, got ", req_to_token.size(1));
+void gather_slots(const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& req_to_token,
+                  const at::Tensor& req_pool_indices, at::Tensor& shared_slots) {
+  check_req_to_token(req_to_token, plan);
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_contiguous(shared_slots, "shared_slots");
   check_device(shared_slots, "shared_slots", plan);
-  int32_t* base = plan.mutable_data_ptr<int32_t>();
-  const BindParams params{
-      .header = reinterpret_cast<PlanHeader*>(base + layout.header),
-      .work_items = reinterpret_cast<WorkItem*>(base + layout.work_items),
-      .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
+  const GatherParams params{
+      .plan = plan_view(plan, capacity),
       .req_to_token = req_to_token.const_data_ptr<int32_t>(),
       .req_to_token_stride = req_to_token.stride(0),
-      .row_width = static_cast<int32_t>(req_to_token.size(1)),
       .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
-      .shared_slots = shared_slots.mutable_data_ptr<int32_t>(),
-      .gather = gather};
+      .shared_slots = shared_slots.mutable_data_ptr<int32_t>()};
   const c10::cuda::CUDAGuard guard(plan.device());
-  check_launch(launch_bind_plan(params, c10::cuda::getCurrentCUDAStream()), "bind_plan");
+  check_launch(launch_gather_slots(params, c10::cuda::getCurrentCUDAStream()), "gather_slots");
 }
 
 // What the two kernels of a decode step write.
@@ -178,9 +169,11 @@ Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
 }
 
 void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-            const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& seq_lens,
-            at::Tensor& out, const std::optional<at::Tensor>& out_lse, at::Tensor& partial_out,
-            at::Tensor& partial_lse, at::Tensor& num_draws, double sm_scale, double logit_cap) {
+            const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& shared_slots,
+            const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
+            const at::Tensor& seq_lens, at::Tensor& out, const std::optional<at::Tensor>& out_lse,
+            at::Tensor& partial_out, at::Tensor& partial_lse, at::Tensor& num_draws,
+            double sm_scale, double logit_cap) {
   const PlanView view = plan_view(plan, capacity);
   check_type(q, "q", kElement, 3);
   check_type(k_cache, "k_cache", kElement, 3);
@@ -195,12 +188,17 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   check_device(k_cache, "k_cache", plan);
   check_rows(v_cache, "v_cache", num_kv_heads);
   check_device(v_cache, "v_cache", plan);
+  check_type(shared_slots, "shared_slots", at::kInt, 1);
+  check_device(shared_slots, "shared_slots", plan);
+  check_req_to_token(req_to_token, plan);
   check_type(num_draws, "num_draws", at::kInt, 1);
   check_shape(num_draws, "num_draws", {1});
   check_device(num_draws, "num_draws", plan);
+  const IndexArray rows = index_array(req_pool_indices, "req_pool_indices", plan);
   const IndexArray lengths = index_array(seq_lens, "seq_lens", plan);
-  TORCH_CHECK_VALUE(seq_lens.size(0) >= num_requests,
-                    "seq_lens must have an entry for each of the ", num_requests, " requests, got ",
+  TORCH_CHECK_VALUE(req_pool_indices.size(0) >= num_requests && seq_lens.size(0) >= num_requests,
+                    "req_pool_indices and seq_lens must have an entry for each of the ",
+                    num_requests, " requests, got ", req_pool_indices.size(0), " and ",
                     seq_lens.size(0));
   TORCH_CHECK_VALUE(sm_scale > 0 && std::isfinite(sm_scale), "sm_scale must be positive, got ",
                     sm_scale);
@@ -216,6 +214,10 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .v_cache = v_cache.const_data_ptr(),
       .k_slot_bytes = slot_bytes(k_cache, "k_cache"),
       .v_slot_bytes = slot_bytes(v_cache, "v_cache"),
+      .shared_slots = shared_slots.const_data_ptr<int32_t>(),
+      .req_to_token = req_to_token.const_data_ptr<int32_t>(),
+      .req_to_token_stride = req_to_token.stride(0),
+      .req_pool_indices = rows,
       .seq_lens = lengths,
       .out = outputs.out,
       .out_lse = outputs.out_lse,
@@ -250,16 +252,17 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
 
 PAT_LIBRARY(PAT_NAMESPACE, module) {
   module.def(
-      "bind_plan(Tensor(a!) plan, int[] capacity, Tensor req_to_token, Tensor req_pool_indices, "
-      "Tensor(b!) shared_slots, bool gather) -> ()");
+      "gather_slots(Tensor plan, int[] capacity, Tensor req_to_token, Tensor req_pool_indices, "
+      "Tensor(a!) shared_slots) -> ()");
   module.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor plan, int[] capacity, "
-      "Tensor seq_lens, Tensor(a!) out, "
+      "Tensor shared_slots, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
+      "Tensor(a!) out, "
       "Tensor(b!)? out_lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, "
       "Tensor(e!) num_draws, float sm_scale, float logit_cap) -> ()");
 }
 
 PAT_LIBRARY_IMPL(PAT_NAMESPACE, CUDA, module) {
-  module.impl("bind_plan", &pat::bind_plan);
+  module.impl("gather_slots", &pat::gather_slots);
   module.impl("decode", &pat::decode);
 }

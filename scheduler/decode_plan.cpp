@@ -71,7 +71,6 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
              .num_merges = static_cast<int32_t>(merges_.size()),
              .num_partials = header_.num_partials,
              .num_shared_slots = static_cast<int32_t>(num_shared_slots),
-             .row_width = 0,
              .reserved = {}};
 }
 
@@ -132,7 +131,7 @@ WorkItem DecodePlan::work_item(const Packing& packing, const Piece& piece,
           .kv_request = pack.is_private ? packing.requests[pack.request_begin] : kSharedKv,
           .kv_begin = piece.kv_begin + shift,
           .kv_end = open ? kOpenEnd : piece.kv_end + shift,
-          .slots = nullptr};
+          .reserved = {}};
 }
 
 PlanCapacity DecodePlan::required_capacity() const {

@@ -85,7 +85,7 @@ class CudaExecutor:
         self._ring = 0
         self._copied = [torch.cuda.Event() for _ in range(_RING)]  # type: ignore[no-untyped-call]
         self._step: DeviceStep | None = None
-        self._bound: Step | None = None  # whose rows the plan points to
+        self._plan: DecodePlan | None = None
         self._num_draws = torch.zeros(1, dtype=torch.int32, device=device)
         reservation = reservation or Reservation(PlanCapacity(), 0, 0)
         self._allocate_plan(reservation.plan)
@@ -93,9 +93,7 @@ class CudaExecutor:
         self._allocate_slots(reservation.num_shared_slots)
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        """Send the scheduler's last plan to the device, gather its shared slots and bind it to the
-        step's rows there.
-        """
+        """Send the scheduler's last plan to the device and gather its shared slots there."""
         self._make_room(scheduler)
         self._ring = (self._ring + 1) % _RING
         self._copied[self._ring].synchronize()  # long done, unless the device is _RING plans behind
@@ -103,19 +101,15 @@ class CudaExecutor:
         plan = write_plan(scheduler, self._capacity, host.numpy())
         self._plan_buffer.copy_(host, non_blocking=True)
         self._copied[self._ring].record(torch.cuda.current_stream(self._device))
-        self._kernels.bind_plan(self._device_step(step), gather=True)
-        self._bound = step
+        if plan.header.num_gather_spans:
+            self._kernels.gather_slots(self._device_step(step))
+        self._plan = plan
         return plan
 
     def begin_step(self, step: Step) -> None:
         """The following run()s, and replays of graphs that captured them, read these tensors."""
-        assert self._bound is not None
-        device_step = self._device_step(step)
-        if not step.has_rows_of(self._bound):
-            # Shared ranges stay as they were gathered: the rows may have been rewritten since.
-            self._kernels.bind_plan(device_step, gather=False)
-            self._bound = step
-        self._step = device_step
+        assert self._plan is not None
+        self._step = self._device_step(step)
 
     def run(
         self,

@@ -92,7 +92,7 @@ class DecodeBatch(NamedTuple):
         request have no path.
     key: equal keys promise equal paths, rows and order, so that a plan may be reused while
     `seq_lens` grow.
-        None: the paths themselves are compared, and the rows are looked up anew in every step.
+        None: the paths themselves are compared.
     begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
         there its time is counted.
     """
@@ -117,17 +117,3 @@ class Step(NamedTuple):
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
     host_seq_lens: IntArray  # the same lengths
-    rows_promised: bool  # if the plan is reused: the rows are those it was made for
-
-    def has_rows_of(self, earlier: Step) -> bool:
-        """Whether its rows are surely those of a step with the same plan, and at the same place."""
-        if self is earlier:
-            return True
-        table, other = self.req_to_token, earlier.req_to_token
-        return self.rows_promised and (
-            table is other
-            or (
-                (table.data_ptr(), table.shape, table.stride())
-                == (other.data_ptr(), other.shape, other.stride())
-            )
-        )

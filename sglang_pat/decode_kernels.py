@@ -21,12 +21,12 @@ class DeviceStep:
     """What a decode step reads besides queries and KV. The contents of these device tensors may
     change from one replay of a graph to the next, but not their addresses.
 
-    plan: int32, laid out for `capacity` (plan_format.h); bind_plan() lets its items point into
-    shared_slots and req_to_token. shared_slots: int32, filled when the plan is new. req_to_token:
-    int32 `[num_rows, max_context_len]`. req_pool_indices, seq_lens: int32 or int64
-    `[num_requests]` or longer. partial_out: float32 `[num_partials, num_qo_heads, head_dim]`;
-    partial_lse: float32 `[num_partials, num_qo_heads]`; both at least as long as the plan's
-    num_partials. num_draws: int32 `[1]`, 0 between steps; not for two streams at once.
+    plan: int32, laid out for `capacity` (plan_format.h). shared_slots: int32, filled by
+    gather_slots when the plan changes. req_to_token: int32
+    `[num_rows, max_context_len]`. req_pool_indices, seq_lens: int32 or int64 `[num_requests]` or
+    longer. partial_out: float32 `[num_partials, num_qo_heads, head_dim]`; partial_lse: float32
+    `[num_partials, num_qo_heads]`; both at least as long as the plan's num_partials.
+    num_draws: int32 `[1]`, 0 between steps; not for two streams at once.
     """
 
     plan: torch.Tensor
@@ -55,19 +55,14 @@ class DecodeKernels:
         self.config = config
         self._operators = operators
 
-    def bind_plan(self, step: DeviceStep, *, gather: bool) -> None:
-        """Point the plan's work items to their slots, of `step.req_to_token` and its rows.
-
-        Before the first decode() of a plan, with `gather`: then `step.shared_slots` is filled from
-        req_to_token as well. Without, when the plan is kept but the rows are others.
-        """
-        self._operators.bind_plan(
+    def gather_slots(self, step: DeviceStep) -> None:
+        """Fill `step.shared_slots` from req_to_token. Once per plan, before its first decode()."""
+        self._operators.gather_slots(
             step.plan,
             step.capacity_list,
             step.req_to_token,
             step.req_pool_indices,
             step.shared_slots,
-            gather,
         )
 
     def decode(
@@ -81,8 +76,8 @@ class DecodeKernels:
         sm_scale: float,
         logit_cap: float,
     ) -> None:
-        """Attention of one layer under a plan that is bound: pack_decode, then merge_partials.
-        Writes `out`, and `out_lse` if given.
+        """Attention of one layer: pack_decode, then merge_partials. Writes `out`, and `out_lse` if
+        given.
 
         q, out: `[num_requests, num_qo_heads, head_dim]`; k_cache, v_cache: `[num_slots,
         num_kv_heads, head_dim]`; out_lse: float32 `[num_requests, num_qo_heads]`, natural log.
@@ -93,6 +88,9 @@ class DecodeKernels:
             v_cache,
             step.plan,
             step.capacity_list,
+            step.shared_slots,
+            step.req_to_token,
+            step.req_pool_indices,
             step.seq_lens,
             out,
             out_lse,

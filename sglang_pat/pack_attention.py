@@ -163,8 +163,7 @@ class PackAttention:
             same_batch=key == self._key and len(batch.seq_lens) == num_planned,
             lengths_served=served,
         )
-        rows_promised = batch.key is not None
-        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens, rows_promised)
+        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         kind: StepKind = "unchanged"
         stats = self.stats
         if cause is None:

@@ -30,7 +30,6 @@ def decode(**changes) -> None:
     for name, change in changes.items():
         if name not in fields:
             arguments[name] = change(arguments[name])
-    step.kernels.bind_plan(step.step, gather=False)
     step.decode(**arguments)
 
 

@@ -18,8 +18,6 @@ from sglang_pat.reference import dense_attention, gather_slots
 HEADS, KV_HEADS, HEAD_DIM, SLOTS, WIDTH = 8, 2, 64, 6000, 1200
 SHARED = 700
 
-AsLaunched = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
-
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -43,7 +41,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-in_all_executions = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("device", "dtype", "as_launched"),
     [
         pytest.param("cpu", torch.float32, in_order, id="torch"),
@@ -55,14 +53,11 @@ in_all_executions = pytest.mark.parametrize(
         ),
     ],
 )
-
-
-@in_all_executions
 @pytest.mark.parametrize("reused_plan", [False, True])
 def test_shared_ranges_survive_the_row_they_were_gathered_from(
     device: str,
     dtype: torch.dtype,
-    as_launched: AsLaunched,
+    as_launched: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]],
     reused_plan: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -72,7 +72,7 @@ class PlannedStep:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> DecodePlan:
-        """Plan `batch`, copy the plan to the device and bind it there."""
+        """Plan `batch`, copy the plan to the device and gather its slots."""
         paths = batch.read_paths()
         self.scheduler.plan(
             paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
@@ -92,7 +92,7 @@ class PlannedStep:
             partial_lse=self.partial_lse,
             num_draws=self.num_draws,
         )
-        self.kernels.bind_plan(self.step, gather=True)
+        self.kernels.gather_slots(self.step)
         tokens = KvTokens(*self.scheduler.kv_tokens)
         self.plan = DecodePlan.parse(self.host.numpy(), self.capacity, tokens)
         return self.plan

@@ -21,6 +21,7 @@ struct PlanView {
   const int32_t* further_begin;
   const WorkItem* work_items;
   const ItemRequest* item_requests;
+  const GatherSpan* gather_spans;
   const MergeEntry* merges;
 };
 
@@ -47,16 +48,12 @@ struct LogitScale {
   }
 };
 
-struct BindParams {
-  PlanHeader* header;              // of the plan; row_width is written
-  WorkItem* work_items;            // of the plan; their slots are written
-  const GatherSpan* gather_spans;  // of the plan
-  const int32_t* req_to_token;     // [num_rows, req_to_token_stride]
-  int64_t req_to_token_stride;     // in elements
-  int32_t row_width;               // entries of a row, at most req_to_token_stride
-  IndexArray req_pool_indices;     // [num_requests]
-  int32_t* shared_slots;           // [num_shared_slots], written if `gather`
-  bool gather;                     // the plan is new
+struct GatherParams {
+  PlanView plan;
+  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
+  int64_t req_to_token_stride;  // in elements
+  IndexArray req_pool_indices;  // [num_requests]
+  int32_t* shared_slots;        // [num_shared_slots], written
 };
 
 struct DecodeParams {
@@ -67,13 +64,17 @@ struct DecodeParams {
   const void* v_cache;       // [num_slots, num_kv_heads, D]
   uint32_t k_slot_bytes;     // bytes between slots
   uint32_t v_slot_bytes;
-  IndexArray seq_lens;  // [num_requests]
-  void* out;            // [num_requests, Hq, D]: requests with a single partial
-  float* out_lse;       // [num_requests, Hq], may be nullptr
-  float* partial_out;   // [num_partials, Hq, D], normalised
-  float* partial_lse;   // [num_partials, Hq], natural log
+  const int32_t* shared_slots;  // [num_shared_slots]
+  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
+  int64_t req_to_token_stride;
+  IndexArray req_pool_indices;  // [num_requests]
+  IndexArray seq_lens;          // [num_requests]
+  void* out;                    // [num_requests, Hq, D]: requests with a single partial
+  float* out_lse;               // [num_requests, Hq], may be nullptr
+  float* partial_out;           // [num_partials, Hq, D], normalised
+  float* partial_lse;           // [num_partials, Hq], natural log
   int32_t* num_draws;   // tickets drawn beyond the first of each CTA: 0 before and after every step
-  int32_t max_tickets;  // capacity of the plan: tickets and their first items
+  int32_t max_tickets;  // capacity of the plan, and of its work items
   int32_t num_kv_heads;
   QueryRows rows;
   LogitScale logit_scale;

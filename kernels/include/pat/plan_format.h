@@ -5,8 +5,7 @@
 // the same buffer. A plan does not depend on the number of KV heads: every KV head executes the same work
 // items. CTAs draw tickets: a ticket is a run of work items, for one KV head. Draw number d is ticket
 // d / num_kv_heads of KV head d % num_kv_heads (heads innermost, so that all heads of a token range are read
-// together). Which CTA draws what makes no difference to the result. The scheduler writes everything but addresses: those
-// are filled in on the device, by bind_plan, when the plan lies there.
+// together). Which CTA draws what makes no difference to the result.
 //
 //   header         PlanHeader
 //   further_begin  int32[num_tickets + 1]   see work_items
@@ -50,8 +49,7 @@ struct PlanHeader {
   int32_t num_merges;
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t row_width;         // entries of a row of req_to_token; 0 until bind_plan
-  int32_t reserved[4];
+  int32_t reserved[5];
 };
 
 // What a CTA executes in one go: the query rows of `num_requests` requests against one KV range.
@@ -62,7 +60,7 @@ struct WorkItem {
   int32_t kv_request;     // request whose own row of req_to_token is read live, or kSharedKv
   int32_t kv_begin;       // position in kv_request, or index into the slot buffer
   int32_t kv_end;         // exclusive, or kOpenEnd; not above kv_begin if the range is empty
-  const int32_t* slots;   // device memory: the slot at kv_begin, and so on; null until bind_plan
+  int32_t reserved[2];
 };
 
 struct ItemRequest {

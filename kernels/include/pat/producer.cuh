@@ -91,17 +91,15 @@ class Producer {
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
   __device__ __forceinline__ void run() {
-    row_width_ = params_.plan.header->row_width;
     ItemSource source = begin_ticket(tickets_.first());
     while (source.num_requests > 0) {
       set_head(ticket_.kv_head);
-      const int num_tokens = source.num_tokens();
       if constexpr (kIsKey) publish(source);
       ItemSource next;
-      if (num_tokens == 0) next = prefetch_next();
-      for (int first = 0; first < num_tokens; first += SlotBatch::kTokens) {
+      if (source.num_tokens == 0) next = prefetch_next();
+      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
         const SlotBatch slots = next_slots_;
-        const int left = num_tokens - first;
+        const int left = source.num_tokens - first;
         if (left <= 2 * SlotBatch::kTokens && is_last_of_ticket()) tickets_.draw_ahead();
         if (left > SlotBatch::kTokens) {
           next_slots_.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
@@ -117,20 +115,22 @@ class Producer {
   }
 
  private:
-  // Has the slots of the ticket's first item on their way, and its further items, which are loaded beside them.
+  // Has the slots of the ticket's first item and its further items on their way. The further ones come a step later
+  // each time: waiting for them costs nothing.
   __device__ __forceinline__ ItemSource begin_ticket(const Ticket& ticket) {
     ticket_ = ticket;
-    ItemSource first = ticket.first;
-    if (first.num_requests == 0) return first;
-    further_ = load_further();
-    next_lane_ = 0;
+    if (ticket.is_none()) return ItemSource::none();
+    const PlannedItem further = load_further();
+    const ItemSource first = ticket.first.resolve(params_);
     prefetch(first);
+    further_ = further.resolve(params_);
+    next_lane_ = 0;
     return first;
   }
 
   // The ticket's next 32 items, one per lane. Of no use if it has none.
-  __device__ __forceinline__ ItemSource load_further() const {
-    return ItemSource::load(params_, max(min(ticket_.next + lane_, ticket_.end - 1), 0));
+  __device__ __forceinline__ PlannedItem load_further() const {
+    return PlannedItem::load(params_, max(min(ticket_.next + lane_, ticket_.end - 1), 0));
   }
 
   __device__ __forceinline__ bool is_last_of_ticket() const { return ticket_.next == ticket_.end; }
@@ -140,18 +140,17 @@ class Producer {
   __device__ __forceinline__ ItemSource prefetch_next() {
     if (ticket_.next == ticket_.end) return begin_ticket(tickets_.draw());
     if (next_lane_ == 32) {
-      further_ = load_further();
+      further_ = load_further().resolve(params_);
       next_lane_ = 0;
     }
-    ItemSource next = further_.of_lane(next_lane_++);
+    const ItemSource next = further_.of_lane(next_lane_++);
     ++ticket_.next;
     prefetch(next);
     return next;
   }
 
-  __device__ __forceinline__ void prefetch(ItemSource& source) {
-    next_slots_.load(source.slots, source.num_slots(row_width_), lane_);
-    source.load_end(params_);
+  __device__ __forceinline__ void prefetch(const ItemSource& source) {
+    next_slots_.load(source.slots, source.num_tokens, lane_);
     load_requests(source);
   }
 
@@ -178,8 +177,7 @@ class Producer {
     if (num_tokens >= kStageTokens) {
       copy_stage<kHeadDim, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     } else {
-      const int32_t slot = lane_ < num_tokens ? lane_slot : 0;  // behind the length: anything
-      copy_stage<kHeadDim, false>(target, cache_, slot_bytes_, slot, num_tokens, copy_);
+      copy_stage<kHeadDim, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     }
     ptx::barrier_arrive_after_copies(ptx::shared_address(&storage_.kv_full[stage]));
     ring_.advance();
@@ -219,7 +217,7 @@ class Producer {
     if (lane_ == 0) {
       record.tile = source.tile;
       record.num_rows = num_rows;
-      record.num_tokens = source.num_tokens();
+      record.num_tokens = source.num_tokens;
     }
     uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
 #pragma unroll
@@ -282,7 +280,6 @@ class Producer {
   const RowCopy<kHeadDim> copy_;
   const uint32_t slot_bytes_;
   TicketQueue<Storage, kIsKey> tickets_;
-  int row_width_;       // PlanHeader::row_width
   Ticket ticket_;       // of the item whose slots were loaded last
   ItemSource further_;  // this lane's, of up to 32 further items of the ticket
   int next_lane_;       // which of them is ticket_.next

@@ -9,15 +9,13 @@ namespace pat {
 
 // Its first item is loaded with it, so that work begins one load earlier. The further ones are [next, end).
 struct Ticket {
-  ItemSource first;
+  PlannedItem first;
   int next;  // the first that has not been taken yet
   int end;
   int kv_head;
 
-  // A ticket that no one executes: there are no more.
-  __device__ static Ticket none() {
-    return {.first = ItemSource::none(), .next = 0, .end = 0, .kv_head = 0};
-  }
+  __device__ static Ticket none() { return {}; }
+  __device__ bool is_none() const { return first.head.y == 0; }  // every item has requests
 };
 
 // A producer warp's view. The K producer draws, shortly before the present ticket ends: any earlier, and a ticket would
@@ -55,7 +53,7 @@ class TicketQueue {
   __device__ __forceinline__ Ticket load(int draw) const {
     const int ticket = draw / params_.num_kv_heads;
     const int32_t* further_begin = params_.plan.further_begin + ticket;
-    return {.first = ItemSource::load(params_, ticket),
+    return {.first = PlannedItem::load(params_, ticket),
             .next = further_begin[0],
             .end = further_begin[1],
             .kv_head = draw % params_.num_kv_heads};

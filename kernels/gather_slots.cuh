@@ -1,0 +1,29 @@
+// gather_slots: runs when a plan is made, never again. Copies the slots of the shared KV ranges out of
+// req_to_token into the plan's slot buffer, because the row they come from may be rewritten while steps with this
+// plan are in flight.
+#pragma once
+
+#include "pat/decode_params.h"
+#include "pat/index_array.cuh"
+
+namespace pat {
+
+inline constexpr int kGatherThreads = 256;
+
+// Spans along x, chunks of a span along y; both strided, so that any grid is right.
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_slots_kernel(const __grid_constant__ GatherParams params) {
+  const int num_spans = params.plan.header->num_gather_spans;
+  for (int i = blockIdx.x; i < num_spans; i += gridDim.x) {
+    const GatherSpan span = params.plan.gather_spans[i];
+    const int64_t row = load_index(params.req_pool_indices, span.request);
+    const int32_t* source = params.req_to_token + row * params.req_to_token_stride + span.kv_begin;
+    int32_t* target = params.shared_slots + span.slot_begin;
+    for (int token = blockIdx.y * kGatherThreads + threadIdx.x; token < span.num_tokens;
+         token += gridDim.y * kGatherThreads) {
+      target[token] = source[token];
+    }
+  }
+}
+
+}  // namespace pat
