@@ -5,7 +5,6 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cmath>
 #include <optional>
 
@@ -109,7 +108,7 @@ PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(base) % kAlignment == 0, "plan must be aligned to ",
                     kAlignment, " bytes, got address ", reinterpret_cast<uintptr_t>(base));
   return {.header = reinterpret_cast<const PlanHeader*>(base + layout.header),
-          .further_begin = base + layout.further_begin,
+          .ticket_begin = base + layout.ticket_begin,
           .work_items = reinterpret_cast<const WorkItem*>(base + layout.work_items),
           .item_requests = reinterpret_cast<const ItemRequest*>(base + layout.item_requests),
           .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
@@ -224,7 +223,7 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .partial_out = outputs.partial_out,
       .partial_lse = outputs.partial_lse,
       .num_draws = num_draws.mutable_data_ptr<int32_t>(),
-      .max_tickets = static_cast<int32_t>(std::min(capacity[0], capacity[1])),
+      .max_tickets = static_cast<int32_t>(capacity[0]),
       .num_kv_heads = static_cast<int32_t>(num_kv_heads),
       .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
       .logit_scale = LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),

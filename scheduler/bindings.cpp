@@ -166,7 +166,7 @@ py::tuple kept_objects(const py::list& before, const py::list& now, const py::se
 py::dict layout_dict(const pat::PlanLayout& layout) {
   py::dict result;
   result["header"] = layout.header;
-  result["further_begin"] = layout.further_begin;
+  result["ticket_begin"] = layout.ticket_begin;
   result["work_items"] = layout.work_items;
   result["item_requests"] = layout.item_requests;
   result["gather_spans"] = layout.gather_spans;

@@ -64,7 +64,7 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
              .version = kPlanVersion,
              .num_requests = num_requests,
              .group_size = group_size,
-             .num_tickets = static_cast<int32_t>(further_begin_.size()) - 1,
+             .num_tickets = static_cast<int32_t>(ticket_begin_.size()) - 1,
              .num_work_items = static_cast<int32_t>(work_items_.size()),
              .num_item_requests = static_cast<int32_t>(item_requests_.size()),
              .num_gather_spans = static_cast<int32_t>(gather_spans_.size()),
@@ -108,16 +108,13 @@ void DecodePlan::assign_partials(const Packing& packing, const Split& split) {
 
 void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
   work_items_.clear();
-  further_begin_.clear();
-  auto append = [&](int32_t p) {
-    work_items_.push_back(work_item(packing, split.pieces[p], request_begin_[p]));
-  };
-  for (const Ticket& ticket : split.tickets) append(ticket.piece_begin);
+  ticket_begin_.assign(1, 0);
   for (const Ticket& ticket : split.tickets) {
-    further_begin_.push_back(static_cast<int32_t>(work_items_.size()));
-    for (int32_t p = ticket.piece_begin + 1; p < ticket.piece_end; ++p) append(p);
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
+      work_items_.push_back(work_item(packing, split.pieces[p], request_begin_[p]));
+    }
+    ticket_begin_.push_back(static_cast<int32_t>(work_items_.size()));
   }
-  further_begin_.push_back(static_cast<int32_t>(work_items_.size()));
 }
 
 WorkItem DecodePlan::work_item(const Packing& packing, const Piece& piece,
@@ -155,7 +152,7 @@ void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) con
                             std::to_string(out.size()));
   }
   std::memcpy(out.data() + layout.header, &header_, sizeof(header_));
-  copy_section(further_begin_, layout.further_begin, out);
+  copy_section(ticket_begin_, layout.ticket_begin, out);
   copy_section(work_items_, layout.work_items, out);
   copy_section(item_requests_, layout.item_requests, out);
   copy_section(gather_spans_, layout.gather_spans, out);

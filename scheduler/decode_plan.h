@@ -44,13 +44,13 @@ class DecodePlan {
  private:
   // Fills merges and item_requests, the latter in the order of the pieces.
   void assign_partials(const Packing& packing, const Split& split);
-  // Fills work_items and further_begin, tickets in the order in which they are drawn.
+  // Fills work_items and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);
   WorkItem work_item(const Packing& packing, const Piece& piece, int32_t request_begin) const;
 
   PlanHeader header_{};
   KvTokens kv_tokens_;
-  std::vector<int32_t> further_begin_;
+  std::vector<int32_t> ticket_begin_;
   std::vector<WorkItem> work_items_;
   std::vector<ItemRequest> item_requests_;
   std::vector<GatherSpan> gather_spans_;

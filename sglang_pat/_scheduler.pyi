@@ -20,7 +20,7 @@ TILE_TABLE: tuple[tuple[int, int, int], ...]
 
 class _Layout(TypedDict):
     header: int
-    further_begin: int
+    ticket_begin: int
     work_items: int
     item_requests: int
     gather_spans: int

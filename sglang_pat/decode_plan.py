@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from sglang_pat._scheduler import (
@@ -23,7 +22,7 @@ from sglang_pat._scheduler import (
 )
 from sglang_pat.decode_batch import IntArray
 
-_Section = Literal["further_begin", "work_items", "item_requests", "gather_spans", "merges"]
+_Section = Literal["ticket_begin", "work_items", "item_requests", "gather_spans", "merges"]
 
 
 class PlanHeader(NamedTuple):
@@ -82,9 +81,9 @@ class DecodePlan:
         return cls(header=header, kv_tokens=kv_tokens, buffer=buffer, capacity=capacity)
 
     @property
-    def further_begin(self) -> IntArray:
+    def ticket_begin(self) -> IntArray:
         """`[num_tickets + 1]`"""
-        return self._section("further_begin", self.header.num_tickets + 1, 1)[:, 0]
+        return self._section("ticket_begin", self.header.num_tickets + 1, 1)[:, 0]
 
     @property
     def work_items(self) -> IntArray:
@@ -106,11 +105,6 @@ class DecodePlan:
         """`[num_merges, 4]`"""
         return self._section("merges", self.header.num_merges, 4)
 
-    def tickets(self) -> list[list[int]]:
-        """The work items of every ticket, as indices, in the order in which they are executed."""
-        further = pairwise(self.further_begin.tolist())
-        return [[ticket, *range(begin, end)] for ticket, (begin, end) in enumerate(further)]
-
     def _section(self, name: _Section, count: int, width: int) -> IntArray:
         begin = self.capacity.layout()[name]
         return self.buffer[begin : begin + count * width].reshape(count, width)
@@ -121,7 +115,8 @@ class DecodePlan:
 
     def _describe_lines(self) -> Iterator[str]:
         h, tokens = self.header, self.kv_tokens
-        work_items, item_requests = self.work_items, self.item_requests
+        ticket_begin, work_items = self.ticket_begin, self.work_items
+        item_requests = self.item_requests
         yield (
             f"plan v{h.version}: {h.num_requests} requests, group size {h.group_size}, "
             f"{h.num_work_items} work items in {h.num_tickets} tickets per KV head, "
@@ -131,8 +126,8 @@ class DecodePlan:
             f"KV tokens: {tokens.query_centric} query-centric, {tokens.planned} planned, "
             f"{tokens.lower_bound} at least"
         )
-        for ticket, items in enumerate(self.tickets()):
-            for item in items:
+        for ticket in range(h.num_tickets):
+            for item in range(ticket_begin[ticket], ticket_begin[ticket + 1]):
                 tile, count, first, kv_request, kv_begin, kv_end = work_items[item, :6].tolist()
                 source = "slots" if kv_request == SHARED_KV else f"request {kv_request} at"
                 end = "open" if kv_end == OPEN_END else kv_end

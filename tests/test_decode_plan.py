@@ -55,7 +55,7 @@ def test_a_buffer_with_room_to_spare_holds_smaller_plans() -> None:
     plan_case(scheduler, make_case([], [(-1, 5)]))
     small = write_plan(scheduler, capacity, buffer)
     assert small.header.num_work_items == 1
-    assert small.further_begin.ctypes.data == large.further_begin.ctypes.data
+    assert small.ticket_begin.ctypes.data == large.ticket_begin.ctypes.data
 
 
 def test_a_buffer_without_a_plan_is_recognised() -> None:

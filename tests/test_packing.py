@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 from forests import ForestCase, make_case
 from test_plan_properties import make_scheduler, plan_case
@@ -16,8 +14,7 @@ def shared_packs(case: ForestCase, policy: str, group_size: int = 4) -> list[tup
     plan = plan_case(make_scheduler(group_size, num_workers=1, policy=policy), case)
     span_of = {span[3]: span for span in plan.gather_spans.tolist()}
     packs: dict[int, tuple[int, int, int]] = {}
-    drawn = [*chain.from_iterable(plan.tickets())]
-    for _, count, _, kv_request, kv_begin, _, *_ in plan.work_items[drawn].tolist():
+    for _, count, _, kv_request, kv_begin, _, *_ in plan.work_items.tolist():
         if kv_request == SHARED_KV:
             _, position, tokens, _ = span_of[kv_begin]
             packs[kv_begin] = (position, tokens, packs.get(kv_begin, (0, 0, 0))[2] + count)

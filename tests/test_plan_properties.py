@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 import pytest
 from forests import ForestCase, forest_cases, make_case, three_level_case
@@ -88,12 +86,9 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
     h = plan.header
     # Work items: each in one ticket, its rows within its tile, and in the smallest tile that holds
     # them.
-    tickets = plan.tickets()
-    assert len(tickets) == h.num_tickets
-    assert [items[0] for items in tickets] == list(range(h.num_tickets)), "first items come first"
-    assert sorted(chain.from_iterable(tickets)) == list(range(h.num_work_items))
-    for items in tickets:  # executed in the order in which the pack was cut
-        assert (np.diff(plan.work_items[items, 2]) > 0).all()
+    assert plan.ticket_begin[0] == 0
+    assert plan.ticket_begin[-1] == h.num_work_items
+    assert (np.diff(plan.ticket_begin) > 0).all()
     taken = np.zeros(h.num_item_requests, dtype=int)
     for tile, count, first, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
         rows = count * group_size
@@ -206,7 +201,7 @@ def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase
     plan_case(used, other)  # leaves its state behind
     again = plan_case(used, case)
     assert fresh.header == again.header
-    for name in ("further_begin", "work_items", "item_requests", "gather_spans", "merges"):
+    for name in ("ticket_begin", "work_items", "item_requests", "gather_spans", "merges"):
         assert getattr(fresh, name).tobytes() == getattr(again, name).tobytes()
 
 
@@ -234,7 +229,7 @@ def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
     ends = plan.work_items[:, 5]
     ends = np.where(ends == OPEN_END, case.seq_lens[plan.work_items[:, 3]], ends)
     tokens = ends - plan.work_items[:, 4]
-    return [int(tokens[items].sum()) for items in plan.tickets()]
+    return [int(part.sum()) for part in np.split(tokens, plan.ticket_begin[1:-1])]
 
 
 def test_a_little_work_is_one_ticket_for_each_worker() -> None:
@@ -259,8 +254,7 @@ def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:
     """The shared ones twice as fast, so that they end first."""
     case = make_case([(-1, 2048)], [(0, 900)] * 512)
     plan = plan_case(make_scheduler(), case)
-    drawn = [*chain.from_iterable(plan.tickets())]
-    is_shared = plan.work_items[drawn, 3] == SHARED_KV
+    is_shared = plan.work_items[:, 3] == SHARED_KV
     last_shared = np.flatnonzero(is_shared)[-1]
     private_before = (~is_shared[:last_shared]).sum()
     assert 0.35 < private_before / (~is_shared).sum() < 0.65

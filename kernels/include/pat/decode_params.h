@@ -18,7 +18,7 @@ struct IndexArray {
 // The sections of a plan in device memory (PlanLayout).
 struct PlanView {
   const PlanHeader* header;
-  const int32_t* further_begin;
+  const int32_t* ticket_begin;
   const WorkItem* work_items;
   const ItemRequest* item_requests;
   const GatherSpan* gather_spans;
@@ -74,7 +74,7 @@ struct DecodeParams {
   float* partial_out;           // [num_partials, Hq, D], normalised
   float* partial_lse;           // [num_partials, Hq], natural log
   int32_t* num_draws;   // tickets drawn beyond the first of each CTA: 0 before and after every step
-  int32_t max_tickets;  // capacity of the plan, and of its work items
+  int32_t max_tickets;  // capacity of the plan
   int32_t num_kv_heads;
   QueryRows rows;
   LogitScale logit_scale;

@@ -8,10 +8,8 @@
 // together). Which CTA draws what makes no difference to the result.
 //
 //   header         PlanHeader
-//   further_begin  int32[num_tickets + 1]   see work_items
-//   work_items     WorkItem[num_work_items]         first the first items of all tickets, then their further ones:
-//                                                   ticket t is item t, then [further_begin[t], further_begin[t + 1]).
-//                                                   So a CTA finds its first item by its number alone.
+//   ticket_begin   int32[num_tickets + 1]   ticket t is work items [ticket_begin[t], ticket_begin[t + 1]), at least one
+//   work_items     WorkItem[num_work_items]
 //   item_requests  ItemRequest[num_item_requests]   the requests of each work item
 //   gather_spans   GatherSpan[num_gather_spans]     how the slot buffer of shared KV is filled
 //   merges         MergeEntry[num_merges]           requests whose output is made of partials
@@ -27,7 +25,7 @@
 namespace pat {
 
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
-inline constexpr int32_t kPlanVersion = 3;
+inline constexpr int32_t kPlanVersion = 2;
 
 // WorkItem::kv_end of the piece that ends where its request ends: read from seq_lens when it executes, so
 // that a private tail grows without a new plan.
@@ -105,7 +103,7 @@ struct PlanLayout {
   static constexpr int64_t kPlanAlignment = 32;  // 128 bytes: one L2 line
 
   int64_t header;
-  int64_t further_begin;
+  int64_t ticket_begin;
   int64_t work_items;
   int64_t item_requests;
   int64_t gather_spans;
@@ -122,7 +120,7 @@ struct PlanLayout {
       return offset;
     };
     layout.header = section(1, sizeof(PlanHeader));
-    layout.further_begin = section(int64_t{capacity.num_tickets} + 1, sizeof(int32_t));
+    layout.ticket_begin = section(int64_t{capacity.num_tickets} + 1, sizeof(int32_t));
     layout.work_items = section(capacity.num_work_items, sizeof(WorkItem));
     layout.item_requests = section(capacity.num_item_requests, sizeof(ItemRequest));
     layout.gather_spans = section(capacity.num_gather_spans, sizeof(GatherSpan));

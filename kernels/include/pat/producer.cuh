@@ -1,16 +1,58 @@
 // The producer warps of pack_decode: walk the items of the CTA's tickets and keep the KV ring and the query ring
 // full, across items and tickets, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: a ticket's items after its first are read 32 at once (one per lane) while the first is
-// executed, slots four stages ahead, and KV as far ahead as the ring is long.
+// Latency is hidden three times: descriptors are read for up to 32 items at once (one per lane), slots four stages ahead,
+// and KV as far ahead as the ring is long.
 #pragma once
 
 #include "pat/decode_params.h"
-#include "pat/item_source.cuh"
+#include "pat/index_array.cuh"
 #include "pat/ticket_queue.cuh"
 #include "pat/work_queue.cuh"
 
 namespace pat {
+
+// A work item with its KV range resolved against live lengths. Each lane holds one.
+struct ItemSource {
+  const int32_t* slots;  // of the range's first token
+  int32_t num_tokens;
+  int32_t tile;
+  int32_t num_requests;
+  int32_t request_begin;
+
+  // An item that no one executes, as the successor of the last.
+  __device__ static ItemSource none() { return {nullptr, 0, 0, 0, 0}; }
+
+  __device__ static ItemSource load(const DecodeParams& params, int index) {
+    const WorkItem& item = params.plan.work_items[index];
+    const int4 head = reinterpret_cast<const int4*>(&item)[0];
+    const int2 range = reinterpret_cast<const int2*>(&item)[2];
+    ItemSource source{.slots = params.shared_slots + range.x,
+                      .num_tokens = range.y - range.x,
+                      .tile = head.x,
+                      .num_requests = head.y,
+                      .request_begin = head.z};
+    const int kv_request = head.w;
+    if (kv_request != kSharedKv) {
+      const int64_t row = load_index(params.req_pool_indices, kv_request);
+      source.slots = params.req_to_token + row * params.req_to_token_stride + range.x;
+      if (range.y == kOpenEnd) {
+        source.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - range.x;
+      }
+    }
+    source.num_tokens = max(source.num_tokens, 0);
+    return source;
+  }
+
+  __device__ ItemSource of_lane(int lane) const {
+    return {.slots = reinterpret_cast<const int32_t*>(
+                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
+            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
+            .tile = __shfl_sync(kFullWarp, tile, lane),
+            .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
+            .request_begin = __shfl_sync(kFullWarp, request_begin, lane)};
+  }
+};
 
 // Slots of up to 4 stages: lane l holds token l of each.
 struct SlotBatch {
@@ -91,9 +133,12 @@ class Producer {
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
   __device__ __forceinline__ void run() {
-    ItemSource source = begin_ticket(tickets_.first());
+    batch_ = tickets_.first();
+    lane_source_ = load_batch();
+    ItemSource source = lane_source_.of_lane(0);
+    prefetch(source);
     while (source.num_requests > 0) {
-      set_head(ticket_.kv_head);
+      set_head(batch_.kv_head);
       if constexpr (kIsKey) publish(source);
       ItemSource next;
       if (source.num_tokens == 0) next = prefetch_next();
@@ -115,36 +160,25 @@ class Producer {
   }
 
  private:
-  // Has the slots of the ticket's first item and its further items on their way. The further ones come a step later
-  // each time: waiting for them costs nothing.
-  __device__ __forceinline__ ItemSource begin_ticket(const Ticket& ticket) {
-    ticket_ = ticket;
-    if (ticket.is_none()) return ItemSource::none();
-    const PlannedItem further = load_further();
-    const ItemSource first = ticket.first.resolve(params_);
-    prefetch(first);
-    further_ = further.resolve(params_);
-    next_lane_ = 0;
-    return first;
+  // The batch's items, one per lane.
+  __device__ __forceinline__ ItemSource load_batch() const {
+    if (batch_.count == 0) return ItemSource::none();
+    return ItemSource::load(params_, batch_.first_item + min(lane_, batch_.count - 1));
   }
 
-  // The ticket's next 32 items, one per lane. Of no use if it has none.
-  __device__ __forceinline__ PlannedItem load_further() const {
-    return PlannedItem::load(params_, max(min(ticket_.next + lane_, ticket_.end - 1), 0));
+  __device__ __forceinline__ bool is_last_of_ticket() const {
+    return batch_.first_item + index_ + 1 == batch_.ticket_end;
   }
-
-  __device__ __forceinline__ bool is_last_of_ticket() const { return ticket_.next == ticket_.end; }
 
   // Goes on to the next item and has its slots and requests on their way. The present one's last stages may still be
   // to fill.
   __device__ __forceinline__ ItemSource prefetch_next() {
-    if (ticket_.next == ticket_.end) return begin_ticket(tickets_.draw());
-    if (next_lane_ == 32) {
-      further_ = load_further().resolve(params_);
-      next_lane_ = 0;
+    if (++index_ == batch_.count) {
+      batch_ = tickets_.after(batch_);
+      lane_source_ = load_batch();
+      index_ = 0;
     }
-    const ItemSource next = further_.of_lane(next_lane_++);
-    ++ticket_.next;
+    const ItemSource next = lane_source_.of_lane(index_);
     prefetch(next);
     return next;
   }
@@ -280,11 +314,11 @@ class Producer {
   const RowCopy<kHeadDim> copy_;
   const uint32_t slot_bytes_;
   TicketQueue<Storage, kIsKey> tickets_;
-  Ticket ticket_;       // of the item whose slots were loaded last
-  ItemSource further_;  // this lane's, of up to 32 further items of the ticket
-  int next_lane_;       // which of them is ticket_.next
-  const char* cache_;   // of the present item's KV head and this lane's chunk, slot 0
-  int first_head_;      // query heads of the KV head: first_head_ to first_head_ + group_size
+  ItemBatch batch_;
+  ItemSource lane_source_;  // this lane's item of the batch
+  int index_ = 0;           // in the batch, of the item whose slots were loaded last
+  const char* cache_;       // of the present item's KV head and this lane's chunk, slot 0
+  int first_head_;          // query heads of the KV head: first_head_ to first_head_ + group_size
   SlotBatch next_slots_;
   RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;

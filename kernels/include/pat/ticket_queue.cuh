@@ -1,21 +1,17 @@
-// Which items a CTA executes: tickets, drawn until none is left.
+// Which items a CTA executes: tickets, drawn until none is left, as batches that a warp's lanes hold one item each of.
 #pragma once
 
 #include "pat/decode_params.h"
-#include "pat/item_source.cuh"
 #include "pat/work_queue.cuh"
 
 namespace pat {
 
-// Its first item is loaded with it, so that work begins one load earlier. The further ones are [next, end).
-struct Ticket {
-  PlannedItem first;
-  int next;  // the first that has not been taken yet
-  int end;
+// Up to 32 neighbouring items of one ticket. count 0: there are no more.
+struct ItemBatch {
+  int first_item;
+  int count;
+  int ticket_end;  // end of the ticket's items
   int kv_head;
-
-  __device__ static Ticket none() { return {}; }
-  __device__ bool is_none() const { return first.head.y == 0; }  // every item has requests
 };
 
 // A producer warp's view. The K producer draws, shortly before the present ticket ends: any earlier, and a ticket would
@@ -27,13 +23,11 @@ class TicketQueue {
       : params_(params), storage_(storage), lane_(lane) {}
 
   // The first draw is the CTA's number, so that a small plan starts without waiting for the counter.
-  __device__ __forceinline__ Ticket first() {
-    const int draw = blockIdx.x;
-    if (draw / params_.num_kv_heads >= params_.max_tickets) return Ticket::none();
-    const Ticket ticket = load(draw);
+  __device__ __forceinline__ ItemBatch first() {
+    const ItemBatch batch = batch_of(blockIdx.x);
     // Loaded beside the ticket, not before it: what lies behind the plan's tickets is read, but not used.
     num_draws_ = params_.plan.header->num_tickets * params_.num_kv_heads;
-    return draw < num_draws_ ? ticket : Ticket::none();
+    return static_cast<int>(blockIdx.x) < num_draws_ ? batch : none();
   }
 
   // Has the next draw on its way, once per ticket.
@@ -43,20 +37,23 @@ class TicketQueue {
     is_drawn_ = true;
   }
 
-  // The next ticket; none if all have been drawn.
-  __device__ __forceinline__ Ticket draw() {
+  __device__ __forceinline__ ItemBatch after(const ItemBatch& batch) {
+    const int next = batch.first_item + batch.count;
+    if (next < batch.ticket_end) {
+      return {next, min(32, batch.ticket_end - next), batch.ticket_end, batch.kv_head};
+    }
     const int draw = next_draw();
-    return draw < num_draws_ ? load(draw) : Ticket::none();
+    return draw < num_draws_ ? batch_of(draw) : none();
   }
 
  private:
-  __device__ __forceinline__ Ticket load(int draw) const {
-    const int ticket = draw / params_.num_kv_heads;
-    const int32_t* further_begin = params_.plan.further_begin + ticket;
-    return {.first = PlannedItem::load(params_, ticket),
-            .next = further_begin[0],
-            .end = further_begin[1],
-            .kv_head = draw % params_.num_kv_heads};
+  __device__ static ItemBatch none() { return {0, 0, 0, 0}; }
+
+  __device__ __forceinline__ ItemBatch batch_of(int draw) const {
+    const int ticket = max(min(draw / params_.num_kv_heads, params_.max_tickets - 1), 0);
+    const int begin = params_.plan.ticket_begin[ticket];
+    const int end = params_.plan.ticket_begin[ticket + 1];
+    return {begin, min(32, end - begin), end, draw % params_.num_kv_heads};
   }
 
   __device__ __forceinline__ bool all_drawn_at_once() const {
