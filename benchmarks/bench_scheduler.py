@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_pat import PackAttention, PathNode, PrefixPaths
-from sglang_pat._scheduler import PackScheduler, PlanCapacity
+from sglang_pat._scheduler import PackScheduler
+from sglang_pat.buffer_sizes import BufferSizes
 from sglang_pat.decode_batch import Step
-from sglang_pat.decode_plan import DecodePlan, grown, write_plan
+from sglang_pat.decode_plan import DecodePlan, write_plan
 from sglang_pat.pack_attention import GROWTH_TOKENS, new_scheduler
 from sglang_pat.testing.cpu_engine import enable_cpu_engine
 
@@ -93,14 +94,14 @@ class HostExecutor:
 
     def __init__(self) -> None:
         self._buffer = np.zeros(1 << 17, dtype=np.int32)
-        self._capacity: PlanCapacity | None = None
+        self._sizes = BufferSizes()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        if self._capacity is None:
-            self._capacity = grown(scheduler.required_capacity())
-        return write_plan(scheduler, self._capacity, self._buffer)
+        if not scheduler.fits(*self._sizes):
+            self._sizes = self._sizes.grown(BufferSizes.needed_by(scheduler))
+        return write_plan(scheduler, self._sizes.plan, self._buffer)
 
-    def begin_step(self, step: Step) -> None: ...
+    def reuse_plan(self, step: Step) -> None: ...
 
 
 class Steps:

@@ -1,5 +1,6 @@
 // The kernels as torch operators: the only file that knows torch. Checks every tensor, then launches on torch's
 // current stream. Nothing is launched when a check fails.
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -22,8 +23,8 @@ constexpr at::ScalarType kElement = at::ScalarType::PAT_SCALAR_TYPE;
 constexpr int64_t kHeadDim = PAT_HEAD_DIM;
 constexpr int64_t kAlignment = 16;  // bytes per asynchronous copy
 
-void check_launch(cudaError_t error, const char* kernel) {
-  TORCH_CHECK(error == cudaSuccess, kernel, " failed to launch: ", cudaGetErrorString(error));
+void check_launch(cudaError_t error, const char* what) {
+  TORCH_CHECK(error == cudaSuccess, what, " failed to launch: ", cudaGetErrorString(error));
 }
 
 void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& plan) {
@@ -115,8 +116,10 @@ PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
           .merges = reinterpret_cast<const MergeEntry*>(base + layout.merges)};
 }
 
-void gather_slots(const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& req_to_token,
-                  const at::Tensor& req_pool_indices, at::Tensor& shared_slots) {
+// Copies the plan from `host`, records the cudaEvent_t `copied` behind that, and gathers the plan's shared slots.
+void load_plan(const at::Tensor& host, int64_t copied, at::Tensor& plan, at::IntArrayRef capacity,
+               const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
+               at::Tensor& shared_slots) {
   check_req_to_token(req_to_token, plan);
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_contiguous(shared_slots, "shared_slots");
@@ -127,8 +130,25 @@ void gather_slots(const at::Tensor& plan, at::IntArrayRef capacity, const at::Te
       .req_to_token_stride = req_to_token.stride(0),
       .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
       .shared_slots = shared_slots.mutable_data_ptr<int32_t>()};
+  TORCH_CHECK_VALUE(host.is_cpu(), "host must be on the CPU, got ", host.device());
+  check_type(host, "host", at::kInt, 1);
+  check_shape(host, "host", plan.sizes());
+  check_contiguous(host, "host");
+  TORCH_CHECK_VALUE(copied != 0, "copied must be the handle of an event, got 0");
   const c10::cuda::CUDAGuard guard(plan.device());
-  check_launch(launch_gather_slots(params, c10::cuda::getCurrentCUDAStream()), "gather_slots");
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  void* source = host.data_ptr();
+  check_launch(cudaMemcpyAsync(plan.mutable_data_ptr(), source, host.nbytes(),
+                               cudaMemcpyHostToDevice, stream),
+               "the copy of the plan");
+  // So that, should `host` be freed, its memory is not handed out again before it has been read.
+  at::getHostAllocator(at::kCUDA)->record_event(source, host.storage().data_ptr().get_context(),
+                                                stream.unwrap());
+  check_launch(cudaEventRecord(reinterpret_cast<cudaEvent_t>(copied), stream), "the event");
+  const auto* header = static_cast<const PlanHeader*>(source);  // the first section
+  if (header->num_gather_spans > 0) {
+    check_launch(launch_gather_slots(params, stream), "gather_slots");
+  }
 }
 
 // What the two kernels of a decode step write.
@@ -251,8 +271,8 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
 
 PAT_LIBRARY(PAT_NAMESPACE, module) {
   module.def(
-      "gather_slots(Tensor plan, int[] capacity, Tensor req_to_token, Tensor req_pool_indices, "
-      "Tensor(a!) shared_slots) -> ()");
+      "load_plan(Tensor host, int copied, Tensor(a!) plan, int[] capacity, Tensor req_to_token, "
+      "Tensor req_pool_indices, Tensor(b!) shared_slots) -> ()");
   module.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor plan, int[] capacity, "
       "Tensor shared_slots, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
@@ -262,6 +282,6 @@ PAT_LIBRARY(PAT_NAMESPACE, module) {
 }
 
 PAT_LIBRARY_IMPL(PAT_NAMESPACE, CUDA, module) {
-  module.impl("gather_slots", &pat::gather_slots);
+  module.impl("load_plan", &pat::load_plan);
   module.impl("decode", &pat::decode);
 }

@@ -114,6 +114,26 @@ py::list forest_paths(const pat::PrefixForest& self) {
   return paths;
 }
 
+// int32 lengths of `num_rows` rows: those of the first `num_requests`, as far as they are known, and 0.
+template <typename T>
+Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, int64_t num_rows) {
+  if (lengths.ndim() != 1) {
+    throw py::value_error("lengths must have 1 dimension, got " + std::to_string(lengths.ndim()));
+  }
+  const auto known = lengths.template unchecked<1>();
+  const int64_t num_known = std::clamp<int64_t>(num_requests, 0, std::min(known.size(), num_rows));
+  Array<int32_t> result(num_rows);
+  int32_t* out = result.mutable_data();
+  for (int64_t row = 0; row < num_known; ++row) {
+    if (!std::in_range<int32_t>(known(row))) {
+      throw py::value_error("lengths must fit into int32, got " + std::to_string(known(row)));
+    }
+    out[row] = static_cast<int32_t>(known(row));
+  }
+  std::fill(out + num_known, out + num_rows, 0);
+  return result;
+}
+
 // By identity, not equality.
 bool same_objects(const py::list& a, const py::list& b) {
   return a.size() == b.size() &&
@@ -227,6 +247,10 @@ PYBIND11_MODULE(_scheduler, m) {
            py::arg("shortest") = pat::CostModel{}.shortest,
            py::arg("rows_at_ridge") = pat::CostModel{}.rows_at_ridge);
 
+  m.def("row_lengths", &row_lengths<int64_t>, py::arg("lengths").noconvert(),
+        py::arg("num_requests"), py::arg("num_rows"));
+  m.def("row_lengths", &row_lengths<int32_t>, py::arg("lengths").noconvert(),
+        py::arg("num_requests"), py::arg("num_rows"));
   m.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   m.def("kept_objects", &kept_objects, py::arg("before"), py::arg("now"), py::arg("moved"));
 
@@ -276,6 +300,13 @@ PYBIND11_MODULE(_scheduler, m) {
           py::arg("seq_lens").noconvert(), py::arg("longest"))
       .def("required_capacity",
            [](const pat::PackScheduler& self) { return self.last_plan().required_capacity(); })
+      .def(
+          "fits",
+          [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,
+             int64_t num_partials, int64_t num_shared_slots) {
+            return self.last_plan().fits(capacity, num_partials, num_shared_slots);
+          },
+          py::arg("capacity"), py::arg("num_partials"), py::arg("num_shared_slots"))
       .def(
           "write",
           [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,

@@ -139,6 +139,16 @@ PlanCapacity DecodePlan::required_capacity() const {
           .num_merges = header_.num_merges};
 }
 
+bool DecodePlan::fits(const PlanCapacity& capacity, int64_t num_partials,
+                      int64_t num_shared_slots) const {
+  return header_.num_tickets <= capacity.num_tickets &&
+         header_.num_work_items <= capacity.num_work_items &&
+         header_.num_item_requests <= capacity.num_item_requests &&
+         header_.num_gather_spans <= capacity.num_gather_spans &&
+         header_.num_merges <= capacity.num_merges && header_.num_partials <= num_partials &&
+         header_.num_shared_slots <= num_shared_slots;
+}
+
 void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) const {
   check_section("tickets", header_.num_tickets, capacity.num_tickets);
   check_section("work_items", header_.num_work_items, capacity.num_work_items);

@@ -27,6 +27,8 @@ class DecodePlan {
 
   // What a buffer must hold for this plan.
   PlanCapacity required_capacity() const;
+  // Whether a buffer of `capacity`, so many partials and a slot buffer of that length hold this plan.
+  bool fits(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots) const;
   // Writes the plan at the offsets of `capacity`. Throws std::length_error, naming the section, and writes
   // nothing if the plan needs more than that or `out` is shorter than the layout. Only the used part of each
   // section is written.

@@ -81,6 +81,11 @@ class CostModel:
         rows_at_ridge: int = ...,
     ) -> None: ...
 
+def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
+    """The lengths of `num_rows` rows: those of the first `num_requests`, as far as `lengths` has
+    them, and 0. A copy. ValueError if one does not fit into int32.
+    """
+
 def same_objects(a: list[object], b: list[object]) -> bool:
     """Whether two lists hold the same objects in the same order, by identity."""
 
@@ -152,6 +157,8 @@ class PackScheduler:
         the last plan still serves the batch and none is longer than `longest`.
         """
     def required_capacity(self) -> PlanCapacity: ...
+    def fits(self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int) -> bool:
+        """Whether the last plan needs no more than that."""
     def write(self, capacity: PlanCapacity, out: _Int32) -> None:
         """Write the last plan into `out`. ValueError, and nothing written, if it does not fit."""
     @property

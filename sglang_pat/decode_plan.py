@@ -7,8 +7,10 @@ Between the scheduler, which writes the buffer, and the executors, which read it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
@@ -53,32 +55,40 @@ class KvTokens(NamedTuple):
     lower_bound: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
     """A plan in its buffer. Valid until the next plan is written into that buffer.
 
-    The arrays are int32 views of the buffer, one row per entry, columns as in plan_format.h; made
-    when they are asked for, since only the reference executor and checks do.
+    buffer: int32, laid out for `capacity`. kv_tokens: at the lengths it was planned for.
+
+    Header and arrays are read when they are asked for, since only the reference executor and checks
+    do. The arrays are int32 views of the buffer, one row per entry, columns as in plan_format.h.
     """
 
-    header: PlanHeader
-    kv_tokens: KvTokens  # at the lengths it was planned for
-    buffer: IntArray
-    capacity: PlanCapacity
+    def __init__(self, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> None:
+        self.buffer = buffer
+        self.capacity = capacity
+        self.kv_tokens = kv_tokens
 
     @classmethod
     def parse(cls, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> DecodePlan:
         """View a plan that was written with `capacity`. ValueError if the buffer holds none."""
-        layout = capacity.layout()
-        if len(buffer) < layout["size"]:
-            raise ValueError(f"a plan buffer of {layout['size']} int32 expected, got {len(buffer)}")
-        header = PlanHeader(*buffer[layout["header"] :][: len(PlanHeader._fields)].tolist())
+        size = capacity.layout()["size"]
+        if len(buffer) < size:
+            raise ValueError(f"a plan buffer of {size} int32 expected, got {len(buffer)}")
+        plan = cls(buffer, capacity, kv_tokens)
+        header = plan.header
         if (header.magic, header.version) != (PLAN_MAGIC, PLAN_VERSION):
             raise ValueError(
                 f"no plan of version {PLAN_VERSION} in this buffer: version {header.version}, "
                 f"magic {header.magic:#x}, expected {PLAN_MAGIC:#x}"
             )
-        return cls(header=header, kv_tokens=kv_tokens, buffer=buffer, capacity=capacity)
+        return plan
+
+    @cached_property
+    def header(self) -> PlanHeader:
+        """As it was when it was first asked for."""
+        begin = self.capacity.layout()["header"]
+        return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     @property
     def ticket_begin(self) -> IntArray:
@@ -153,20 +163,16 @@ CAPACITY_FIELDS = (
 )
 
 
-def fits(needed: PlanCapacity, capacity: PlanCapacity) -> bool:
-    """Whether a buffer of `capacity` holds a plan that needs `needed`."""
-    return all(getattr(needed, name) <= getattr(capacity, name) for name in CAPACITY_FIELDS)
-
-
-def grown(needed: PlanCapacity) -> PlanCapacity:
-    """Twice what is needed: a growing batch then reallocates a logarithmic number of times."""
-    return PlanCapacity(**{name: 2 * getattr(needed, name) for name in CAPACITY_FIELDS})
-
-
 def write_plan(scheduler: PackScheduler, capacity: PlanCapacity, buffer: IntArray) -> DecodePlan:
     """Write the scheduler's last plan and view it. ValueError if it does not fit."""
     scheduler.write(capacity, buffer)
-    return DecodePlan.parse(buffer, capacity, KvTokens(*scheduler.kv_tokens))
+    return DecodePlan(buffer, capacity, KvTokens(*scheduler.kv_tokens))
+
+
+def copy_plan(scheduler: PackScheduler) -> DecodePlan:
+    """The scheduler's last plan in a buffer of its own."""
+    capacity = scheduler.required_capacity()
+    return write_plan(scheduler, capacity, np.zeros(capacity.layout()["size"], dtype=np.int32))
 
 
 def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:

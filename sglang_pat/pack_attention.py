@@ -16,9 +16,12 @@ import torch
 
 from sglang_pat import support
 from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
-from sglang_pat.cuda_executor import CudaExecutor, Reservation
+from sglang_pat.buffer_sizes import BufferSizes
+from sglang_pat.cuda_executor import CudaExecutor
 from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths, Step
 from sglang_pat.decode_plan import DecodePlan, KvTokens, replan_cause
+from sglang_pat.kernel_config import KernelConfig
+from sglang_pat.kernel_loader import load_kernels
 from sglang_pat.plan_stats import PlanStats
 from sglang_pat.planning_times import StepKind
 from sglang_pat.reference import ReferenceExecutor
@@ -33,13 +36,17 @@ _INTS = (torch.int64, torch.int32)
 
 
 class Executor(Protocol):
-    """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels."""
+    """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels.
+
+    A step begins with load_plan(), of the scheduler's last plan, or with reuse_plan(); then there
+    is one run() per layer.
+    """
 
     name: str
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan: ...
 
-    def begin_step(self, step: Step) -> None: ...
+    def reuse_plan(self, step: Step) -> None: ...
 
     def run(
         self,
@@ -118,6 +125,7 @@ class PackAttention:
         )
         self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
         self._plan: DecodePlan | None = None
+        self._num_requests = 0  # of the plan
         self._key: Hashable = None
         # Of the last step.
         self.step_tokens = KvTokens(0, 0, 0)
@@ -156,24 +164,22 @@ class PackAttention:
             )
         paths = batch.read_paths() if batch.key is None else None
         key = batch.key if paths is None else _paths_key(paths)
-        plan = self._plan
-        num_planned = None if plan is None else plan.header.num_requests
         cause = replan_cause(
-            planned=plan is not None,
-            same_batch=key == self._key and len(batch.seq_lens) == num_planned,
+            planned=self._plan is not None,
+            same_batch=key == self._key and len(batch.seq_lens) == self._num_requests,
             lengths_served=served,
         )
         step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         kind: StepKind = "unchanged"
         stats = self.stats
         if cause is None:
+            self._executor.reuse_plan(step)
             stats.plans_reused += 1
         else:
             kind = self._build(batch, paths, key, step)
             stats.plans_built += 1
             stats.causes[cause] += 1
         assert self._plan is not None
-        self._executor.begin_step(step)
         planned = self._plan.kv_tokens
         growth = total - planned.query_centric
         self.step_tokens = KvTokens(total, planned.planned + growth, planned.lower_bound + growth)
@@ -207,7 +213,7 @@ class PackAttention:
         """
         if self._plan is None:
             raise RuntimeError("run() needs a plan: call plan() first")
-        num_requests = self._plan.header.num_requests
+        num_requests = self._num_requests
         self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             self._check_tensor(name, cache, (None, self.num_kv_heads, self.head_dim))
@@ -256,10 +262,11 @@ class PackAttention:
             return ReferenceExecutor(self.device)
         reservation = None
         if max_requests is not None:
-            reservation = Reservation.for_requests(
+            reservation = BufferSizes.for_requests(
                 max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
             )
-        return CudaExecutor(self.num_qo_heads, self.head_dim, self.dtype, self.device, reservation)
+        kernels = load_kernels(KernelConfig.for_device(self.dtype, self.head_dim, self.device))
+        return CudaExecutor(kernels, self.num_qo_heads, self.device, reservation)
 
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
@@ -276,6 +283,7 @@ class PackAttention:
             )
         self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
         self._plan = self._executor.load_plan(self._scheduler, step)
+        self._num_requests = len(batch.seq_lens)
         self._key = key
         return kind
 

@@ -15,15 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_pat._scheduler import (
-    DIRECT_STORE,
-    OPEN_END,
-    SHARED_KV,
-    PackScheduler,
-    PlanCapacity,
-)
-from sglang_pat.decode_batch import IntArray, Step
-from sglang_pat.decode_plan import DecodePlan, fits, grown, write_plan
+from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
+from sglang_pat.decode_batch import Step
+from sglang_pat.decode_plan import DecodePlan, copy_plan
 
 _Int64Array = npt.NDArray[np.int64]
 
@@ -185,30 +179,27 @@ class PlanExecution:
 
 
 class ReferenceExecutor:
-    """PackAttention's executor in plain torch. Buffers grow as needed; nothing can be captured."""
+    """PackAttention's executor in plain torch. Nothing can be captured."""
 
     name = "reference"
 
     def __init__(self, device: torch.device) -> None:
-        self._capacity: PlanCapacity | None = None
-        self._buffer: IntArray = np.empty(0, dtype=np.int32)
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
         self._execution: PlanExecution | None = None  # of this step, made by its first run()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        """Take over the scheduler's last plan and gather its shared slots."""
-        needed = scheduler.required_capacity()
-        if self._capacity is None or not fits(needed, self._capacity):
-            self._capacity = grown(needed)
-            self._buffer = np.zeros(self._capacity.layout()["size"], dtype=np.int32)
-        self._plan = write_plan(scheduler, self._capacity, self._buffer)
+        """Take over the scheduler's last plan and gather its shared slots. The following run()s
+        read the tensors of the step.
+        """
+        self._plan = copy_plan(scheduler)
         self._shared_slots = gather_slots(self._plan, step.req_to_token, step.req_pool_indices)
+        self.reuse_plan(step)
         return self._plan
 
-    def begin_step(self, step: Step) -> None:
-        """The following run()s read these tensors."""
+    def reuse_plan(self, step: Step) -> None:
+        """The last plan serves this step too: its tensors are read from now on."""
         self._step = step
         self._execution = None
 

@@ -179,24 +179,23 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         batch = self._reader.read(forward_batch)
         req_to_token = self.req_to_token_pool.req_to_token
         rows = forward_batch.req_pool_indices
-        plan = partial(
-            attention.plan,
-            req_to_token=req_to_token,
-            req_pool_indices=rows,
-            seq_lens=forward_batch.seq_lens,
-        )
+        lens = forward_batch.seq_lens
         try:
-            planned = plan(batch)
+            planned = attention.plan(
+                batch, req_to_token=req_to_token, req_pool_indices=rows, seq_lens=lens
+            )
         except PlanOverflowError:
-            planned = plan(self._reader.without_sharing(batch, OVERFLOW))
+            batch = self._reader.without_sharing(batch, OVERFLOW)
+            planned = attention.plan(
+                batch, req_to_token=req_to_token, req_pool_indices=rows, seq_lens=lens
+            )
         planning = attention.stats.planning_ns.last
         assert planning is not None
         if self._ranks is not None:
             self._ranks.check(planned)
         if grows and len(before) == len(attention.seq_lens):  # graphs differ in padding
             check_growth(before, attention.seq_lens)
-        shared = self._reader.last_shared
-        if self._debug and shared is not None:
+        if self._debug and (shared := self._reader.last_shared) is not None:
             plan_is_new = planning.kind != "unchanged"
             self._checkers[attention].check(*shared, req_to_token, rows, plan_is_new=plan_is_new)
         if is_step:

@@ -23,7 +23,7 @@ import numpy as np
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat import support
-from sglang_pat._scheduler import PrefixForest, kept_objects, same_objects
+from sglang_pat._scheduler import PrefixForest, kept_objects, row_lengths, same_objects
 from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang_events import RadixEvents
 from sglang_pat.sglang_radix import RadixSource, Request, radix_source
@@ -304,7 +304,8 @@ class BatchReader:
         self._reqs = []  # in case reading fails
         self._version += 1
         for attempt in range(3):
-            outdated = self._forest.update(kept, self._source.read([reqs[i] for i in new]))
+            paths = self._source.read([reqs[i] for i in new]) if new else []
+            outdated = self._forest.update(kept, paths)
             if not outdated:
                 break
             self.changes["split"] += len(outdated)
@@ -325,11 +326,4 @@ def _host_seq_lens(forward_batch: Any, num_requests: int) -> IntArray:
     on_host = forward_batch.seq_lens_cpu
     if on_host is None:  # only where no requests are known either: this waits for the device
         on_host = forward_batch.seq_lens.cpu()
-    lens: IntArray = on_host.numpy().astype(np.int32)
-    num_rows: int = forward_batch.batch_size
-    if len(lens) == num_requests == num_rows:
-        return lens
-    padded: IntArray = np.zeros(num_rows, dtype=np.int32)
-    known = lens[:num_requests]
-    padded[: len(known)] = known
-    return padded
+    return row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)

@@ -10,7 +10,8 @@ from forests import make_case, three_level_case
 from test_plan_properties import make_scheduler, plan_case
 
 from sglang_pat._scheduler import PLAN_MAGIC, PLAN_VERSION, TILE_TABLE, PackScheduler, PlanCapacity
-from sglang_pat.decode_plan import DecodePlan, KvTokens, fits, grown, write_plan
+from sglang_pat.buffer_sizes import BufferSizes
+from sglang_pat.decode_plan import DecodePlan, KvTokens, write_plan
 
 SECTIONS = ("num_tickets", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
 
@@ -46,16 +47,46 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_written(short: str) 
 def test_a_buffer_with_room_to_spare_holds_smaller_plans() -> None:
     scheduler = make_scheduler()
     plan_case(scheduler, three_level_case(64))
-    capacity = grown(scheduler.required_capacity())
-    assert fits(scheduler.required_capacity(), capacity)
-    assert not fits(capacity, scheduler.required_capacity())
+    capacity = BufferSizes().grown(BufferSizes.needed_by(scheduler)).plan
     buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
     large = write_plan(scheduler, capacity, buffer)
-    assert large.header.num_merges == 64
+    assert (large.header.num_requests, large.header.num_merges) == (64, 64)
     plan_case(scheduler, make_case([], [(-1, 5)]))
     small = write_plan(scheduler, capacity, buffer)
     assert small.header.num_work_items == 1
     assert small.ticket_begin.ctypes.data == large.ticket_begin.ctypes.data
+
+
+@pytest.mark.parametrize("short", [*SECTIONS, "num_partials", "num_shared_slots"])
+def test_a_plan_fits_if_no_size_is_too_small(short: str) -> None:
+    scheduler = make_scheduler()
+    plan_case(scheduler, three_level_case(40))
+    needed = BufferSizes.needed_by(scheduler)
+    assert scheduler.fits(*needed)
+    if short in SECTIONS:
+        sizes = {name: getattr(needed.plan, name) for name in SECTIONS}
+        sizes[short] -= 1
+        small = needed._replace(plan=PlanCapacity(**sizes))
+    else:
+        small = needed._replace(**{short: getattr(needed, short) - 1})
+    assert not scheduler.fits(*small)
+
+    grown = small.grown(needed)
+    assert scheduler.fits(*grown)
+    more = grown.plan.layout()["size"] > needed.plan.layout()["size"]
+    assert more == (short in SECTIONS)
+    for name in ("num_partials", "num_shared_slots"):  # what suffices stays
+        assert getattr(grown, name) == getattr(needed, name) * (2 if name == short else 1)
+    size = getattr(needed.plan if short in SECTIONS else needed, short)
+    assert f"{size} {short.removeprefix('num_')}" in str(needed)
+
+
+def test_a_reservation_has_room_for_paths_of_five_nodes() -> None:
+    scheduler = make_scheduler(num_workers=33)
+    nodes = [(-1 if depth == 0 else depth - 1, 300) for depth in range(5)]
+    plan_case(scheduler, make_case(nodes, [(4, 200)] * 64))
+    assert scheduler.fits(*BufferSizes.for_requests(64, 1500, num_workers=33, group_size=4))
+    assert not scheduler.fits(*BufferSizes.for_requests(64, 1, num_workers=33, group_size=4))
 
 
 def test_a_buffer_without_a_plan_is_recognised() -> None:

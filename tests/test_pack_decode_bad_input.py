@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from pack_decode_cases import MIXED, Heads, Tensors, needs_gpu, planned_step
+
+from sglang_pat.decode_batch import Step
 
 pytestmark = needs_gpu
 
@@ -23,13 +23,14 @@ def decode(**changes) -> None:
         "v_cache": tensors.v_cache,
         "out": torch.zeros_like(tensors.q),
     }
-    fields = {f.name for f in dataclasses.fields(step.step)}
-    step.step = dataclasses.replace(
-        step.step, **{k: v(step.step) for k, v in changes.items() if k in fields}
-    )
+    executor = step.executor
     for name, change in changes.items():
-        if name not in fields:
+        if name in arguments:
             arguments[name] = change(arguments[name])
+        elif name in Step._fields:
+            executor.step = executor.step._replace(**{name: change(executor.step)})
+        else:
+            executor.buffers = executor.buffers._replace(**{name: change(executor.buffers)})
     step.decode(**arguments)
 
 

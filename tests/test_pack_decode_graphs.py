@@ -31,7 +31,7 @@ def test_more_tickets_than_ctas() -> None:
         out, lse = run(step, tensors)
         assert torch.equal(out, first[0])
         assert torch.equal(lse, first[1])
-    assert step.num_draws.item() == 0
+    assert step.executor.buffers.num_draws.item() == 0
 
 
 def test_bitwise_equal_from_run_to_run() -> None:

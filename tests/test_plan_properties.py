@@ -16,7 +16,7 @@ from sglang_pat._scheduler import (
     PackScheduler,
 )
 from sglang_pat.decode_batch import PrefixPaths
-from sglang_pat.decode_plan import DecodePlan, write_plan
+from sglang_pat.decode_plan import DecodePlan, copy_plan
 
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 many = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
@@ -38,14 +38,7 @@ def make_scheduler(
 def plan_case(scheduler: PackScheduler, case: ForestCase) -> DecodePlan:
     paths = PrefixPaths.from_lists(case.paths)
     scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, case.seq_lens)
-    return written(scheduler)
-
-
-def written(scheduler: PackScheduler) -> DecodePlan:
-    """The last plan, in a fresh buffer."""
-    capacity = scheduler.required_capacity()
-    buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
-    return write_plan(scheduler, capacity, buffer)
+    return copy_plan(scheduler)
 
 
 def serves(scheduler: PackScheduler, seq_lens: np.ndarray) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest, kept_objects, same_objects
+from sglang_pat.decode_plan import copy_plan
 from sglang_pat.pack_attention import new_scheduler
 
 # As SGLang's trees give it: id, parent, begin, end, tokens, children.
@@ -29,10 +30,7 @@ def as_read(path: list[PathNode], children: int = 0) -> list[Node]:
 
 
 def plan_bytes(scheduler: PackScheduler) -> bytes:
-    capacity = scheduler.required_capacity()
-    buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
-    scheduler.write(capacity, buffer)
-    return buffer.tobytes()
+    return copy_plan(scheduler).buffer.tobytes()
 
 
 def from_scratch(paths: list[list[PathNode]], lens: np.ndarray) -> bytes:

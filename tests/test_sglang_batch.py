@@ -6,12 +6,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat import sglang_batch
+from sglang_pat._scheduler import row_lengths
 from sglang_pat.decode_batch import DecodeBatch
 from sglang_pat.sglang_batch import BEAMS, CUT, NO_REQUESTS, BatchReader, running_step
 
@@ -311,6 +313,32 @@ def test_an_unknown_cache_is_private_and_said_once(
 def test_lengths_that_are_not_on_the_host(tree: Tree, reqs: list[Any]) -> None:
     view = batch_of([6, 5], seq_lens_cpu=None)
     assert read(BatchReader(), reqs, tree.cache, view).seq_lens.tolist() == [6, 5]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_of_rows(dtype: type) -> None:
+    lengths = np.array([7, 8, 9], dtype=dtype)
+    for num_requests, num_rows, expected in (
+        (3, 3, [7, 8, 9]),
+        (2, 4, [7, 8, 0, 0]),  # rows of a graph
+        (3, 2, [7, 8]),
+        (5, 4, [7, 8, 9, 0]),
+    ):
+        lens = row_lengths(lengths, num_requests, num_rows)
+        assert lens.dtype == np.int32
+        assert lens.tolist() == expected
+    lens = row_lengths(lengths[::2], 2, 2)
+    lengths[:] = 0  # SGLang may write to its own
+    assert lens.tolist() == [7, 9]
+
+
+def test_lengths_that_are_none() -> None:
+    with pytest.raises(ValueError, match="must fit into int32, got 2147483648"):
+        row_lengths(np.array([1 << 31]), 1, 1)
+    with pytest.raises(ValueError, match="must have 1 dimension, got 2"):
+        row_lengths(np.zeros((1, 1), dtype=np.int64), 1, 1)
+    with pytest.raises(TypeError):
+        row_lengths(np.zeros(1), 1, 1)  # type: ignore[arg-type]
 
 
 def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: list[Any]) -> None:
