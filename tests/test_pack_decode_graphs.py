@@ -7,9 +7,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from forests import make_case
 from pack_decode_cases import BF16, MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
+
+from sglang_pat import PackAttention
 
 pytestmark = needs_gpu
 
@@ -121,3 +124,29 @@ def test_graph_replay_follows_plans_and_lengths() -> None:
             replayed = out.clone()
             graph.replay()
             assert torch.equal(replayed, out)
+
+
+@pytest.mark.parametrize("max_requests", [None, 8])
+def test_plans_under_way_to_a_slow_device_do_not_overwrite_each_other(
+    max_requests: int | None,
+) -> None:
+    """With max_requests, they go through the same buffers; without, these are replaced."""
+    heads = Heads(8, 2)
+    cases = [make_case([(-1, 100 * n)], [(0, 10 * n)] * n, seed=n) for n in range(1, 9)]
+    tensors = [Tensors.make(case, heads) for case in cases]
+    attention = PackAttention(
+        8, 2, heads.head_dim, dtype=heads.dtype, device="cuda", max_requests=max_requests
+    )
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # clock cycles
+    results = []
+    for case, each in zip(cases, tensors, strict=True):
+        attention.plan(
+            case.batch(),
+            req_to_token=each.req_to_token,
+            req_pool_indices=each.req_pool_indices,
+            seq_lens=each.seq_lens,
+        )
+        results.append(attention.run(each.q, each.k_cache, each.v_cache, return_lse=True))
+    for result, each in zip(results, tensors, strict=True):
+        check(*result, each)
