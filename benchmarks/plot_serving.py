@@ -49,8 +49,9 @@ def draw(result: dict[str, Any], picture: Path) -> None:
         _draw_cases(left, [case for case in result["cases"] if case["model"] == model])
         left.set_title(f"{model}: batches that start together", fontsize=10)
         for right in rest:
-            _draw_serving(right, [each for each in result["serving"] if each["model"] == model])
+            entries = [each for each in result["serving"] if each["model"] == model]
             right.set_title(f"{model}: requests at random, shared system prompts", fontsize=10)
+            _draw_serving(right, entries)
     figure.suptitle(f"Time per output token in SGLang, {result['meta']['gpu']}: lower is better")
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
@@ -77,6 +78,9 @@ def _draw_cases(axis: Axes, cases: list[dict[str, Any]]) -> None:
 
 
 def _draw_serving(axis: Axes, entries: list[dict[str, Any]]) -> None:
+    if not entries:
+        axis.set_visible(False)
+        return
     for name, marker in zip(_in_order(each["backend"] for each in entries), MARKERS, strict=False):
         points = sorted(
             (each["request_rate"], each["median_tpot_ms"], each["p99_tpot_ms"])
@@ -90,8 +94,7 @@ def _draw_serving(axis: Axes, entries: list[dict[str, Any]]) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel("requests per second")
     axis.set_ylabel("ms per output token: median, dotted p99")
-    if entries:
-        axis.legend(fontsize=8)
+    axis.legend(fontsize=8)
 
 
 def _title(case: dict[str, Any]) -> str:
