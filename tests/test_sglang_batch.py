@@ -204,6 +204,29 @@ def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
     assert reads.step([a]) == []
 
 
+def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
+    original, unchanged = reads.reader.read, []
+
+    def note_and_read(view: Any) -> Any:
+        unchanged.append(reads.reader.is_unchanged())
+        return original(view)
+
+    monkeypatch.setattr(reads.reader, "read", note_and_read)
+    reads.step([a])
+    reads.step([a])
+    # In a step that another backend runs, it grows as well; the chunk's request is aborted then.
+    mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
+    launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
+    sglang_batch._note_requests(launched, object, mixed)
+    reads.step([a])
+    reads.step([a])
+    reads.step([a], beam_tail=object())
+    assert unchanged == [False, True, False, True, False]
+
+
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
     a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
     reads.step([a, b])
