@@ -80,10 +80,9 @@ def measure(num_requests: int) -> dict[str, float]:
     repeats = max(50, 200_000 // num_requests)
     result = {"requests": num_requests, "cold_plan_us": microseconds(cold, repeats)}
     result |= {f"{stage}_us": ns / 1000 for stage, ns in scheduler.stage_times_ns.items()}
-    capacity = scheduler.required_capacity()
-    buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
-    result["write_us"] = microseconds(lambda: scheduler.write(capacity, buffer), repeats)
-
+    sizes = BufferSizes.needed_by(scheduler)
+    buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
+    result["write_us"] = microseconds(lambda: scheduler.write(*sizes, buffer), repeats)
     return result
 
 
@@ -97,9 +96,12 @@ class HostExecutor:
         self._sizes = BufferSizes()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        if not scheduler.fits(*self._sizes):
+        plan = write_plan(scheduler, self._sizes, self._buffer)
+        if plan is None:
             self._sizes = self._sizes.grown(BufferSizes.needed_by(scheduler))
-        return write_plan(scheduler, self._sizes.plan, self._buffer)
+            plan = write_plan(scheduler, self._sizes, self._buffer)
+        assert plan is not None
+        return plan
 
     def reuse_plan(self, step: Step) -> None: ...
 

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <numeric>
 #include <span>
 #include <string>
 #include <unordered_set>
@@ -92,16 +93,6 @@ class PathsFromTuples {
   std::vector<char> goes_on_;  // not bool, of which a vector is no array
 };
 
-py::list update_forest(pat::PrefixForest& self, const Array<int32_t>& kept,
-                       const py::sequence& paths) {
-  const PathsFromTuples read(paths);
-  std::vector<int32_t> outdated;
-  self.update(view(kept, "kept"), read.paths(), read.goes_on(), outdated);
-  py::list result;
-  for (const int32_t request : outdated) result.append(request);
-  return result;
-}
-
 py::list forest_paths(const pat::PrefixForest& self) {
   py::list paths;
   for (int32_t request = 0; request < self.num_requests(); ++request) {
@@ -141,46 +132,77 @@ bool same_objects(const py::list& a, const py::list& b) {
                     PySequence_Fast_ITEMS(b.ptr()));
 }
 
-// Where each of `now` stands in `before`, by identity and not equality; -1 for what is not there, or whose id()
-// is in `moved`; then the positions of these in `now`, and how many of them have moved. Batches lose members anywhere and gain them at the end, so what is next in one is nearly always
-// next in the other.
-py::tuple kept_objects(const py::list& before, const py::list& now, const py::set& moved) {
-  std::unordered_set<const void*> moved_objects;
-  for (const py::handle id : moved) moved_objects.insert(PyLong_AsVoidPtr(id.ptr()));
-  if (PyErr_Occurred()) throw py::error_already_set();
-  const size_t num_before = before.size();
-  const size_t num_now = now.size();
-  const auto object = [](const py::list& list, size_t i) {
-    return static_cast<const void*>(PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)));
-  };
-  Array<int32_t> kept(static_cast<py::ssize_t>(num_now));
-  int32_t* out = kept.mutable_data();
-  std::vector<size_t> passed;  // over: they have left, or come later in `now`
-  size_t next = 0;
-  int32_t num_moved = 0;
-  py::list not_kept;
-  for (size_t i = 0; i < num_now; ++i) {
-    const void* wanted = object(now, i);
-    size_t found = next;
-    while (found < num_before && object(before, found) != wanted) ++found;
-    if (found < num_before) {
-      for (; next < found; ++next) passed.push_back(next);
-      ++next;
-    } else {
-      const auto earlier = std::find_if(passed.begin(), passed.end(),
-                                        [&](size_t p) { return object(before, p) == wanted; });
-      if (earlier != passed.end()) {
-        found = *earlier;
-        passed.erase(earlier);
+// Where the requests of a batch stand in the one before, by identity and not equality.
+struct BatchChange {
+  // Per request of the batch: its place in the one before if its path is still right, else -1.
+  std::vector<int32_t> kept;
+  int32_t num_joined = 0;
+  int32_t num_left = 0;
+  int32_t num_moved = 0;  // of those that stayed: their ids are in `moved`
+
+  // Batches lose members anywhere and gain them at the end, so what is next in one is nearly always next in the
+  // other.
+  BatchChange(const py::list& before, const py::list& now, const py::set& moved) {
+    std::unordered_set<const void*> moved_requests;
+    for (const py::handle id : moved) moved_requests.insert(PyLong_AsVoidPtr(id.ptr()));
+    if (PyErr_Occurred()) throw py::error_already_set();
+    const std::span old(PySequence_Fast_ITEMS(before.ptr()), before.size());
+    std::vector<size_t> passed;  // over: they have left, or come later in `now`
+    size_t next = 0;
+    kept.reserve(now.size());
+    for (const py::handle request : now) {
+      size_t found = next;
+      while (found < old.size() && old[found] != request.ptr()) ++found;
+      if (found < old.size()) {
+        for (; next < found; ++next) passed.push_back(next);
+        ++next;
+      } else {
+        const auto earlier = std::find_if(passed.begin(), passed.end(),
+                                          [&](size_t p) { return old[p] == request.ptr(); });
+        if (earlier != passed.end()) {
+          found = *earlier;
+          passed.erase(earlier);
+        }
       }
+      const bool joins = found == old.size();
+      const bool moves = !joins && moved_requests.contains(request.ptr());
+      num_joined += joins;
+      num_moved += moves;
+      kept.push_back(joins || moves ? -1 : static_cast<int32_t>(found));
     }
-    const bool is_moved = found < num_before && moved_objects.contains(wanted);
-    num_moved += is_moved;
-    const bool is_kept = found < num_before && !is_moved;
-    out[i] = is_kept ? static_cast<int32_t>(found) : -1;
-    if (!is_kept) not_kept.append(i);
+    num_left = static_cast<int32_t>(before.size()) + num_joined - static_cast<int32_t>(now.size());
   }
-  return py::make_tuple(kept, not_kept, num_moved);
+};
+
+// Goes from one batch to the next. Requests are objects; the paths of those that joined or moved are read, a list
+// at a time. What was read may show that the tree has split nodes of kept paths: these are read again, and because
+// that may show more splits, the third time all are. None if the batches are alike; else how many requests joined,
+// left, moved, and were read again.
+py::object update_forest(pat::PrefixForest& self, const py::list& before, const py::list& now,
+                         const py::set& moved, const py::function& read) {
+  BatchChange change(before, now, moved);
+  std::vector<int32_t> to_read;
+  for (size_t i = 0; i < change.kept.size(); ++i) {
+    if (change.kept[i] < 0) to_read.push_back(static_cast<int32_t>(i));
+  }
+  const bool is_current = before.size() == static_cast<size_t>(self.num_requests());
+  if (to_read.empty() && is_current && same_objects(before, now)) return py::none();
+  size_t num_split = 0;
+  for (int attempt = 0;; ++attempt) {
+    py::list requests;
+    for (const int32_t i : to_read) requests.append(now[i]);
+    py::sequence answer = requests;
+    if (!requests.empty()) answer = read(requests);
+    const PathsFromTuples paths(answer);
+    std::vector<int32_t> outdated;
+    self.update(change.kept, paths.paths(), paths.goes_on(), outdated);
+    if (outdated.empty()) break;
+    std::iota(change.kept.begin(), change.kept.end(), 0);
+    to_read = attempt == 0 ? outdated : change.kept;
+    for (const int32_t i : to_read) change.kept[i] = -1;
+    num_split += to_read.size();
+  }
+  return py::make_tuple(change.num_joined, change.num_left, change.num_moved, num_split);
 }
 
 py::dict layout_dict(const pat::PlanLayout& layout) {
@@ -193,6 +215,10 @@ py::dict layout_dict(const pat::PlanLayout& layout) {
   result["merges"] = layout.merges;
   result["size"] = layout.size;
   return result;
+}
+
+py::tuple kv_tokens_tuple(const pat::KvTokens& tokens) {
+  return py::make_tuple(tokens.query_centric, tokens.planned, tokens.lower_bound);
 }
 
 }  // namespace
@@ -252,11 +278,11 @@ PYBIND11_MODULE(_scheduler, m) {
   m.def("row_lengths", &row_lengths<int32_t>, py::arg("lengths").noconvert(),
         py::arg("num_requests"), py::arg("num_rows"));
   m.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
-  m.def("kept_objects", &kept_objects, py::arg("before"), py::arg("now"), py::arg("moved"));
 
   py::class_<pat::PrefixForest>(m, "PrefixForest")
       .def(py::init<>())
-      .def("update", &update_forest, py::arg("kept").noconvert(), py::arg("paths"))
+      .def("update", &update_forest, py::arg("before"), py::arg("now"), py::arg("moved"),
+           py::arg("read"))
       .def("paths", &forest_paths)
       .def_property_readonly("num_kept", &pat::PrefixForest::num_kept)
       .def("__len__", &pat::PrefixForest::num_requests);
@@ -301,20 +327,17 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("required_capacity",
            [](const pat::PackScheduler& self) { return self.last_plan().required_capacity(); })
       .def(
-          "fits",
-          [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,
-             int64_t num_partials, int64_t num_shared_slots) {
-            return self.last_plan().fits(capacity, num_partials, num_shared_slots);
-          },
-          py::arg("capacity"), py::arg("num_partials"), py::arg("num_shared_slots"))
-      .def(
           "write",
           [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,
-             Array<int32_t> out) {
+             int64_t num_partials, int64_t num_shared_slots, Array<int32_t> out) -> py::object {
             view(out, "out");
-            self.last_plan().write(capacity, {out.mutable_data(), static_cast<size_t>(out.size())});
+            const pat::DecodePlan& plan = self.last_plan();
+            const std::span buffer(out.mutable_data(), static_cast<size_t>(out.size()));
+            if (!plan.write(capacity, num_partials, num_shared_slots, buffer)) return py::none();
+            return kv_tokens_tuple(plan.kv_tokens());
           },
-          py::arg("capacity"), py::arg("out").noconvert())
+          py::arg("capacity"), py::arg("num_partials"), py::arg("num_shared_slots"),
+          py::arg("out").noconvert())
       .def_property_readonly(
           "num_partials",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_partials; })
@@ -323,9 +346,7 @@ PYBIND11_MODULE(_scheduler, m) {
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_shared_slots; })
       .def_property_readonly("kv_tokens",
                              [](const pat::PackScheduler& self) {
-                               const pat::KvTokens& tokens = self.last_plan().kv_tokens();
-                               return py::make_tuple(tokens.query_centric, tokens.planned,
-                                                     tokens.lower_bound);
+                               return kv_tokens_tuple(self.last_plan().kv_tokens());
                              })
       .def_property_readonly("summary",
                              [](const pat::PackScheduler& self) {

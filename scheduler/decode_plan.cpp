@@ -16,14 +16,6 @@ void check_int32(int64_t value, const char* what) {
   }
 }
 
-void check_section(const char* name, int32_t needed, int32_t capacity) {
-  if (needed > capacity) {
-    throw std::length_error(std::string("plan buffer too small: ") + name + " needs " +
-                            std::to_string(needed) + " entries, capacity is " +
-                            std::to_string(capacity));
-  }
-}
-
 template <typename T>
 void copy_section(const std::vector<T>& section, int64_t offset, std::span<int32_t> out) {
   if (!section.empty())
@@ -149,12 +141,9 @@ bool DecodePlan::fits(const PlanCapacity& capacity, int64_t num_partials,
          header_.num_shared_slots <= num_shared_slots;
 }
 
-void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) const {
-  check_section("tickets", header_.num_tickets, capacity.num_tickets);
-  check_section("work_items", header_.num_work_items, capacity.num_work_items);
-  check_section("item_requests", header_.num_item_requests, capacity.num_item_requests);
-  check_section("gather_spans", header_.num_gather_spans, capacity.num_gather_spans);
-  check_section("merges", header_.num_merges, capacity.num_merges);
+bool DecodePlan::write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,
+                       std::span<int32_t> out) const {
+  if (!fits(capacity, num_partials, num_shared_slots)) return false;
   const PlanLayout layout = PlanLayout::of(capacity);
   if (static_cast<int64_t>(out.size()) < layout.size) {
     throw std::length_error("plan buffer too small: the layout needs " +
@@ -167,6 +156,7 @@ void DecodePlan::write(const PlanCapacity& capacity, std::span<int32_t> out) con
   copy_section(item_requests_, layout.item_requests, out);
   copy_section(gather_spans_, layout.gather_spans, out);
   copy_section(merges_, layout.merges, out);
+  return true;
 }
 
 }  // namespace pat

@@ -27,12 +27,11 @@ class DecodePlan {
 
   // What a buffer must hold for this plan.
   PlanCapacity required_capacity() const;
-  // Whether a buffer of `capacity`, so many partials and a slot buffer of that length hold this plan.
-  bool fits(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots) const;
-  // Writes the plan at the offsets of `capacity`. Throws std::length_error, naming the section, and writes
-  // nothing if the plan needs more than that or `out` is shorter than the layout. Only the used part of each
-  // section is written.
-  void write(const PlanCapacity& capacity, std::span<int32_t> out) const;
+  // Writes the plan at the offsets of `capacity`, only the used part of each section. Returns false, with nothing
+  // written, if the plan needs more than that, than so many partials or than a slot buffer of that length. Throws
+  // std::length_error if `out` is shorter than the layout.
+  bool write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,
+             std::span<int32_t> out) const;
 
   const PlanHeader& header() const { return header_; }
   const KvTokens& kv_tokens() const { return kv_tokens_; }
@@ -44,6 +43,7 @@ class DecodePlan {
   }
 
  private:
+  bool fits(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots) const;
   // Fills merges and item_requests, the latter in the order of the pieces.
   void assign_partials(const Packing& packing, const Split& split);
   // Fills work_items and tickets, in the order in which they are drawn.

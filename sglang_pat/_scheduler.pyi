@@ -1,13 +1,15 @@
 """Typed stub of scheduler/bindings.cpp."""
 
-from collections.abc import Sequence
-from typing import TypedDict, overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
 
 _Int32 = npt.NDArray[np.int32]
 _Int64 = npt.NDArray[np.int64]
+_Request = Any
+_Path = Sequence[tuple[int, int, int, int, int, int]]
 
 PLAN_MAGIC: int
 PLAN_VERSION: int
@@ -89,27 +91,28 @@ def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _
 def same_objects(a: list[object], b: list[object]) -> bool:
     """Whether two lists hold the same objects in the same order, by identity."""
 
-def kept_objects(
-    before: list[object], now: list[object], moved: set[int]
-) -> tuple[_Int32, list[int], int]:
-    """Where each object of `now` stands in `before`, by identity; -1 for one that is not there, or
-    whose id() is in `moved`. Then the positions of these in `now`, and how many of them have moved.
-    """
-
 class PrefixForest:
     """The paths of a batch, kept from one batch to the next. Not thread-safe."""
 
     def __init__(self) -> None: ...
     def update(
-        self, kept: _Int32, paths: Sequence[Sequence[tuple[int, int, int, int, int, int]]]
-    ) -> list[int]:
-        """Go to the next batch: request i has the path of request `kept[i]` of the last one, or if
-        that is negative the next of `paths`. A node of these is (id, its parent's id, first
-        position, end, tokens, children that it has in the tree).
+        self,
+        before: list[_Request],
+        now: list[_Request],
+        moved: set[int],
+        read: Callable[[list[_Request]], Sequence[_Path]],
+    ) -> tuple[int, int, int, int] | None:
+        """Go from the batch `before`, whose paths the forest has, to `now`. Requests are told apart
+        by identity.
 
-        Returns the kept requests whose paths the tree has, or may have, split since they were read:
-        they have none any more, and update() is to be called again with their paths. ValueError or
-        TypeError on bad input; the forest is empty then.
+        read: gives the paths of requests: it is called with those that joined, and those whose id()
+        is in `moved`; and again with those whose path the tree has, or may have, split since it was
+        read, as the new paths show. A node of a path is (id, its parent's id, first position, end,
+        tokens, children that it has in the tree).
+
+        Returns how many requests joined, left, moved, and were read again; None if the batches are
+        alike and nothing moved. ValueError or TypeError on bad paths, and what read() raises: then
+        the forest has no batch, and the next update() must be from an empty one.
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""
@@ -157,10 +160,13 @@ class PackScheduler:
         the last plan still serves the batch and none is longer than `longest`.
         """
     def required_capacity(self) -> PlanCapacity: ...
-    def fits(self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int) -> bool:
-        """Whether the last plan needs no more than that."""
-    def write(self, capacity: PlanCapacity, out: _Int32) -> None:
-        """Write the last plan into `out`. ValueError, and nothing written, if it does not fit."""
+    def write(
+        self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int, out: _Int32
+    ) -> tuple[int, int, int] | None:
+        """Write the last plan into `out`, laid out for `capacity`. Returns kv_tokens; None, with
+        nothing written, if the plan needs more than that, than so many partials or than a slot
+        buffer of that length. ValueError if `out` is shorter than the layout.
+        """
     @property
     def num_partials(self) -> int: ...
     @property

@@ -16,7 +16,7 @@ class BufferSizes(NamedTuple):
     """plan: entries of the plan's sections. num_partials: partial slots, of 4 * num_qo_heads *
     (head_dim + 1) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
 
-    The arguments of `PackScheduler.fits`.
+    What `write_plan` takes.
     """
 
     plan: PlanCapacity = PlanCapacity()

@@ -53,11 +53,11 @@ class CudaExecutor:
         """Send the scheduler's last plan to the device and gather its shared slots there. The
         following run()s, and replays of graphs that captured them, read the tensors of the step.
         """
-        if not scheduler.fits(*self._sizes):
+        staging, plan = self._write(scheduler)
+        if plan is None:
             self._make_room(scheduler)
-        staging = next(self._ring)
-        staging.wait()
-        plan = write_plan(scheduler, self._sizes.plan, staging.array)
+            staging, plan = self._write(scheduler)
+        assert plan is not None
         self.kernels.load_plan(staging, self.buffers, step)
         self.step = step
         return plan
@@ -81,6 +81,11 @@ class CudaExecutor:
         self.kernels.decode(
             self.buffers, self.step, q, k_cache, v_cache, out, lse, sm_scale, logit_cap
         )
+
+    def _write(self, scheduler: PackScheduler) -> tuple[StagingBuffer, DecodePlan | None]:
+        staging = next(self._ring)
+        staging.wait()
+        return staging, write_plan(scheduler, self._sizes, staging.array)
 
     def _make_room(self, scheduler: PackScheduler) -> None:
         needed = BufferSizes.needed_by(scheduler)

@@ -163,16 +163,25 @@ CAPACITY_FIELDS = (
 )
 
 
-def write_plan(scheduler: PackScheduler, capacity: PlanCapacity, buffer: IntArray) -> DecodePlan:
-    """Write the scheduler's last plan and view it. ValueError if it does not fit."""
-    scheduler.write(capacity, buffer)
-    return DecodePlan(buffer, capacity, KvTokens(*scheduler.kv_tokens))
+def write_plan(
+    scheduler: PackScheduler, sizes: tuple[PlanCapacity, int, int], buffer: IntArray
+) -> DecodePlan | None:
+    """Write the scheduler's last plan and view it; None, with nothing written, if it does not fit.
+
+    sizes: as in BufferSizes; of the plan, partials and shared slots. ValueError if the buffer is
+    shorter than the layout.
+    """
+    kv_tokens = scheduler.write(*sizes, buffer)
+    return None if kv_tokens is None else DecodePlan(buffer, sizes[0], KvTokens(*kv_tokens))
 
 
 def copy_plan(scheduler: PackScheduler) -> DecodePlan:
     """The scheduler's last plan in a buffer of its own."""
     capacity = scheduler.required_capacity()
-    return write_plan(scheduler, capacity, np.zeros(capacity.layout()["size"], dtype=np.int32))
+    sizes = (capacity, scheduler.num_partials, scheduler.num_shared_slots)
+    plan = write_plan(scheduler, sizes, np.zeros(capacity.layout()["size"], dtype=np.int32))
+    assert plan is not None
+    return plan
 
 
 def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
-import numpy as np
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat import support
-from sglang_pat._scheduler import PrefixForest, kept_objects, row_lengths, same_objects
+from sglang_pat._scheduler import PrefixForest, row_lengths, same_objects
 from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang_events import RadixEvents
 from sglang_pat.sglang_radix import RadixSource, Request, radix_source
@@ -38,6 +37,8 @@ OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
 
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
+# In the order of PrefixForest.update()'s counts.
+_CHANGES = ("join", "leave", "re_anchor", "split")
 
 # Ids of moved requests that wait for a step that may share: past this, all requests have moved.
 _MOST_MOVED = 10_000
@@ -195,7 +196,7 @@ class BatchReader:
 
     def __init__(self) -> None:
         self.private_steps: Counter[str] = Counter()
-        self.changes: Counter[str] = Counter()
+        self.changes: Counter[str] = Counter(dict.fromkeys(_CHANGES, 0))
         self.events: RadixEvents | None = None
         self._tree: Any = None
         self._source: RadixSource | None = None
@@ -292,28 +293,16 @@ class BatchReader:
     def _update(self, reqs: list[Request]) -> None:
         """Bring the forest from the requests of the last step to these."""
         assert self._source is not None
-        kept, new, num_moved = kept_objects(self._reqs, reqs, self._moved)
-        num_left = len(self._reqs) + len(new) - num_moved - len(reqs)
-        self._moved.clear()
-        if not new and same_objects(reqs, self._reqs):
-            self._reqs = reqs
-            return
-        self.changes["join"] += len(new) - num_moved
-        self.changes["leave"] += num_left
-        self.changes["re_anchor"] += num_moved
-        self._reqs = []  # in case reading fails
-        self._version += 1
-        for attempt in range(3):
-            paths = self._source.read([reqs[i] for i in new]) if new else []
-            outdated = self._forest.update(kept, paths)
-            if not outdated:
-                break
-            self.changes["split"] += len(outdated)
-            # What was read again may show more splits. The third time all paths are read.
-            kept = np.arange(len(reqs), dtype=np.int32)
-            new = outdated if attempt == 0 else [*range(len(reqs))]
-            kept[new] = -1
+        before, moved = self._reqs, self._moved
+        self._reqs, self._moved = [], set()  # if reading fails, all paths are read the next time
+        counts = self._forest.update(before, reqs, moved, self._source.read)
         self._reqs = reqs
+        if counts is None:
+            return
+        self._version += 1
+        for name, count in zip(_CHANGES, counts, strict=True):
+            if count:
+                self.changes[name] += count
 
     def _count_private(self, reason: str) -> None:
         if reason not in self.private_steps and reason != NO_REQUESTS:

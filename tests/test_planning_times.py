@@ -59,20 +59,22 @@ def test_times_since_an_earlier_reading() -> None:
 def test_which_steps_are_counted_as_what() -> None:
     forest, attention = PrefixForest(), PackAttention(8, 2, 64, dtype=torch.float32)
     node = (1, 0, 0, 4, 4, 0)
+    a, b, c = ("a", "b", "c")
 
-    def step(kept: list[int], key: int) -> None:
-        new = [[node]] * sum(each < 0 for each in kept)
+    def step(before: list[str], now: list[str], key: int) -> None:
         if key != attention._key:
-            forest.update(np.array(kept, dtype=np.int32), new)
-        lens = np.full(len(kept), 6, dtype=np.int32)
+            forest.update(before, now, set(), lambda requests: [[node]] * len(requests))
+        lens = np.full(len(now), 6, dtype=np.int32)
         attention.plan(
             DecodeBatch(lens, forest, key),
             req_to_token=torch.zeros((4, 8), dtype=torch.int32),
-            req_pool_indices=torch.arange(len(kept)),
+            req_pool_indices=torch.arange(len(now)),
             seq_lens=torch.from_numpy(lens),
         )
 
-    for kept, key in (([-1, -1], 0), ([-1, -1], 0), ([0, 1, -1], 1), ([-1], 2)):
-        step(kept, key)
+    step([], [a, b], 0)
+    step([a, b], [a, b], 0)
+    step([a, b], [a, b, c], 1)
+    step([], [a], 2)
     counted = {kind: each.total() for kind, each in attention.stats.planning_ns.items()}
     assert counted == {"cold": 2, "unchanged": 1, "changed": 1}

@@ -95,7 +95,7 @@ def test_equal_steps_have_equal_keys_and_read_no_path(
     monkeypatch.setattr(reader._source, "read", lambda reqs: pytest.fail("read a path"))
     # A list of its own in each step, as SGLang may make it.
     assert read(reader, [*reqs], tree.cache, batch_of([7, 6])).key == first
-    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0}
+    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0}
 
 
 class Reads:
@@ -139,7 +139,7 @@ def test_only_the_paths_of_who_joins_are_read(reads: Reads) -> None:
     reads.step([a, b])
     assert reads.step([a, b, c]) == ["c"]
     assert reads.step([b, c]) == []
-    assert reads.reader.changes == {"join": 3, "leave": 1, "re_anchor": 0}
+    assert reads.reader.changes == {"join": 3, "leave": 1, "re_anchor": 0, "split": 0}
     assert reads.batch.read_paths().kv_end.tolist() == [1, 2, 1]
 
 
@@ -180,7 +180,7 @@ def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
     assert reads.step([a, b]) == ["b"]
     # Even with the same path: its slots may be others.
     assert reads.batch.key != key
-    assert reads.reader.changes == {"join": 2, "leave": 0, "re_anchor": 1}
+    assert reads.reader.changes == {"join": 2, "leave": 0, "re_anchor": 1, "split": 0}
     assert reads.batch.read_paths().kv_end.tolist()[-1] == 3
     assert reads.step([a, b]) == []
 

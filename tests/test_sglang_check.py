@@ -33,8 +33,7 @@ class Step:
         self.forest = PrefixForest()
 
     def read_paths(self) -> None:
-        everyone = np.full(len(self.reqs), -1, dtype=np.int32)
-        self.forest.update(everyone, self.source.read(self.reqs))
+        self.forest.update([], self.reqs, set(), self.source.read)
 
     def check(self, *, plan_is_new: bool) -> None:
         """A step whose plan is new has read the paths again, unless a test kept them."""

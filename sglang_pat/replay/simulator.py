@@ -347,8 +347,7 @@ class Simulator:
 
     def _read_forest(self) -> PrefixForest:
         """The paths of the batch, read anew."""
-        unknown = np.full(len(self._batch), -1, dtype=np.int32)
-        self._forest.update(unknown, self._tree.source.read(self._batch))
+        self._forest.update([], self._batch, set(), self._tree.source.read)
         return self._forest
 
     def _read_paths(self) -> PrefixPaths:
