@@ -25,15 +25,15 @@ class PlanningTimes(dict[str, Counter[int]]):
     smaller one.
 
     "unchanged": the plan was reused. "changed": a plan was built, and at least one path had been
-    kept. "cold": a plan was built from paths that were all new. Four bounds per octave, so a
-    percentile is at most a fourth too high. Histograms add up with `+`, and are JSON as they are.
+    kept. "cold": a plan was built from paths that were all new. 16 bounds per octave, so a
+    percentile is at most a 16th too high. Histograms add up with `+`, and are JSON as they are.
     last: what was recorded last, as it was.
     """
 
     last: PlanningTime | None = None
 
     def record(self, kind: StepKind, nanoseconds: int) -> None:
-        shift = max(nanoseconds.bit_length() - 3, 0)
+        shift = max(nanoseconds.bit_length() - 5, 0)
         bound = ((nanoseconds >> shift) + 1) << shift
         histogram = self.get(kind)
         if histogram is None:

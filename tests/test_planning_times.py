@@ -15,12 +15,12 @@ from sglang_pat.planning_times import PlanningTimes
 
 
 @pytest.mark.parametrize("time", [0, 1, 7, 8, 999, 1000, 4096, 123_456, 10**9])
-def test_a_time_lies_below_its_bound_by_a_fourth_at_most(time: int) -> None:
+def test_a_time_lies_below_its_bound_by_a_16th_at_most(time: int) -> None:
     times = PlanningTimes()
     times.record("cold", time)
     ((bound, count),) = times["cold"].items()
     assert count == 1
-    assert time < bound <= max(time * 1.25, time + 1)
+    assert time < bound <= max(time * 17 / 16, time + 1)
 
 
 def test_percentiles() -> None:
@@ -28,9 +28,9 @@ def test_percentiles() -> None:
     for _ in range(99):
         times.record("unchanged", 5_000)
     times.record("unchanged", 80_000)
-    assert 5 < times.percentile_us("unchanged", 50) <= 6.25
+    assert 5 < times.percentile_us("unchanged", 50) <= 5.3125
     assert times.percentile_us("unchanged", 50) == times.percentile_us("unchanged", 99)
-    assert 80 < times.percentile_us("unchanged", 100) <= 100
+    assert 80 < times.percentile_us("unchanged", 100) <= 85
     assert math.isnan(times.percentile_us("cold", 50))
     with pytest.raises(ValueError, match="percent must be above 0 and at most 100, got 0"):
         times.percentile_us("cold", 0)
@@ -41,8 +41,8 @@ def test_times_add_up_and_are_json() -> None:
     a.record("cold", 100)
     b.record("cold", 100)
     b.record("unchanged", 3)
-    assert json.loads(json.dumps(a + b)) == {"cold": {"112": 2}, "unchanged": {"4": 1}}
-    assert a == {"cold": {112: 1}}
+    assert json.loads(json.dumps(a + b)) == {"cold": {"104": 2}, "unchanged": {"4": 1}}
+    assert a == {"cold": {104: 1}}
     assert a.last == ("cold", 100)
 
 
@@ -52,7 +52,7 @@ def test_times_since_an_earlier_reading() -> None:
     before = times + PlanningTimes()
     times.record("cold", 100)
     times.record("unchanged", 3)
-    assert times.since(before) == {"cold": {112: 1}, "unchanged": {4: 1}}
+    assert times.since(before) == {"cold": {104: 1}, "unchanged": {4: 1}}
     assert times.since(times) == {"cold": {}, "unchanged": {}}
 
 

@@ -12,6 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import bench_planning  # noqa: E402
 import plot_serving  # noqa: E402
 from serving import latency, traffic  # noqa: E402
 from serving.cases import Case, cases_of, traffic_of  # noqa: E402
@@ -103,6 +104,18 @@ def test_counters_are_subtracted_however_deep() -> None:
         "plans": 7,
         "causes": {"first": 0, "growth": 4},
         "p99": 1.5,
+    }
+
+
+def test_planning_times_are_those_between_two_readings() -> None:
+    before = {"planning_ns": {"changed": {"1000": 5}, "cold": {"9000": 1}}}
+    after = {"planning_ns": {"changed": {"1000": 14, "2000": 1, "500": 0}, "cold": {"9000": 7}}}
+    assert bench_planning._times(after, before, "changed") == {
+        "steps": 10,
+        "p50_us": 1.0,
+        "p90_us": 1.0,
+        "p99_us": 2.0,
+        "histogram_ns": {1000: 9, 2000: 1},
     }
 
 
