@@ -56,7 +56,9 @@ class _Running:
     """What is being run right now in this process, whose scheduler is a single thread."""
 
     step: StepRequests | None = None
-    last_reqs: ClassVar[list[Request]] = []  # of the last decode batch that was made
+    is_shown = False  # whether a reader has been asked about `step`
+    # Of the last batch, if that was decoded by pat: equal lists of later steps are this one.
+    last_reqs: ClassVar[list[Request]] = []
     readers: ClassVar[WeakSet[BatchReader]] = WeakSet()
 
 
@@ -86,11 +88,13 @@ def _publish_requests(
     if runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
     outer = _Running.step
-    _Running.step = getattr(forward_batch, _NOTE, None)
+    _Running.step, _Running.is_shown = getattr(forward_batch, _NOTE, None), False
     try:
         return original(runner, forward_batch, *args, **kwargs)
     finally:
         _Running.step = outer
+        if not _Running.is_shown:  # requests that decode may have grown all the same
+            _Running.last_reqs = []
 
 
 def _note_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
@@ -217,7 +221,10 @@ class BatchReader:
     def is_unchanged(self) -> bool:
         """Whether the step that is being run has the requests of the last one, where they were, and
         these could share. It is then like the last, but that each request is a token longer.
+
+        Nothing has run in between: not even a step in which these requests decoded elsewhere.
         """
+        _Running.is_shown = True
         step = _Running.step
         return (
             step is not None
@@ -234,6 +241,7 @@ class BatchReader:
         of the batch are valid until the next read().
         """
         begun_ns = time.perf_counter_ns()
+        _Running.is_shown = True
         step = _Running.step
         num_rows: int = forward_batch.batch_size
         reason = self._private_reason(step, num_rows)

@@ -227,6 +227,33 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     assert unchanged == [False, True, False, True, False]
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_a_step_that_another_backend_decodes_makes_the_next_one_new(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
+) -> None:
+    # Data parallelism: while a peer prefills, SGLang runs a decode batch as a prefill of one token
+    # each. It decides so before the batch is made (0.5.23), or after (both versions).
+    a = reads.request("a", [1, 2, 3])
+    original, unchanged = reads.reader.read, []
+
+    def note_and_read(view: Any) -> Any:
+        unchanged.append(reads.reader.is_unchanged())
+        return original(view)
+
+    monkeypatch.setattr(reads.reader, "read", note_and_read)
+    reads.step([a])
+    reads.step([a])
+    key = reads.batch.key
+    launched = batch_of([9], forward_mode=mode)
+    scheduled = SimpleNamespace(reqs=[a], tree_cache=reads.tree.cache, decoding_reqs=[a])
+    sglang_batch._note_requests(launched, object, scheduled)
+    sglang_batch._publish_requests(lambda runner, forward_batch: None, RUNNER, launched)
+    assert reads.step([a]) == []  # it has not moved
+    assert reads.batch.key == key
+    reads.step([a])
+    assert unchanged == [False, True, False, True]
+
+
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
     a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
     reads.step([a, b])
