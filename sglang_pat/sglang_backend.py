@@ -110,7 +110,8 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         self._plan(self._eager, forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before the first capture. max_bs: rows of the largest graph."""
+        """Before the first capture, and each time that all graphs are captured anew (after an
+        update of the weights). max_bs: rows of the largest graph."""
         if self._eager.executor != "cuda":
             raise ValueError(
                 "pat cannot be captured in a CUDA graph where torch executes its plans: start "
@@ -119,7 +120,10 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         layer_id = self.token_to_kv_pool.start_layer
         num_slots = len(self.token_to_kv_pool.get_key_buffer(layer_id))
         # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
+        before = self._captured
         self._captured = self._new_attention(max_requests=max_bs, max_shared_slots=2 * num_slots)
+        if before is not None:
+            self._captured.stats = before.stats
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed: writes the plan that the graph reads."""

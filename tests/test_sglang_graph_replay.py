@@ -279,6 +279,25 @@ def test_an_eager_step_ends_repetition(
 
 
 @pytest.mark.usefixtures("running")
+def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
+    backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An update of the weights may ask for it, and pause requests that run.
+    assert repeating(34)
+    assert not repeating(35)
+    before = backend._counters()
+    with monkeypatch.context() as patch:
+        patch.setattr(_Running, "step", None)
+        backend.init_cuda_graph_state(max_bs=GRAPH_ROWS, max_num_tokens=GRAPH_ROWS)
+        view = decode_batch([0] * GRAPH_ROWS, [1] * GRAPH_ROWS, [0] * GRAPH_ROWS)
+        backend.init_forward_metadata_out_graph(view, in_capture=True)
+    assert repeating(36)
+    now = backend._counters()
+    assert now["plans_built"] == before["plans_built"] + 2  # of the capture, and of this step
+    assert now["plans_reused"] == before["plans_reused"]
+
+
+@pytest.mark.usefixtures("running")
 def test_in_debug_mode_every_step_is_planned_and_must_grow_by_one(
     backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
