@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
@@ -21,6 +22,9 @@ REFUSED_ARGUMENTS = {
     "enable_hisparse": "--enable-hisparse",
     "dllm_algorithm": "--dllm-algorithm",
 }
+# Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
+# 0.5.17.
+GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
@@ -52,6 +56,8 @@ def check_server(model_runner: Any) -> None:
             raise support.unsupported("server options", f"{flag} {value}")
     if arguments.dcp_size > 1:
         raise support.unsupported("server options", f"--dcp-size {arguments.dcp_size}")
+    if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
+        raise support.unsupported("server options", f"{GLUE_GRAPH}=1 in the environment")
     if arguments.page_size is not None and arguments.page_size < 1:
         raise support.unsupported("KV pool", f"page size {arguments.page_size}")
 

@@ -56,7 +56,7 @@ _MATRIX = (
     SupportRow(
         "server options",
         "all but --speculative-algorithm, --enable-two-batch-overlap, --enable-pdmux, "
-        "--enable-hisparse, --dllm-algorithm, --dcp-size",
+        "--enable-hisparse, --dllm-algorithm, --dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         REFUSED,
     ),
     SupportRow(

@@ -204,8 +204,11 @@ def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
     assert reads.step([a]) == []
 
 
+# Steps in which another backend decodes. Data parallelism: while a peer prefills, SGLang may run a
+# decode batch as a prefill of a token each, decided before the batch is made (0.5.23) or after it.
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND, ForwardMode.DECODE])
 def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
-    reads: Reads, monkeypatch: pytest.MonkeyPatch
+    reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
 ) -> None:
     a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
     original, unchanged = reads.reader.read, []
@@ -215,43 +218,16 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
         return original(view)
 
     monkeypatch.setattr(reads.reader, "read", note_and_read)
-    reads.step([a])
-    reads.step([a])
-    # In a step that another backend runs, it grows as well; the chunk's request is aborted then.
-    mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
-    launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
-    sglang_batch._note_requests(launched, object, mixed)
-    reads.step([a])
-    reads.step([a])
+    for _ in range(2):
+        reads.step([a])
+    reqs = [chunk, a] if mode.is_mixed() else [a]
+    between = SimpleNamespace(reqs=reqs, tree_cache=reads.tree.cache, decoding_reqs=[a])
+    launched = batch_of([3] * len(reqs), forward_mode=mode)
+    sglang_batch._note_requests(launched, object, between)
+    sglang_batch._publish_requests(lambda runner, forward_batch: None, RUNNER, launched)
+    assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
     reads.step([a], beam_tail=object())
     assert unchanged == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
-def test_a_step_that_another_backend_decodes_makes_the_next_one_new(
-    reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
-) -> None:
-    # Data parallelism: while a peer prefills, SGLang runs a decode batch as a prefill of one token
-    # each. It decides so before the batch is made (0.5.23), or after (both versions).
-    a = reads.request("a", [1, 2, 3])
-    original, unchanged = reads.reader.read, []
-
-    def note_and_read(view: Any) -> Any:
-        unchanged.append(reads.reader.is_unchanged())
-        return original(view)
-
-    monkeypatch.setattr(reads.reader, "read", note_and_read)
-    reads.step([a])
-    reads.step([a])
-    key = reads.batch.key
-    launched = batch_of([9], forward_mode=mode)
-    scheduled = SimpleNamespace(reqs=[a], tree_cache=reads.tree.cache, decoding_reqs=[a])
-    sglang_batch._note_requests(launched, object, scheduled)
-    sglang_batch._publish_requests(lambda runner, forward_batch: None, RUNNER, launched)
-    assert reads.step([a]) == []  # it has not moved
-    assert reads.batch.key == key
-    reads.step([a])
-    assert unchanged == [False, True, False, True]
 
 
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.server_args import ServerArgs
 from sglang_fakes import KV_HEADS, SLOTS, KVPool, config, layers, runner, server_arguments
 
 from sglang_pat.sglang_backend import PatAttnBackend
-from sglang_pat.sglang_refusals import REFUSED_ARGUMENTS
+from sglang_pat.sglang_refusals import GLUE_GRAPH, REFUSED_ARGUMENTS
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "mla": (lambda: runner(use_mla_backend=True), "multi-head latent attention .Llama"),
@@ -116,3 +117,11 @@ def test_refused_arguments_exist_in_this_sglang() -> None:
     known = getattr(ServerArgs, "__dataclass_fields__", None) or ServerArgs.__struct_fields__
     for name in [*REFUSED_ARGUMENTS, "dcp_size", "page_size"]:
         assert name in known
+
+
+@pytest.mark.skipif(not hasattr(envs, GLUE_GRAPH), reason="this SGLang has no glue graphs")
+def test_a_graph_in_place_of_planning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its replays would read the plan of the step that it was captured in.
+    monkeypatch.setenv(GLUE_GRAPH, "1")
+    with pytest.raises(ValueError, match=f"server options = {GLUE_GRAPH}=1"):
+        PatAttnBackend(runner())
