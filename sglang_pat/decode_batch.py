@@ -85,14 +85,12 @@ class DecodeBatch(NamedTuple):
     """One decode step, in batch order.
 
     seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
-    marks a
-        padding row: its output is 0 and its LSE -inf.
+        marks a padding row: its output is 0 and its LSE -inf.
     paths: the batch's paths, or a function that reads them: it is called only when a plan is built.
         Or a forest that keeps them, for this batch until its next update(); rows behind its last
         request have no path.
     key: equal keys promise equal paths, rows and order, so that a plan may be reused while
-    `seq_lens` grow.
-        None: the paths themselves are compared.
+        `seq_lens` grow. None: the paths themselves are compared.
     begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
         there its time is counted.
     """

@@ -91,7 +91,7 @@ class PackAttention:
         num_kv_heads.
         dtype: of queries and KV. device: of all tensors. policy: how packs are formed (README).
         num_workers: how many CTAs share the work of one KV head; None: from the device.
-        growth_tokens: a plan is reused until a request has grown by this many tokens.
+        growth_tokens: a plan is made anew when a request has grown by more tokens than this.
         executor: "cuda" runs the kernels, "reference" plain torch; "auto" takes the kernels on a
         CUDA device unless dtype is float32, which they do not have. max_requests, max_shared_slots:
         with max_requests, the buffers of the kernels are allocated here and never move, so that
@@ -275,7 +275,8 @@ class PackAttention:
         kind: StepKind = "cold"
         if isinstance(batch.paths, PrefixForest):
             self._scheduler.plan(batch.paths, batch.seq_lens)
-            kind = "changed" if batch.paths.num_kept else "cold"
+            if key == self._key or batch.paths.num_kept:  # outgrown, or other requests
+                kind = "changed"
         else:
             paths = batch.read_paths() if read_paths is None else read_paths
             self._scheduler.plan(

@@ -17,11 +17,11 @@ from sglang_pat.planning_times import PlanningTimes
 class PlanStats:
     """Counters, summed over decode steps.
 
-    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or a request
-    became shorter; "tail_growth": a request outgrew the length its tail was planned for. The
-    kv_tokens_* fields are those of `KvTokens` at the lengths of each step. planning_ns has one time
-    per step: from `DecodeBatch.begun_ns`, or the call of plan(), to its return; of a repeated step,
-    until it was known to be one.
+    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or another
+    number of rows; "tail_growth": a request outgrew the length its tail was planned for, or became
+    shorter than it was then. The kv_tokens_* fields are those of `KvTokens` at the lengths of each
+    step. planning_ns has one time per step: from `DecodeBatch.begun_ns`, or the call of plan(), to
+    its return; of a repeated step, until it was known to be one.
     """
 
     plans_built: int = 0

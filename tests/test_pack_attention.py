@@ -11,6 +11,7 @@ from forests import make_case, three_level_case
 from test_reference import Problem
 
 from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
+from sglang_pat.cuda_executor import PlanOverflowError
 
 HEADS = (8, 2, 64)
 
@@ -56,6 +57,34 @@ def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> Non
     assert steps.reads == stats.plans_built == 4
     assert stats.plans_reused == 101
     assert stats.causes == {"first": 1, "tail_growth": 2, "batch_changed": 1}
+
+
+def test_another_number_of_rows_is_another_batch() -> None:
+    steps = Steps()
+    steps.step(0)
+    steps.paths = PrefixPaths.private(2)
+    steps.lens = steps.lens[:2]
+    steps.tables["req_pool_indices"] = torch.arange(2)
+    steps.step(1)
+    assert steps.attention.stats.causes == {"first": 1, "batch_changed": 1}
+
+
+def test_a_plan_that_the_executor_refuses_leaves_none() -> None:
+    steps = Steps()
+    steps.step(0)
+
+    def refuse(scheduler: object, step: object) -> None:
+        raise PlanOverflowError("too large")
+
+    executor = steps.attention._executor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "load_plan", refuse)
+        with pytest.raises(PlanOverflowError):
+            steps.step(1, key="another batch")
+    with pytest.raises(RuntimeError, match="run\\(\\) needs a plan"):
+        steps.attention.run(*[torch.zeros(3, 8, 64)] * 3)
+    steps.step(2)
+    assert steps.attention.stats.causes == {"first": 2}
 
 
 def test_without_a_key_the_paths_decide() -> None:

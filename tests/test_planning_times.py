@@ -57,14 +57,15 @@ def test_times_since_an_earlier_reading() -> None:
 
 
 def test_which_steps_are_counted_as_what() -> None:
-    forest, attention = PrefixForest(), PackAttention(8, 2, 64, dtype=torch.float32)
+    forest = PrefixForest()
+    attention = PackAttention(8, 2, 64, dtype=torch.float32, growth_tokens=1)
     node = (1, 0, 0, 4, 4, 0)
     a, b, c = ("a", "b", "c")
 
-    def step(before: list[str], now: list[str], key: int) -> None:
+    def step(before: list[str], now: list[str], key: int, length: int = 6) -> None:
         if key != attention._key:
             forest.update(before, now, set(), lambda requests: [[node]] * len(requests))
-        lens = np.full(len(now), 6, dtype=np.int32)
+        lens = np.full(len(now), length, dtype=np.int32)
         attention.plan(
             DecodeBatch(lens, forest, key),
             req_to_token=torch.zeros((4, 8), dtype=torch.int32),
@@ -76,5 +77,6 @@ def test_which_steps_are_counted_as_what() -> None:
     step([a, b], [a, b], 0)
     step([a, b], [a, b, c], 1)
     step([], [a], 2)
+    step([a], [a], 2, length=8)  # outgrown, but read before
     counted = {kind: each.total() for kind, each in attention.stats.planning_ns.items()}
-    assert counted == {"cold": 2, "unchanged": 1, "changed": 1}
+    assert counted == {"cold": 2, "unchanged": 1, "changed": 2}

@@ -298,6 +298,19 @@ def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
 
 
 @pytest.mark.usefixtures("running")
+def test_a_step_in_which_the_log_wants_a_line_is_planned(
+    backend: PatAttnBackend, repeating: Callable[..., bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert backend._reports._log is not None
+    backend._reports._log._interval = 3
+    with caplog.at_level("INFO"):
+        planned = [repeating(length) for length in range(31, 38)]
+    assert planned == [True, False, False, True, False, False, True]
+    lines = [line for line in caplog.messages if line.startswith("Pat decode")]
+    assert [line[:32] for line in lines] == ["Pat decode, #plan: 0, #reuse: 3,"] * 2
+
+
+@pytest.mark.usefixtures("running")
 def test_in_debug_mode_every_step_is_planned_and_must_grow_by_one(
     backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
