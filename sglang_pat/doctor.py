@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,7 @@ Status = Literal["ok", "warning", "failed"]
 PLUGIN_GROUP = "sglang.srt.plugins"
 NO_GPU = "no NVIDIA GPU: plans are executed by torch (tests only)"
 _OLDEST_CAPABILITY = (8, 0)
-_INSTALL = "pip install 'sglang-pat[sglang]'"
+_INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,8 @@ def check_environment() -> Check:
         environment = Environment.read()
     except ValueError as error:
         return Check("variables", "failed", str(error), "unset it, or give it an allowed value")
-    return Check("variables", "ok", f"policy {environment.policy}, debug {environment.debug}")
+    values = (f"{field.name} {getattr(environment, field.name)}" for field in fields(environment))
+    return Check("variables", "ok", ", ".join(values))
 
 
 # --- GPU, torch, compilers ---

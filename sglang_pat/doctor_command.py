@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sglang_pat.output_file import output_file
 
 if TYPE_CHECKING:
     from sglang_pat.doctor import Check
@@ -26,7 +27,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the checks as JSON")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the checks as JSON"
+    )
     parser.set_defaults(run=run)
 
 

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -76,8 +77,15 @@ def library_path(config: KernelConfig, toolchain: Toolchain, cache: Path) -> Pat
 
 def _build_locked(config: KernelConfig, toolchain: Toolchain, library: Path) -> None:
     key, cache = library.parent.name, library.parent.parent
-    cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / f"{key}.lock"):
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / f"{key}.lock").open("w")
+    except OSError as error:
+        raise KernelBuildError(
+            f"the kernels' cache {cache} cannot be written ({error.strerror}): make it writable, "
+            "or set XDG_CACHE_HOME to a folder that is"
+        ) from error
+    with _locked(lock):
         for abandoned in cache.glob(f"{key}.build-*"):
             shutil.rmtree(abandoned, ignore_errors=True)
         if library.exists():
@@ -257,8 +265,8 @@ def _run(command: list[str]) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The system releases it however the process ends."""
-    with path.open("w") as file:
+def _locked(file: TextIO) -> Iterator[None]:
+    """Hold an exclusive lock on `file`. The system releases it however the process ends."""
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

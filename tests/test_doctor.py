@@ -175,7 +175,10 @@ def test_the_scheduler_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_environment().status == "ok"
+    monkeypatch.setenv("SGLANG_PAT_GROWTH_TOKENS", "7")
+    check = doctor.check_environment()
+    assert check.status == "ok"
+    assert "policy memory, debug False, stats_file None, growth_tokens 7" in check.found
     monkeypatch.setenv("SGLANG_PAT_POLICY", "greedy")
     check = doctor.check_environment()
     assert check.status == "failed"

@@ -113,6 +113,13 @@ def test_a_failed_build_shows_the_command_and_leaves_nothing(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_a_cache_that_cannot_be_written_is_named(toolchain: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    with pytest.raises(KernelBuildError, match=rf"{cache} cannot be written.*XDG_CACHE_HOME"):
+        build(CONFIG, cache=cache)
+
+
 def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(KernelBuildError, match=r"has no CUDA: install a CUDA build of torch"):

@@ -58,10 +58,14 @@ def test_the_command_in_the_result_repeats_it(tmp_path: Path) -> None:
         ((), "give a TRACE, --generate NAME or --preset NAME"),
         ((TRACE, "--generate", "toolagent"), "not both"),
         (("--generate", "chatter"), "workload 'chatter'; allowed: conversation"),
+        (("--generate", "chatter"), "no-sharing, pat-figure-10"),
+        ((TRACE, "--rate", "3"), "--rate 3.0 has no effect on"),
+        ((TRACE, "--seed", "0"), "--seed 0 has no effect on"),
+        (("--preset", "pat-figure-12", "--seed", "1"), "no effect on pat-figure-10"),
+        (("--generate", "toolagent", "--strict"), "--strict True has no effect on toolagent"),
         ((TRACE, "--policies", "memory,greedy"), "a policy is one of memory"),
         ((TRACE, "--model", "gpt-9"), "model 'gpt-9'; allowed: llama-3-8b"),
         (("missing.jsonl",), "missing.jsonl: there is no such file"),
-        ((TRACE, "--json", "no/such/folder/result.json"), "its folder does not exist"),
         ((TRACE, "--max-batch", "0"), "max_batch must be at least 1, got 0"),
         ((TRACE, "--kv-pool-gb", "0"), "kv_tokens must be at least 1, got 0"),
     ],
@@ -85,7 +89,7 @@ def test_a_missing_sglang_is_named(
 
     monkeypatch.setattr(command.importlib.util, "find_spec", without_sglang)
     assert replay(TRACE) == 2
-    assert "needs sglang: pip install 'sglang-pat[sglang,replay]'" in capsys.readouterr().err
+    assert "needs sglang: pip install '.[sglang,replay]' in a clone" in capsys.readouterr().err
 
 
 def test_ctrl_c_writes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

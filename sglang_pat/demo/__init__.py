@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_pat.demo.workload import make_requests
+from sglang_pat.output_file import output_file
 
 DESCRIPTION = "serve a live workload through pat and through SGLang's own backend, and compare"
 MIN_REQUESTS = 48
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"how many requests to send, at least {MIN_REQUESTS} (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the result as JSON"
+    )
     parser.set_defaults(run=run)
 
 
@@ -40,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in ("sglang", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         needed = " and ".join(missing)
-        print(f"the demo needs {needed}: pip install 'sglang-pat[sglang,bench]'", file=sys.stderr)
+        print(f"the demo needs {needed}: pip install '.[sglang]' in a clone", file=sys.stderr)
         return 2
     _quieten()
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.output_file import output_file
 from sglang_pat.replay.presets import FIGURE_10, PRESETS
 from sglang_pat.support import POLICIES
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"rl-rollout, no-sharing or {FIGURE_10}",
     )
     trace.add_argument(
-        "--save", type=Path, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
+        "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
     )
     trace.add_argument("--rate", type=float, help="generated requests a second, or inf")
     trace.add_argument("--seed", type=int, help="of the generator (default: 0)")
@@ -103,9 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="cuda: also time kernels on the sampled steps",
     )
-    output.add_argument("--json", type=Path, metavar="FILE", help="everything, as JSON")
-    output.add_argument("--csv", type=Path, metavar="FILE", help="the sampled steps, as CSV")
-    output.add_argument("--html", type=Path, metavar="FILE", help="a report with plots")
+    output.add_argument("--json", type=output_file, metavar="FILE", help="everything, as JSON")
+    output.add_argument("--csv", type=output_file, metavar="FILE", help="the sampled steps, as CSV")
+    output.add_argument("--html", type=output_file, metavar="FILE", help="a report with plots")
     output.add_argument(
         "--compare",
         nargs=2,
@@ -123,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         print(
             f"sglang-pat replay needs {', '.join(missing)}: "
-            "pip install 'sglang-pat[sglang,replay]'",
+            "pip install '.[sglang,replay]' in a clone",
             file=sys.stderr,
         )
         return 2
@@ -155,9 +156,6 @@ def _replay(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     options = _options(settings)
     trace = _open_trace(settings)
-    for path in (arguments.json, arguments.csv, arguments.html, arguments.save):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: its folder does not exist")
     if arguments.save is not None:
         _save(arguments.save, settings)
     enable_cpu_engine()
@@ -210,7 +208,20 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = dict.fromkeys(vars(arguments)) | _DEFAULTS | preset | given
     if settings["trace"] is None and settings["generate"] is None:
         raise ValueError("what is to be replayed? give a TRACE, --generate NAME or --preset NAME")
+    _refuse_unused(given, settings)
     return settings
+
+
+def _refuse_unused(given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """ValueError for an option about traces of another kind than the one that is replayed."""
+    is_file = settings["trace"] is not None
+    unused: tuple[str, ...] = () if is_file else ("format", "strict")
+    if is_file or settings["generate"] == FIGURE_10:
+        unused += ("rate", "seed")
+    for name in unused:
+        if given.get(name, False) is not False:
+            replayed = settings["trace"] or settings["generate"]
+            raise ValueError(f"--{name} {given[name]} has no effect on {replayed}: leave it out")
 
 
 def _options(settings: dict[str, Any]) -> Any:
@@ -239,13 +250,16 @@ def _options(settings: dict[str, Any]) -> Any:
 
 def _open_trace(settings: dict[str, Any]) -> Any:
     from sglang_pat.replay.figure_10 import figure_10_trace
-    from sglang_pat.replay.generators import generate
+    from sglang_pat.replay.generators import WORKLOADS, generate
     from sglang_pat.replay.readers import open_trace
 
     if settings["trace"] is not None:
         return open_trace(settings["trace"], settings["format"], strict=settings["strict"])
     if settings["generate"] == FIGURE_10:
         return figure_10_trace()
+    if settings["generate"] not in WORKLOADS:
+        allowed = ", ".join((*WORKLOADS, FIGURE_10))
+        raise ValueError(f"workload {settings['generate']!r}; allowed: {allowed}")
     requests = settings["limit"] or _GENERATED_REQUESTS
     return generate(
         settings["generate"], requests=requests, seed=settings["seed"], rate=settings["rate"]

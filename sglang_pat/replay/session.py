@@ -39,7 +39,7 @@ class Replay:
         except ImportError as error:
             raise SGLangMissingError(
                 f"the replay runs SGLang's radix tree, but SGLang cannot be imported ({error}); "
-                "pip install 'sglang-pat[sglang,replay]'"
+                "pip install '.[sglang,replay]' in a clone"
             ) from error
         self._trace = trace
         self._options = options
