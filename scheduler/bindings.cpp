@@ -64,8 +64,8 @@ class PathsFromTuples {
                                std::string(py::repr(items[i])));
         }
         node_id_.push_back(integer(items[i], 0));
-        kv_begin_.push_back(static_cast<int32_t>(integer(items[i], 2)));
-        kv_end_.push_back(static_cast<int32_t>(integer(items[i], 3)));
+        kv_begin_.push_back(position(items[i], 2));
+        kv_end_.push_back(position(items[i], 3));
         goes_on = integer(items[i], 5) > 0;
       }
       path_begin_.push_back(static_cast<int32_t>(node_id_.size()));
@@ -84,6 +84,14 @@ class PathsFromTuples {
     const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(node, field));
     if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
     return value;
+  }
+
+  static int32_t position(PyObject* node, Py_ssize_t field) {
+    const int64_t value = integer(node, field);
+    if (!std::in_range<int32_t>(value)) {
+      throw py::value_error("positions must fit into int32, got " + std::to_string(value));
+    }
+    return static_cast<int32_t>(value);
   }
 
   std::vector<int32_t> path_begin_;

@@ -18,8 +18,8 @@ void check_int32(int64_t value, const char* what) {
 
 template <typename T>
 void copy_section(const std::vector<T>& section, int64_t offset, std::span<int32_t> out) {
-  if (!section.empty())
-    std::memcpy(out.data() + offset, section.data(), section.size() * sizeof(T));
+  if (section.empty()) return;  // then data() may be null, which memcpy must not be given
+  std::memcpy(out.data() + offset, section.data(), section.size() * sizeof(T));
 }
 
 }  // namespace

@@ -113,8 +113,8 @@ int32_t KvSplitter::deal(int64_t budget, PieceFn&& piece) const {
 }
 
 int64_t KvSplitter::smallest_budget(int64_t total) const {
-  int64_t uncuttable =
-      0;  // a ticket must be able to take the longest piece that no cut can shorten
+  // A ticket must be able to take the longest piece that no cut can shorten.
+  int64_t uncuttable = 0;
   for (const Tile& tile : list_) {
     uncuttable =
         std::max(uncuttable, cost(tile, std::min(tile.num_tokens, 2 * config_.min_piece_tokens)));
@@ -141,8 +141,9 @@ void KvSplitter::split_evenly(const Packing& packing, int64_t total, Split& out)
   deal(smallest_budget(total),
        [&](const Tile& tile, int32_t offset, int32_t tokens, int32_t ticket) {
          const int32_t index = static_cast<int32_t>(out.pieces.size());
-         if (static_cast<size_t>(ticket) == out.tickets.size())
+         if (static_cast<size_t>(ticket) == out.tickets.size()) {
            out.tickets.push_back({index, index});
+         }
          out.tickets.back().piece_end = index + 1;
          out.pieces.push_back(piece_of(packing, tile, offset, tokens));
        });

@@ -17,8 +17,8 @@ struct SplitConfig {
   // No cut makes a piece shorter than this; a multiple of kCutGranularity.
   int32_t min_piece_tokens;
 };
-inline constexpr int32_t kCutGranularity =
-    64;  // cuts lie at multiples of this from the pack's beginning
+// Cuts lie at multiples of this from the pack's beginning.
+inline constexpr int32_t kCutGranularity = 64;
 
 // Some requests of one pack against one range of its KV: what a CTA executes in one go.
 struct Piece {
@@ -37,9 +37,10 @@ struct Ticket {
 };
 
 struct Split {
-  std::vector<Piece> pieces;  // in the order of the packs: a request's pieces ascend in position
-  std::vector<Ticket>
-      tickets;  // in the order in which they are drawn; each piece is in one of them
+  // In the order of the packs: a request's pieces ascend in position.
+  std::vector<Piece> pieces;
+  // In the order in which they are drawn; each piece is in one of them.
+  std::vector<Ticket> tickets;
 };
 
 class KvSplitter {

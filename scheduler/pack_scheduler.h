@@ -22,8 +22,8 @@ struct SchedulerConfig {
   int32_t max_block_q;  // largest tile of the device
   Policy policy;
   int32_t min_piece_tokens;  // shortest piece that a cut makes
-  int32_t
-      growth_tokens;  // a plan serves until a request is this much longer than when it was planned
+  // A plan serves until a request is more than this longer than when it was planned.
+  int32_t growth_tokens;
   CostModel cost;
 };
 

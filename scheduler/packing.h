@@ -53,8 +53,8 @@ class Packer {
 
  private:
   struct NodeState {
-    int32_t
-        pack_begin;  // where the node's pack begins: before the node itself if it was merged upwards
+    // Where the node's pack begins: before the node itself if it was merged upwards.
+    int32_t pack_begin;
     int32_t remaining;  // requests still in the node's pack
     int32_t cursor;     // next free place in the pack's run of Packing::requests
     bool left_parent;   // merged upwards: its requests are not in the parent's pack

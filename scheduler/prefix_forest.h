@@ -17,8 +17,8 @@ struct PathsView {
 
 // A KV range that at least two requests of the batch share.
 struct ForestNode {
-  int32_t
-      parent;  // index of the enclosing shared node, smaller than this node's own; -1 for a root
+  // Index of the enclosing shared node, smaller than this node's own; -1 for a root.
+  int32_t parent;
   int32_t kv_begin;
   int32_t kv_end;
   int32_t num_holders;

@@ -186,6 +186,7 @@ def test_a_node_that_comes_again_elsewhere_after_all_have_left_it() -> None:
         ([[(5, -1, 0, 9, 9, 0)], [(5, -1, 0, 8, 8, 0)]], "disagree about node 5"),
         ([[(1, -1, 0, 100, 9, 0), (2, -1, 120, 130, 9, 0)], []], "gap"),
         ([[(5, -1, 0)], []], r"a node must be a tuple of 6 integers, got \(5, -1, 0\)"),
+        ([[(5, -1, 0, 2**32 + 4, 4, 0)], []], "positions must fit into int32, got 4294967300"),
         (7, "incompatible|sequence|iterable"),
     ],
 )
