@@ -32,7 +32,6 @@ Status = Literal["ok", "warning", "failed"]
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 NO_GPU = "no NVIDIA GPU: plans are executed by torch (tests only)"
-_OLDEST_CAPABILITY = (8, 0)
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 
 
@@ -154,7 +153,7 @@ def check_gpu(gpus: Sequence[Gpu]) -> Check:
         return Check("GPU", "warning", NO_GPU, "nothing, for tests; else install NVIDIA's driver")
     found = ", ".join(f"{gpu.name} (compute capability {gpu.arch})" for gpu in gpus)
     found += f"; driver {gpus[0].driver}"
-    if any(gpu.capability < _OLDEST_CAPABILITY for gpu in gpus):
+    if any(gpu.capability < support.OLDEST_CAPABILITY for gpu in gpus):
         advice = "hide the older ones by CUDA_VISIBLE_DEVICES; pat needs 8.0 (Ampere) or newer"
         return Check("GPU", "failed", found, advice)
     return Check("GPU", "ok", found)
@@ -211,7 +210,7 @@ def _check_cache(gpus: Sequence[Gpu], toolchain: Toolchain, cache: Path) -> Chec
     configs = [
         KernelConfig(getattr(torch, dtype), head_dim, capability)
         for capability in sorted({gpu.capability for gpu in gpus})
-        if capability >= _OLDEST_CAPABILITY
+        if capability >= support.OLDEST_CAPABILITY
         for dtype in support.KERNEL_DTYPES
         for head_dim in support.HEAD_DIMS
     ]

@@ -16,7 +16,6 @@ _ELEMENTS = {
     torch.float16: ("__half", "Half", "fp16"),
     torch.bfloat16: ("__nv_bfloat16", "BFloat16", "bf16"),
 }
-_OLDEST_ARCH = (8, 0)
 # Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
@@ -38,7 +37,7 @@ class KernelConfig:
             raise ValueError(f"the CUDA kernels support dtype {allowed}; got {self.dtype}")
         if self.head_dim not in support.HEAD_DIMS:
             raise support.unsupported("head_dim", self.head_dim)
-        if self.arch < _OLDEST_ARCH:
+        if self.arch < support.OLDEST_CAPABILITY:
             raise ValueError(
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"

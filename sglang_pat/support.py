@@ -12,6 +12,7 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.23")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 HEAD_DIMS = (64, 128)
+OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/include/pat/tile_table.h
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
@@ -38,7 +39,8 @@ _MATRIX = (
     SupportRow("Python", "3.11, 3.12", "refused by pip"),
     SupportRow(
         "device",
-        "NVIDIA GPUs from compute capability 8.0, by CUDA kernels; CPU, by torch",
+        f"NVIDIA GPUs from compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}, by "
+        "CUDA kernels; CPU, by torch",
         REFUSED,
     ),
     SupportRow("CUDA graphs", "captured and replayed, with float16 and bfloat16", REFUSED),
