@@ -1,12 +1,12 @@
-"""Host time of planning, without a GPU, for batches of three-level paths: one system prompt, a
-document per 16 requests, a turn per request.
+"""Host time of planning, without a GPU, for batches of three-level paths.
 
     python benchmarks/bench_scheduler.py [--json FILE]
 
-Stages, from 16 to 4,096 requests: "cold plan" is PackScheduler.plan(), paths in, plan assembled;
-"write" copies it into the plan buffer. Steps, with 256 requests in each of SGLang's prefix caches:
-"read" is BatchReader.read(), "plan" PackAttention.plan() up to the plan in its buffer, without the
-copy to a device; with everything Python does in both.
+Paths: one system prompt, a document per 16 requests, a turn per request. Stages, from 16 to 4,096
+requests: "cold plan" is PackScheduler.plan(), paths in, plan assembled; "write" copies it into the
+plan buffer. Steps, with 256 requests in each of SGLang's prefix caches: "read" is
+BatchReader.read(), "plan" PackAttention.plan() up to the plan in its buffer, without the copy to a
+device; with everything Python does in both.
 """
 
 from __future__ import annotations

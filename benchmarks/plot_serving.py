@@ -1,5 +1,7 @@
-"""Draw the result of bench_serving.py: a row per model. Left, time per output token of each case
-with its floor; right, what SGLang's client measured at rising request rates.
+"""Draw the result of bench_serving.py, a row per model.
+
+Left, time per output token of each case with its floor; right, what SGLang's client measured at
+rising request rates.
 
 python benchmarks/plot_serving.py benchmarks/results/h100/serving.json docs/serving.png
 """
