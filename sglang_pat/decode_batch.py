@@ -101,11 +101,17 @@ class DecodeBatch(NamedTuple):
     begun_ns: int = 0
 
     def read_paths(self) -> PrefixPaths:
-        """The paths, read now if they were given as a function."""
+        """The paths, read now if they were given as a function. TypeError if they are none."""
         if isinstance(self.paths, PrefixForest):
             padding = len(self.seq_lens) - len(self.paths)
             return PrefixPaths.from_lists([*self.paths.paths(), *[()] * padding])
-        return self.paths() if callable(self.paths) else self.paths
+        paths = self.paths() if callable(self.paths) else self.paths
+        if not isinstance(paths, PrefixPaths):
+            raise TypeError(
+                f"batch.paths must be PrefixPaths, got {type(paths).__name__}; "
+                "PrefixPaths.from_lists() makes them of lists"
+            )
+        return paths
 
 
 class Step(NamedTuple):

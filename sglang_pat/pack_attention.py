@@ -299,6 +299,8 @@ class PackAttention:
         lens = batch.seq_lens
         if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
             raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
+        if not lens.flags.c_contiguous:
+            raise ValueError(f"batch.seq_lens must be contiguous, got strides {lens.strides}")
         if req_to_token is not self._checked_table:
             self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
             self._checked_table = req_to_token

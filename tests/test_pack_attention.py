@@ -255,6 +255,16 @@ def good_step() -> dict[str, Any]:
             DecodeBatch(np.array([4, 5], np.int32), PrefixPaths.private(3)),
             "path_begin must have num_requests",
         ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, 0, 5, 0], np.int32)[::2], PrefixPaths.private(2)),
+            r"batch.seq_lens must be contiguous, got strides \(8,\)",
+        ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, 5], np.int32), lambda: [[(1, 0, 4)], []]),  # type: ignore
+            r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
+        ),
     ],
 )
 def test_bad_steps(name: str, value: object, message: str) -> None:
