@@ -136,14 +136,20 @@ def _ask_nvidia_smi() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is no driver
+        return []
     if answer.returncode:  # no driver is loaded
         return []
     gpus = []
     for line in answer.stdout.splitlines():
         name, capability, driver = (part.strip() for part in line.rsplit(",", 2))
         major, _, minor = capability.partition(".")
-        gpus.append(Gpu(name, (int(major), int(minor)), driver))
+        if major.isdecimal() and minor.isdecimal():  # a GPU that does not tell says "[N/A]"
+            gpus.append(Gpu(name, (int(major), int(minor)), driver))
     return gpus
 
 

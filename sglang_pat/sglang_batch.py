@@ -55,16 +55,11 @@ class StepRequests(NamedTuple):
 class _Running:
     """What is being run right now in this process, whose scheduler is a single thread."""
 
-    step: StepRequests | None = None
+    step: StepRequests | None = None  # None in a warm-up or a capture
     is_shown = False  # whether a reader has been asked about `step`
     # Of the last batch, if that was decoded by pat: equal lists of later steps are this one.
     last_reqs: ClassVar[list[Request]] = []
     readers: ClassVar[WeakSet[BatchReader]] = WeakSet()
-
-
-def running_step() -> StepRequests | None:
-    """The requests of the decode step that is being run; None in a warm-up or a capture."""
-    return _Running.step
 
 
 def _note_requests(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:

@@ -72,6 +72,7 @@ def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None
             ["NVIDIA H100, 80GB", "Tesla V100"],
         ),
         ("exit 9", []),  # no driver is loaded
+        ("echo 'GRID, [N/A], 580.1'; echo 'L4, 8.9, 580.1'", ["L4"]),
     ],
 )
 def test_nvidia_smi_is_asked(

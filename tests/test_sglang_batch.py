@@ -15,7 +15,7 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat import sglang_batch
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.decode_batch import DecodeBatch
-from sglang_pat.sglang_batch import BEAMS, CUT, NO_REQUESTS, BatchReader, running_step
+from sglang_pat.sglang_batch import BEAMS, CUT, NO_REQUESTS, BatchReader, _Running
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -372,15 +372,15 @@ def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: li
     sglang_batch._note_requests(launched, object, SimpleNamespace(reqs=reqs, tree_cache=tree.cache))
 
     def fail(runner: Any, forward_batch: Any) -> None:
-        assert running_step() is not None
+        assert _Running.step is not None
         raise KeyError("from the model")
 
     with pytest.raises(KeyError, match="from the model"):
         sglang_batch._publish_requests(fail, RUNNER, launched)
-    assert running_step() is None
+    assert _Running.step is None
 
     draft = SimpleNamespace(is_draft_worker=True)
-    seen = sglang_batch._publish_requests(lambda *args: running_step(), draft, launched)
+    seen = sglang_batch._publish_requests(lambda *args: _Running.step, draft, launched)
     assert seen is None
 
 
