@@ -28,7 +28,7 @@ from rich.table import Table
 from serving.cases import Case
 from serving.latency import difference
 from serving.models import MODELS, TINY, ModelShape
-from serving.server import Server, contender, running_server
+from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
 from sglang_pat.planning_times import PlanningTimes, StepKind
@@ -43,23 +43,23 @@ _LAG_SECONDS = 0.3
 def measure(server: Server, model: ModelShape, case: Case) -> dict[str, dict[str, Any]]:
     """By batch: steps, percentiles in microseconds, and the histogram that they are read from."""
     prompts = case.prompts(model.vocab_size)
-    server.generate(prompts, _sampling(4))  # into the tree
+    server.generate(prompts, sampling_of(4))  # into the tree
     found: dict[str, dict[str, Any]] = {}
 
     before = server.stats()
-    server.generate(prompts, _sampling(case.generated))
+    server.generate(prompts, sampling_of(case.generated))
     found["same"] = _times(server.stats(), before, "unchanged")
 
     before = server.stats()
     first = case.generated // 4
     answers = range(first, first + case.batch)
-    server.generate(prompts, [_sampling(num_tokens) for num_tokens in answers])
+    server.generate(prompts, [sampling_of(num_tokens) for num_tokens in answers])
     found["leave"] = _times(server.stats(), before, "changed")
 
     # Streams that are left open, and closed when all is counted: nobody leaves before.
     num_joining = case.batch // 4
     present, joining = prompts[:-num_joining], prompts[-num_joining:]
-    endless = _sampling(8 * case.generated, stream_interval=8 * case.generated)
+    endless = sampling_of(8 * case.generated, stream_interval=8 * case.generated)
     with ExitStack() as streams:
 
         def start(batch: list[list[int]]) -> None:
@@ -95,10 +95,6 @@ def _times(after: Mapping[str, Any], before: Mapping[str, Any], kind: StepKind) 
     times = PlanningTimes({kind: histogram})
     percentiles = {f"p{percent}_us": times.percentile_us(kind, percent) for percent in PERCENTS}
     return {"steps": histogram.total(), **percentiles, "histogram_ns": dict(histogram)}
-
-
-def _sampling(num_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True, **more}
 
 
 def main() -> None:

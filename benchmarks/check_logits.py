@@ -32,7 +32,7 @@ import numpy as np
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.answers import Answer, agreement, with_candidates
-from serving.server import Server, contender, running_server
+from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
 from sglang_pat.testing.cpu_engine import cuda_driver_is_present
@@ -108,7 +108,7 @@ def answer_all(server: Server, setup: Setup) -> Run:
     usable = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
     chosen = random.Random(6).sample(usable, REQUESTS + PROBES)
     forced, probes = chosen[:REQUESTS], chosen[REQUESTS:]
-    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    sampling = sampling_of(NUM_TOKENS)
 
     server.flush()
     answers = server.generate(

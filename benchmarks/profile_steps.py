@@ -26,7 +26,7 @@ from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.cases import Case, cases_of
 from serving.models import MODELS, ModelShape
-from serving.server import Server, contender, running_server
+from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console, show_failure
 
 STEPS = 24
@@ -63,9 +63,8 @@ def per_step(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 def profile(server: Server, case: Case, vocab_size: int, folder: Path) -> Path:
     """The trace of STEPS decode steps of `case`. TimeoutError if SGLang writes none."""
     prompts = case.prompts(vocab_size)
-    sampling = {"temperature": 0, "ignore_eos": True}
-    server.generate(prompts[:1], sampling | {"max_new_tokens": 1})
-    server.generate(prompts, sampling | {"max_new_tokens": 4})
+    server.generate(prompts[:1], sampling_of(1))
+    server.generate(prompts, sampling_of(4))
     server.start_profile(
         output_dir=str(folder),
         num_steps=STEPS,
@@ -74,7 +73,7 @@ def profile(server: Server, case: Case, vocab_size: int, folder: Path) -> Path:
         with_stack=False,
         record_shapes=False,
     )
-    server.generate(prompts, sampling | {"max_new_tokens": 2 * STEPS})
+    server.generate(prompts, sampling_of(2 * STEPS))
     deadline = time.monotonic() + TRACE_SECONDS
     while time.monotonic() < deadline:
         traces = list(folder.glob("*DECODE*.trace.json.gz"))

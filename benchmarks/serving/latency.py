@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from serving.cases import Case
-from serving.server import Server
+from serving.server import Server, sampling_of
 
 REPEATS = 3
 OBSERVERS = 8
@@ -35,7 +35,7 @@ def measure(server: Server, case: Case, vocab_size: int) -> dict[str, Any]:
     if case.prefix:  # first alone, so that the prompts find it in the tree
         server.generate(
             [prompt[: case.prefix] for prompt in prompts[:: case.batch // case.groups]],
-            _sampling(1),
+            sampling_of(1),
         )
     _seconds(server, case, prompts, 4)  # compiles what is compiled at first use
     first = min(_seconds(server, case, prompts, 1)[0] for _ in range(REPEATS))
@@ -58,7 +58,7 @@ def _seconds(
     server: Server, case: Case, prompts: list[list[int]], num_tokens: int
 ) -> tuple[float, list[dict[str, Any]]]:
     begin = time.perf_counter()
-    answers = server.generate(prompts, _sampling(num_tokens, case.temperature))
+    answers = server.generate(prompts, sampling_of(num_tokens, case.temperature))
     return time.perf_counter() - begin, answers
 
 
@@ -66,7 +66,7 @@ def _latencies(server: Server, case: Case, prompts: list[list[int]]) -> dict[str
     """`ttft_ms` over all requests, `itl_ms` over the observers', each as mean, p50 and p99."""
     observers = set(range(0, case.batch, -(-case.batch // OBSERVERS)))
     sampling = [
-        _sampling(
+        sampling_of(
             case.generated,
             case.temperature,
             stream_interval=1 if index in observers else case.generated,
@@ -122,15 +122,6 @@ def read_ratio(stats: Mapping[str, Any]) -> float | None:
     """KV tokens that pat read, per KV token of query-centric attention; None without any."""
     own = stats["kv_tokens_query_centric"]
     return stats["kv_tokens_planned"] / own if own else None
-
-
-def _sampling(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
-    return {
-        "temperature": temperature,
-        "max_new_tokens": num_tokens,
-        "ignore_eos": True,
-        **more,
-    }
 
 
 def _digest(tokens: list[int]) -> str:

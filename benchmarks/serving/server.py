@@ -48,6 +48,16 @@ def contender(name: str) -> Contender:
     return REPLAN if name == REPLAN.name else Contender(name, name)
 
 
+def sampling_of(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
+    """SGLang's sampling parameters of an answer of exactly so many tokens."""
+    return {
+        "temperature": temperature,
+        "max_new_tokens": num_tokens,
+        "ignore_eos": True,
+        **more,
+    }
+
+
 class Server:
     """One server. `stats_file`: where pat writes its counters."""
 
