@@ -111,8 +111,8 @@ class PrefixForest:
         tokens, children that it has in the tree).
 
         Returns how many requests joined, left, moved, and were read again; None if the batches are
-        alike and nothing moved. ValueError or TypeError on bad paths, and what read() raises: then
-        the forest has no batch, and the next update() must be from an empty one.
+        alike and nothing moved. ValueError or TypeError on bad paths, and what read() raises: the
+        next update() must then be from an empty batch.
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""

@@ -1,7 +1,7 @@
 """BufferSizes: how large the buffers are that plans are executed in.
 
-Between the scheduler, which says whether a plan fits them, and `cuda_executor.py`, which allocates
-them.
+Beside the scheduler, which writes a plan if it fits them (`decode_plan.py`); `cuda_executor.py`
+allocates them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PlanCapacity
-from sglang_pat.decode_plan import CAPACITY_FIELDS
+
+CAPACITY_FIELDS = (
+    "num_tickets",
+    "num_work_items",
+    "num_item_requests",
+    "num_gather_spans",
+    "num_merges",
+)
 
 
 class BufferSizes(NamedTuple):
     """plan: entries of the plan's sections. num_partials: partial slots, of 4 * num_qo_heads *
     (head_dim + 1) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
-
-    What `write_plan` takes.
     """
 
     plan: PlanCapacity = PlanCapacity()

@@ -12,10 +12,10 @@ from itertools import cycle
 import torch
 
 from sglang_pat._scheduler import PackScheduler
-from sglang_pat.buffer_sizes import BufferSizes
+from sglang_pat.buffer_sizes import CAPACITY_FIELDS, BufferSizes
 from sglang_pat.decode_batch import Step
 from sglang_pat.decode_kernels import DecodeKernels, DeviceBuffers, StagingBuffer
-from sglang_pat.decode_plan import CAPACITY_FIELDS, DecodePlan, write_plan
+from sglang_pat.decode_plan import DecodePlan, write_plan
 
 # Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
 # while step N runs; one more absorbs jitter.

@@ -22,6 +22,7 @@ from sglang_pat._scheduler import (
     PackScheduler,
     PlanCapacity,
 )
+from sglang_pat.buffer_sizes import BufferSizes
 from sglang_pat.decode_batch import IntArray
 
 _Section = Literal["ticket_begin", "work_items", "item_requests", "gather_spans", "merges"]
@@ -154,32 +155,18 @@ class DecodePlan:
             yield f"merge request {request}: partials [{begin}, {begin + count})"
 
 
-CAPACITY_FIELDS = (
-    "num_tickets",
-    "num_work_items",
-    "num_item_requests",
-    "num_gather_spans",
-    "num_merges",
-)
-
-
-def write_plan(
-    scheduler: PackScheduler, sizes: tuple[PlanCapacity, int, int], buffer: IntArray
-) -> DecodePlan | None:
-    """Write the scheduler's last plan and view it; None, with nothing written, if it does not fit.
-
-    sizes: as in BufferSizes; of the plan, partials and shared slots. ValueError if the buffer is
-    shorter than the layout.
+def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -> DecodePlan | None:
+    """Write the scheduler's last plan and view it; None, with nothing written, if it does not fit
+    the sizes. ValueError if the buffer is shorter than the layout.
     """
     kv_tokens = scheduler.write(*sizes, buffer)
-    return None if kv_tokens is None else DecodePlan(buffer, sizes[0], KvTokens(*kv_tokens))
+    return None if kv_tokens is None else DecodePlan(buffer, sizes.plan, KvTokens(*kv_tokens))
 
 
 def copy_plan(scheduler: PackScheduler) -> DecodePlan:
     """The scheduler's last plan in a buffer of its own."""
-    capacity = scheduler.required_capacity()
-    sizes = (capacity, scheduler.num_partials, scheduler.num_shared_slots)
-    plan = write_plan(scheduler, sizes, np.zeros(capacity.layout()["size"], dtype=np.int32))
+    sizes = BufferSizes.needed_by(scheduler)
+    plan = write_plan(scheduler, sizes, np.zeros(sizes.plan.layout()["size"], dtype=np.int32))
     assert plan is not None
     return plan
 

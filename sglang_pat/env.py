@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_pat import support
+from sglang_pat.output_file import problem_with
 from sglang_pat.pack_attention import GROWTH_TOKENS
 
 PREFIX = "SGLANG_PAT_"
@@ -56,16 +57,12 @@ class Environment:
             raise _bad_value("POLICY", policy, ", ".join(support.POLICIES))
         if debug not in ("0", "1"):
             raise _bad_value("DEBUG", debug, "0, 1")
-        if stats_file is not None and not _may_be_file(Path(stats_file)):
+        if stats_file is not None and problem_with(Path(stats_file)) is not None:
             raise _bad_value("STATS_FILE", stats_file, "a file's path in a folder that exists")
         if not growth_tokens.isdecimal() or not 1 <= int(growth_tokens) <= _MAX_GROWTH_TOKENS:
             raise _bad_value("GROWTH_TOKENS", growth_tokens, f"1 to {_MAX_GROWTH_TOKENS}")
         path = None if stats_file is None else Path(stats_file.replace("{pid}", str(os.getpid())))
         return cls(policy, debug == "1", path, int(growth_tokens))
-
-
-def _may_be_file(path: Path) -> bool:
-    return path.parent.is_dir() and not path.is_dir()
 
 
 def _bad_value(name: str, value: str, allowed: str) -> ValueError:

@@ -26,8 +26,8 @@ class PlanningTimes(dict[str, Counter[int]]):
 
     "unchanged": the plan was reused. "changed": a plan was built, and at least one path had been
     kept, or all when a request outgrew its plan. "cold": a plan was built from paths that were all
-    new. 16 bounds per octave, so a
-    percentile is at most a 16th too high. Histograms add up with `+`, and are JSON as they are.
+    new. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
+    `+`, and are JSON as they are.
     last: what was recorded last, as it was.
     """
 

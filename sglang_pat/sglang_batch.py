@@ -304,8 +304,7 @@ class BatchReader:
             return
         self._version += 1
         for name, count in zip(_CHANGES, counts, strict=True):
-            if count:
-                self.changes[name] += count
+            self.changes[name] += count
 
     def _count_private(self, reason: str) -> None:
         if reason not in self.private_steps and reason != NO_REQUESTS:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from forests import ForestCase, make_case
+from test_plan_properties import make_scheduler, plan_case
 
 from sglang_pat import cuda_executor
 from sglang_pat.buffer_sizes import BufferSizes
 from sglang_pat.cuda_executor import CudaExecutor, PlanOverflowError
 from sglang_pat.decode_batch import Step
 from sglang_pat.decode_plan import copy_plan
-from sglang_pat.pack_attention import new_scheduler
 
 HEADS, HEAD_DIM = 8, 64
 SMALL = make_case([(-1, 100)], [(0, 10)] * 2)
@@ -60,9 +60,8 @@ def make_executor(kernels: Kernels, reservation: BufferSizes | None) -> CudaExec
 
 
 def planned(case: ForestCase) -> Any:
-    scheduler = new_scheduler(group_size=4, num_workers=33)
-    paths = case.batch().read_paths()
-    scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, case.seq_lens)
+    scheduler = make_scheduler()
+    plan_case(scheduler, case)
     return scheduler
 
 
