@@ -20,7 +20,7 @@ UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
 
-CPP_SOURCES := $(shell find scheduler kernels/include -type f)
+CPP_SOURCES := $(shell find scheduler kernels/contract -type f)
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help setup demo test lint lint-ruff lint-format lint-mypy lint-clang-format format bench-scheduler clean
@@ -35,7 +35,7 @@ help:
 	@echo 'SGLANG=VERSION        run against another SGLang; the default is $(DEFAULT_SGLANG)'
 
 demo: setup
-	@$(RUN) -m sglang_pat.demo $(ARGS)
+	@$(RUN) -m sglang_pat demo $(ARGS)
 
 test: setup
 	$(RUN) -m pytest $(ARGS)

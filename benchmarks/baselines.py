@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from planned_step import PlannedStep
 from workloads import HEAD_DIM, Workload, WorkloadTensors
 
-from sglang_pat.kernel_config import KernelConfig
-from sglang_pat.kernel_loader import load_kernels
-from sglang_pat.testing import contenders
-from sglang_pat.testing.contenders import Layer
-from sglang_pat.testing.planned_step import PlannedStep
+from sglang_pat.bench import peers
+from sglang_pat.bench.peers import Layer
+from sglang_pat.executors.cuda import DecodeKernels
+from sglang_pat.executors.jit import KernelConfig
 
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
@@ -28,7 +28,7 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
         config = KernelConfig.for_device(workload.dtype, HEAD_DIM, tensors.q.device)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
-            load_kernels(config),
+            DecodeKernels.load(config),
             workload.num_qo_heads,
             workload.num_kv_heads,
             policy=policy,
@@ -50,7 +50,7 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
 
 def flashinfer(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FlashInfer's paged decode."""
-    return contenders.flashinfer(_step(workload, tensors))
+    return peers.flashinfer(_step(workload, tensors))
 
 
 def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
@@ -88,11 +88,11 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FA3 as SGLang calls it on Hopper."""
-    return contenders.fa3(_step(workload, tensors))
+    return peers.fa3(_step(workload, tensors))
 
 
-def _step(workload: Workload, tensors: WorkloadTensors) -> contenders.StepTensors:
-    return contenders.StepTensors(
+def _step(workload: Workload, tensors: WorkloadTensors) -> peers.StepTensors:
+    return peers.StepTensors(
         tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens
     )
 

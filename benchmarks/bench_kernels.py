@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from baselines import ABLATIONS, CONTENDERS
 from metadata import gpu_state, metadata
+from numerics import compare
 from workloads import Workload, WorkloadTensors, pat_suite, quick_suite
 
-from sglang_pat.reference import dense_attention
-from sglang_pat.testing import timing
-from sglang_pat.testing.numerics import compare
+from sglang_pat.bench import timing
+from sglang_pat.executors.reference import dense_attention
 
 _CHECKED_REQUESTS = 16
 _LAYERS_BYTES = 256 << 20

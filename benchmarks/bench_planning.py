@@ -31,7 +31,7 @@ from serving.models import MODELS, TINY, ModelShape
 from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
-from sglang_pat.planning_times import PlanningTimes, StepKind
+from sglang_pat.stats import PlanningTimes, StepKind
 
 CASE = Case(256, 1536, 64, 128, groups=16)
 TINY_CASE = Case(8, 60, 5, 16, groups=2)

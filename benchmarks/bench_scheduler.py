@@ -29,11 +29,10 @@ from rich.table import Table
 
 from sglang_pat import PackAttention, PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler
-from sglang_pat.buffer_sizes import BufferSizes
-from sglang_pat.decode_batch import Step
-from sglang_pat.decode_plan import DecodePlan, write_plan
-from sglang_pat.pack_attention import GROWTH_TOKENS, new_scheduler
-from sglang_pat.testing.cpu_engine import enable_cpu_engine
+from sglang_pat.attention import GROWTH_TOKENS, new_scheduler
+from sglang_pat.batch import Step
+from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
+from sglang_pat.sglang.cpu import enable_cpu_engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -112,10 +111,10 @@ class Steps:
     def __init__(self, cache: str, num_requests: int) -> None:
         from sglang_trees import Tree
 
-        from sglang_pat import sglang_batch
+        from sglang_pat.sglang import hooks, reader
 
-        self._hooks = sglang_batch
-        self.reader = sglang_batch.BatchReader()
+        self._hooks = hooks
+        self.reader = reader.BatchReader()
         self.attention: Any = PackAttention(
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
         )
@@ -144,7 +143,7 @@ class Steps:
             batch_size=len(requests), seq_lens=lens, seq_lens_cpu=lens, forward_mode=mode
         )
         scheduled = SimpleNamespace(reqs=requests, tree_cache=self._tree.cache)
-        self._hooks._note_requests(batch, object, scheduled)
+        self._hooks._after_init_new(batch, object, scheduled)
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.perf_counter_ns()
@@ -156,7 +155,7 @@ class Steps:
             return (read - begin) / 1000, (time.perf_counter_ns() - read) / 1000
 
         runner = SimpleNamespace(is_draft_worker=False)
-        times: tuple[float, float] = self._hooks._publish_requests(forward, runner, batch)
+        times: tuple[float, float] = self._hooks._around_forward(forward, runner, batch)
         return times
 
 

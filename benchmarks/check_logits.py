@@ -35,8 +35,8 @@ from serving.answers import Answer, agreement, with_candidates
 from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
-from sglang_pat.testing.cpu_engine import cuda_driver_is_present
-from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 REQUESTS = 32
 NUM_TOKENS = 64

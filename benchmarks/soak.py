@@ -35,8 +35,8 @@ from serving.memory import Memory, memory_of
 from serving.server import Server, contender, running_server
 from serving.tables import console, show_failure
 
-from sglang_pat.testing.cpu_engine import cuda_driver_is_present
-from sglang_pat.testing.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20
 MAX_WAITING = 96  # requests under way, those in SGLang's queue included

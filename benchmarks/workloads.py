@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_pat.testing.trees import PAT_TREES, PrefixTree
+from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree
 
 PAT_HEADS = ((32, 8), (64, 8), (16, 8), (32, 32))
 HEAD_DIM = 128

@@ -3,8 +3,8 @@
 // plan are in flight.
 #pragma once
 
-#include "pat/decode_params.h"
-#include "pat/index_array.cuh"
+#include "decode_params.h"
+#include "index_array.cuh"
 
 namespace pat {
 

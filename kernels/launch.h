@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "pat/decode_params.h"
+#include "decode_params.h"
 
 namespace pat {
 

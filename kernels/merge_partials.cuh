@@ -7,8 +7,8 @@
 
 #include <cmath>
 
-#include "pat/decode_params.h"
-#include "pat/ptx.cuh"
+#include "decode_params.h"
+#include "ptx/ptx.cuh"
 
 namespace pat {
 

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "launch.h"
-#include "pat/tile_table.h"
+#include "contract/tile_table.h"
 
 #if !defined(PAT_NAMESPACE) || !defined(PAT_SCALAR_TYPE) || !defined(PAT_HEAD_DIM)
 #error "PAT_NAMESPACE, PAT_SCALAR_TYPE (Half or BFloat16) and PAT_HEAD_DIM must be defined"

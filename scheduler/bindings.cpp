@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "pack_scheduler.h"
-#include "pat/plan_format.h"
-#include "pat/tile_table.h"
+#include "plan_format.h"
+#include "tile_table.h"
 
 namespace py = pybind11;
 
@@ -46,7 +46,7 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
   self.plan(paths_view(path_begin, node_id, kv_begin, kv_end), view(seq_lens, "seq_lens"));
 }
 
-// Paths as sglang_radix.py reads them: each a sequence of (id, parent's id, kv_begin, kv_end, tokens, children).
+// Paths as sglang/radix.py reads them: each a sequence of (id, parent's id, kv_begin, kv_end, tokens, children).
 class PathsFromTuples {
  public:
   explicit PathsFromTuples(const py::sequence& paths) {

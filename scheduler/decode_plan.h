@@ -7,7 +7,7 @@
 
 #include "kv_split.h"
 #include "packing.h"
-#include "pat/plan_format.h"
+#include "plan_format.h"
 
 namespace pat {
 

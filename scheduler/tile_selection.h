@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "check.h"
-#include "pat/tile_table.h"
+#include "tile_table.h"
 
 namespace pat {
 

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_pat.decode_batch import DecodeBatch, PathNode, PrefixPaths
-    from sglang_pat.decode_plan import DecodePlan, KvTokens
-    from sglang_pat.pack_attention import PackAttention
-    from sglang_pat.plan_stats import PlanStats
+    from sglang_pat.attention import PackAttention
+    from sglang_pat.batch import DecodeBatch, PathNode, PrefixPaths
+    from sglang_pat.plan import DecodePlan, KvTokens
+    from sglang_pat.stats import PlanStats
     from sglang_pat.support import support_matrix
 
     __version__: str
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DecodeBatch": "decode_batch",
-    "DecodePlan": "decode_plan",
-    "KvTokens": "decode_plan",
-    "PackAttention": "pack_attention",
-    "PathNode": "decode_batch",
-    "PlanStats": "plan_stats",
-    "PrefixPaths": "decode_batch",
+    "DecodeBatch": "batch",
+    "DecodePlan": "plan",
+    "KvTokens": "plan",
+    "PackAttention": "attention",
+    "PathNode": "batch",
+    "PlanStats": "stats",
+    "PrefixPaths": "batch",
     "support_matrix": "support",
 }
 

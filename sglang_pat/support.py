@@ -13,7 +13,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 HEAD_DIMS = (64, 128)
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
-MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/include/pat/tile_table.h
+MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"

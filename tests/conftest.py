@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sglang_pat.testing.cpu_engine import enable_cpu_engine
-from sglang_pat.testing.tiny_model import TinyModel
+from sglang_pat.cli.demo.tiny_model import TinyModel
+from sglang_pat.sglang.cpu import enable_cpu_engine
 
 if TYPE_CHECKING:
     from sglang_engines import Expected, Workload
@@ -50,7 +50,7 @@ def expected(tiny_model: Path, workload: Workload) -> Expected:
 @pytest.fixture
 def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What SGLang has published about a server: one rank, no metrics. Change it before use."""
-    from sglang_pat import sglang_reports
+    from sglang_pat.sglang import reports
 
     context = SimpleNamespace(
         observability=SimpleNamespace(
@@ -67,6 +67,6 @@ def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         disagg=SimpleNamespace(disaggregation_mode="null"),
     )
     for name, value in vars(context).items():
-        monkeypatch.setattr(sglang_reports, f"get_{name}", lambda value=value: value)
+        monkeypatch.setattr(reports, f"get_{name}", lambda value=value: value)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: context.parallel.tp_rank)
     return context

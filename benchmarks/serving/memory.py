@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from sglang_pat.testing.http_server import HttpServer
+from serving.http_server import HttpServer
 
 MIB = 1 << 20
 

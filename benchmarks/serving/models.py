@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.testing.tiny_model import TinyModel
+from sglang_pat.cli.demo.tiny_model import TinyModel
 
 BANDWIDTH = 3.0e12  # bytes per second: what an H100 80GB reads at best
 BYTES_PER_ELEMENT = 2

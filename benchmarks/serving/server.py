@@ -17,13 +17,13 @@ from typing import Any
 import orjson
 import requests
 
-from sglang_pat.stats_file import read_stats
-from sglang_pat.testing.http_server import HttpServer, running_process
+from serving.http_server import HttpServer, running_process
+from sglang_pat.sglang.sinks import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
 ANSWER_SECONDS = 600  # and when it meets a new shape
 MAX_RUNNING_REQUESTS = 256
-LAUNCH = (sys.executable, "-m", "sglang_pat.testing.launch_server")
+LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from serving.cases import Traffic
+from serving.http_server import as_flags
 from serving.server import Server
-from sglang_pat.testing.cpu_engine import STUB_DIR, cuda_driver_is_present
-from sglang_pat.testing.http_server import as_flags
+from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 
 CLIENT_SECONDS = 300
 METRICS = (

@@ -12,9 +12,9 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PrefixForest
-from sglang_pat.decode_batch import IntArray
-from sglang_pat.decode_plan import replan_cause
-from sglang_pat.pack_attention import new_scheduler
+from sglang_pat.attention import new_scheduler
+from sglang_pat.batch import IntArray
+from sglang_pat.plan import replan_cause
 from sglang_pat.replay.models import ModelShape
 from sglang_pat.replay.result import (
     Histogram,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_pat.decode_batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.planning import StepPlanner
 from sglang_pat.replay.result import Forest, ForestNode, StepRow, Totals

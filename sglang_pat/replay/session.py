@@ -35,7 +35,7 @@ class Replay:
         self, trace: Trace, options: ReplayOptions, *, measure: Measure | None = None
     ) -> None:
         try:
-            from sglang_pat.sglang_replay_tree import ReplayRequest, new_tree
+            from sglang_pat.sglang.replay_tree import ReplayRequest, new_tree
         except ImportError as error:
             raise SGLangMissingError(
                 f"the replay runs SGLang's radix tree, but SGLang cannot be imported ({error}); "
@@ -85,7 +85,7 @@ class Replay:
         seconds = max(self._seconds, 1e-9)
         sums = totals(served, self._planner, self._simulator.now, self._tree.mutations)
         if self._recorder.is_measured:
-            from sglang_pat.replay.kernel_times import mean_times
+            from sglang_pat.replay.gpu import mean_times
 
             sums["gpu"] = mean_times(self._recorder.rows, self._options.model, self._options.time)
         return Result(

@@ -2,7 +2,7 @@
 
 First stage of the replay: prefills before decodes, admission while the KV pool is expected to
 suffice, eviction when it is short, retraction when that does not help. The prefix cache is SGLang's
-own (`sglang_replay_tree.py`); every decode step goes to `planning.py`. Chunks of a long prompt are
+own (`sglang/replay_tree.py`); every decode step goes to `planning.py`. Chunks of a long prompt are
 prefilled back to back, as SGLang does without mixed chunks, so they count as one prefill.
 """
 
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.decode_batch import IntArray, PrefixPaths
+from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.planning import StepPlan, StepPlanner
 from sglang_pat.replay.trace import Segment, Trace, TraceRequest, token_ids
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang_replay_tree import ReplayRequest, ReplayTree
+    from sglang_pat.sglang.replay_tree import ReplayRequest, ReplayTree
 
 # SGLang's defaults. The share of its remaining answer that a running request is expected to need
 # of the pool falls from step to step, and rises again when requests had to be retracted.

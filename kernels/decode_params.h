@@ -1,0 +1,95 @@
+// What the host passes to each kernel: addresses, strides and scalars that stay the same between graph replays.
+// Everything that changes from step to step lies in the buffers. Shapes are given as comments; D is head_dim,
+// Hq = num_kv_heads * group_size.
+#pragma once
+
+#include <cstdint>
+
+#include "contract/plan_format.h"
+
+namespace pat {
+
+// One-dimensional index tensor that may be int32 or int64: SGLang gives int64, other users int32.
+struct IndexArray {
+  const void* data;
+  bool is_int64;
+};
+
+// The sections of a plan in device memory (PlanLayout).
+struct PlanView {
+  const PlanHeader* header;
+  const int32_t* ticket_begin;
+  const WorkItem* work_items;
+  const ItemRequest* item_requests;
+  const GatherSpan* gather_spans;
+  const MergeEntry* merges;
+};
+
+// Query row of a work item -> request of the item and query head of the group, without a division.
+struct QueryRows {
+  int32_t group_size;
+  int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 16
+
+  static constexpr QueryRows of(int32_t group_size) {
+    return {group_size, (65536 + group_size - 1) / group_size};
+  }
+};
+
+// Score q.k -> logit in the base-2 domain: s * outer, or with soft-cap tanh(s * inner) * outer.
+struct LogitScale {
+  float inner;
+  float outer;
+
+  // logit_cap 0: none.
+  static constexpr LogitScale of(float sm_scale, float logit_cap) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    if (logit_cap == 0.f) return {1.f, sm_scale * kLog2E};
+    return {sm_scale / logit_cap, logit_cap * kLog2E};
+  }
+};
+
+struct GatherParams {
+  PlanView plan;
+  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
+  int64_t req_to_token_stride;  // in elements
+  IndexArray req_pool_indices;  // [num_requests]
+  int32_t* shared_slots;        // [num_shared_slots], written
+};
+
+struct DecodeParams {
+  PlanView plan;
+  const void* q;             // [num_requests, Hq, D]
+  uint32_t q_stride_chunks;  // 16-byte chunks between requests
+  const void* k_cache;       // [num_slots, num_kv_heads, D]
+  const void* v_cache;       // [num_slots, num_kv_heads, D]
+  uint32_t k_slot_bytes;     // bytes between slots
+  uint32_t v_slot_bytes;
+  const int32_t* shared_slots;  // [num_shared_slots]
+  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
+  int64_t req_to_token_stride;
+  IndexArray req_pool_indices;  // [num_requests]
+  IndexArray seq_lens;          // [num_requests]
+  void* out;                    // [num_requests, Hq, D]: requests with a single partial
+  float* out_lse;               // [num_requests, Hq], may be nullptr
+  float* partial_out;           // [num_partials, Hq, D], normalised
+  float* partial_lse;           // [num_partials, Hq], natural log
+  int32_t* num_draws;   // tickets drawn beyond the first of each CTA: 0 before and after every step
+  int32_t max_tickets;  // capacity of the plan
+  int32_t num_kv_heads;
+  QueryRows rows;
+  LogitScale logit_scale;
+  bool soft_cap;
+};
+
+struct MergeParams {
+  PlanView plan;
+  const float* partial_out;  // [num_partials, Hq, D]
+  const float* partial_lse;  // [num_partials, Hq]
+  void* out;                 // [num_requests, Hq, D]
+  float* out_lse;            // [num_requests, Hq], may be nullptr
+  int32_t* num_draws;        // set back to 0
+  int32_t num_q_heads;
+  int32_t max_merges;  // capacity of the plan: bounds the grid
+};
+
+}  // namespace pat

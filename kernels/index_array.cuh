@@ -1,0 +1,13 @@
+// Device access to IndexArray.
+#pragma once
+
+#include "decode_params.h"
+
+namespace pat {
+
+__device__ __forceinline__ int64_t load_index(const IndexArray& array, int i) {
+  return array.is_int64 ? static_cast<const int64_t*>(array.data)[i]
+                        : static_cast<const int32_t*>(array.data)[i];
+}
+
+}  // namespace pat

@@ -1,0 +1,59 @@
+// What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
+// Every lane arrives for its own reads, so that nothing rests on the order within a warp.
+#pragma once
+
+#include "pack_decode/work_queue.cuh"
+
+namespace pat {
+
+template <int kHeadDim>
+struct Consumer {
+  using Storage = SharedStorage<kHeadDim>;
+
+  Storage& storage;
+  const int warp;
+  QueryPosition position;
+  RingPosition<Storage::kStages> ring;
+
+  __device__ __forceinline__ const ItemRecord& record() const {
+    return storage.records[position.record()];
+  }
+
+  // Waits for the next item's record and queries; false: there is none.
+  __device__ __forceinline__ bool wait_for_item() const {
+    ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
+                      position.item_parity());
+    // Through a shuffle, so that ptxas knows it to be uniform: it serialises wgmma where warps may diverge.
+    return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
+  }
+
+  // Address of the next item's queries, a tile of `units` units.
+  __device__ __forceinline__ uint32_t queries(int units) const {
+    return ptx::shared_address(storage.queries[position.first_unit(units) % kQueryUnits]);
+  }
+
+  // Hands back the item's record and queries. The targets of this warp's rows are kept in shared memory until the
+  // item's end: there is no register to spare.
+  __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
+    if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
+    __syncwarp();
+    const int first_unit = position.first_unit(units);
+    for (int unit = first_unit; unit < first_unit + units; ++unit) {
+      ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty[unit % kQueryUnits]));
+    }
+    position.advance(units);
+  }
+
+  // Address of the keys of the next stage, once it has arrived; the values follow kOperandBytes behind.
+  __device__ __forceinline__ uint32_t wait_for_stage() const {
+    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[ring.stage]), ring.parity);
+    return ptx::shared_address(storage.kv[ring.stage]);
+  }
+
+  __device__ __forceinline__ void release_stage() {
+    ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    ring.advance();
+  }
+};
+
+}  // namespace pat

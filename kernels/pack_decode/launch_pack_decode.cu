@@ -1,0 +1,14 @@
+// Launcher of pack_decode without logit soft-cap; the other one is compiled beside it, in its own file.
+#include "launch.h"
+#include "pack_decode/launch_pack_decode.cuh"
+
+namespace pat {
+
+cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, cudaStream_t stream);
+
+cudaError_t launch_pack_decode(const DecodeParams& params, cudaStream_t stream) {
+  if (params.soft_cap) return launch_pack_decode_soft_cap(params, stream);
+  return launch_pack_decode_variant<false>(params, stream);
+}
+
+}  // namespace pat

@@ -1,0 +1,47 @@
+// One variant of pack_decode: how many CTAs of it a device holds, found out once, and its launch.
+#pragma once
+
+#include <atomic>
+
+#include "launch_config.cuh"
+#include "pack_decode/pack_decode.cuh"
+
+namespace pat {
+
+// Raises the kernel's shared memory limit on the present device. *count: CTAs that run at the same time.
+template <typename Kernel>
+cudaError_t prepare_and_count_ctas(Kernel kernel, int shared_bytes, int* count) {
+  int num_sms = 0, ctas_per_sm = 0;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error == cudaSuccess) error = multiprocessor_count(&num_sms);
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, kDecodeThreads,
+                                                          shared_bytes);
+  }
+  *count = num_sms * ctas_per_sm;
+  return error;
+}
+
+template <bool kSoftCap>
+cudaError_t launch_pack_decode_variant(const DecodeParams& params, cudaStream_t stream) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> num_ctas_of[kMaxDevices];
+  constexpr int kSharedBytes = sizeof(SharedStorage<kHeadDim>);
+  const auto kernel = &pack_decode_kernel<Element, kHeadDim, kSoftCap>;
+
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  int num_ctas = num_ctas_of[device].load(std::memory_order_relaxed);
+  if (num_ctas == 0) {
+    error = prepare_and_count_ctas(kernel, kSharedBytes, &num_ctas);
+    if (error != cudaSuccess) return error;
+    num_ctas_of[device].store(num_ctas, std::memory_order_relaxed);
+  }
+  return launch(kernel, params, dim3(num_ctas), kDecodeThreads, kSharedBytes, /*overlap=*/true,
+                stream);
+}
+
+}  // namespace pat

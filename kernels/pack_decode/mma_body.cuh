@@ -1,0 +1,130 @@
+// The bodies of pack_decode on mma.sync (Ampere and newer), one for each tile of the tile table. The four consumer
+// warps split a tile's query rows first (16 each) and its KV second; a warp runs its own online softmax and meets
+// the others only at the item's end.
+#pragma once
+
+#include "pack_decode/consumer.cuh"
+#include "pack_decode/row_output.cuh"
+#include "pack_decode/warp_attention.cuh"
+
+namespace pat {
+
+// How the consumer warps share a tile.
+template <int kTile>
+struct WarpLayout {
+  static constexpr TileConfig kConfig = kTileTable[kTile];
+  static constexpr int kRowWarps = kConfig.block_q / kUnitRows;
+  static constexpr int kKvWarps = kConsumerWarps / kRowWarps;
+  static constexpr int kWarpTokens = kConfig.block_kv / kKvWarps;  // of a step, per warp
+  static constexpr int kWarpsPerStage = kStageTokens / kWarpTokens;
+  static constexpr int kStagesPerStep = kKvWarps / kWarpsPerStage;
+
+  static_assert(kConfig.num_warps == kConsumerWarps && kRowWarps * kKvWarps == kConsumerWarps);
+  static_assert(kWarpTokens * kWarpsPerStage == kStageTokens && kWarpTokens % 16 == 0);
+  static_assert(kStagesPerStep * kStageTokens == kConfig.block_kv);
+};
+
+template <int kTokens, typename T, int kHeadDim, bool kSoftCap>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
+                                              const WarpAttention<T, kHeadDim, kSoftCap>& part,
+                                              uint32_t keys, int first_token, uint32_t lane) {
+#pragma unroll
+  for (int tile = 0; tile < kTokens / 8; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
+  }
+  const uint32_t row = first_token + lane / 16 * 8 + lane % 8;
+  const uint32_t first = keys + swizzled_offset(kStageTokens, row, lane / 8 % 2);
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+#pragma unroll
+    for (int pair = 0; pair < kTokens / 16; ++pair) {
+      ptx::Fragment fragment;
+      ptx::load_matrices(fragment,
+                         step_address(first, kStageTokens, step) + pair * 16 * kPanelRowBytes);
+      ptx::multiply_add<T>(scores[2 * pair], part.queries[step], fragment[0], fragment[1]);
+      ptx::multiply_add<T>(scores[2 * pair + 1], part.queries[step], fragment[2], fragment[3]);
+    }
+  }
+}
+
+template <int kTokens, typename T, int kHeadDim, bool kSoftCap>
+__device__ __forceinline__ void multiply_values(WarpAttention<T, kHeadDim, kSoftCap>& part,
+                                                const float (&probabilities)[kTokens / 8][4],
+                                                uint32_t values, int first_token, uint32_t lane) {
+  const uint32_t first = values + swizzled_offset(kStageTokens, first_token + lane % 16, lane / 16);
+#pragma unroll
+  for (int step = 0; step < kTokens / 16; ++step) {
+    ptx::Fragment weights;
+    part.pack_weights(weights, probabilities[2 * step], probabilities[2 * step + 1]);
+#pragma unroll
+    for (int pair = 0; pair < kHeadDim / 16; ++pair) {
+      ptx::Fragment fragment;
+      ptx::load_matrices_transposed(
+          fragment, step_address(first, kStageTokens, pair) + step * 16 * kPanelRowBytes);
+      ptx::multiply_add<T>(part.out[2 * pair], weights, fragment[0], fragment[1]);
+      ptx::multiply_add<T>(part.out[2 * pair + 1], weights, fragment[2], fragment[3]);
+    }
+  }
+}
+
+// One item in the body of tile kTile.
+template <typename T, int kHeadDim, bool kSoftCap, int kTile>
+__device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
+                                                 Consumer<kHeadDim>& consumer) {
+  using Layout = WarpLayout<kTile>;
+  constexpr int kTileRows = Layout::kConfig.block_q;
+  constexpr int kUnits = kTileRows / kUnitRows;
+  constexpr int kTokens = Layout::kWarpTokens;
+
+  // Anew per item: three bodies' lane addresses do not fit in registers.
+  const uint32_t lane = ptx::lane_id();
+  const int num_tokens = consumer.record().num_tokens;
+  const int num_rows = consumer.record().num_rows;
+  const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
+  const int kv_warp = consumer.warp % Layout::kKvWarps;
+
+  WarpAttention<T, kHeadDim, kSoftCap> part;
+  part.begin(consumer.queries(kUnits), kTileRows, first_row, lane);
+  consumer.release_queries(kUnits, first_row, lane);
+
+  const int own_stage = kv_warp / Layout::kWarpsPerStage;
+  const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
+  int stage_of_step = 0;
+  for (int token = 0; token < num_tokens; token += kStageTokens) {
+    const uint32_t keys = consumer.wait_for_stage();
+    const int num_valid = num_tokens - token - first_token;
+    if (stage_of_step == own_stage && num_valid > 0) {
+      float scores[kTokens / 8][4];
+      multiply_keys<kTokens>(scores, part, keys, first_token, lane);
+      part.template weigh<kTokens>(scores, num_valid, params.logit_scale, lane);
+      const uint32_t values = keys + SharedStorage<kHeadDim>::kOperandBytes;
+      multiply_values<kTokens>(part, scores, values, first_token, lane);
+    }
+    consumer.release_stage();
+    stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
+  }
+
+  part.finish();
+  if constexpr (Layout::kKvWarps == 1) {
+    store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
+  } else {
+    const int num_parts = (num_tokens + kTokens - 1) / kTokens;
+    combine_and_store_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(
+        part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
+  }
+}
+
+// Exactly the tiles of the tile table.
+template <typename T, int kHeadDim, bool kSoftCap, int kTile = 0>
+__device__ __forceinline__ void execute_item(const DecodeParams& params,
+                                             Consumer<kHeadDim>& consumer) {
+  if constexpr (kTile + 1 < kNumTiles) {
+    if (consumer.record().tile != kTile) {
+      return execute_item<T, kHeadDim, kSoftCap, kTile + 1>(params, consumer);
+    }
+  }
+  execute_item_mma<T, kHeadDim, kSoftCap, kTile>(params, consumer);
+}
+
+}  // namespace pat

@@ -1,0 +1,56 @@
+// pack_decode: the attention of one decode step over the plan's work items.
+//
+// Persistent. A CTA draws tickets until none is left: the first by its own number, the others from a counter, so
+// that whoever is early takes more. Two producer warps keep a ring of KV stages and a ring of query tiles full
+// across items and tickets; four consumer warps run the tile body that the item asks for. A row that is its
+// request's only partial goes straight to the output, every other to the partials that merge_partials reads.
+#pragma once
+
+#include "pack_decode/producer.cuh"
+#if PAT_TARGET_ARCH == 90
+#include "pack_decode/wgmma_body.cuh"
+#else
+#include "pack_decode/mma_body.cuh"
+#endif
+
+namespace pat {
+
+template <typename T, int kHeadDim, bool kSoftCap>
+__global__ void __launch_bounds__(kDecodeThreads, 2)
+    pack_decode_kernel(const __grid_constant__ DecodeParams params) {
+  extern __shared__ uint8_t shared_bytes[];
+  using Storage = SharedStorage<kHeadDim>;
+  Storage& storage = *reinterpret_cast<Storage*>(shared_bytes);
+
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Storage::kStages; ++i) {
+      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kProducerWarps * 32);
+      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * 32);
+    }
+    for (int i = 0; i < kQueryUnits; ++i) {
+      ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
+      ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
+    }
+    for (int i = 0; i < kDrawsAhead; ++i) {
+      ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
+      ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);
+    }
+  }
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+  __syncthreads();
+
+  if (warp == kConsumerWarps) {
+    Producer<T, kHeadDim, true>(params, storage, lane).run();
+  } else if (warp == kConsumerWarps + 1) {
+    Producer<T, kHeadDim, false>(params, storage, lane).run();
+  } else {
+    Consumer<kHeadDim> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
+    while (consumer.wait_for_item()) execute_item<T, kHeadDim, kSoftCap>(params, consumer);
+  }
+}
+
+}  // namespace pat

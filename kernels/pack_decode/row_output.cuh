@@ -1,0 +1,161 @@
+// The end of a work item in pack_decode: combine the warps that split a tile's KV, normalise, and store each row
+// as a partial or, where it is the request's only one, straight into the output.
+#pragma once
+
+#include "decode_params.h"
+#include "pack_decode/warp_attention.cuh"
+
+namespace pat {
+
+// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `column` on.
+template <typename T, int kHeadDim, int kTiles>
+__device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row, int column,
+                                              const float2 (&values)[kTiles], float scale) {
+  if (row == kNoTarget) return;
+  if (row >= 0) {
+    float* target = params.partial_out + static_cast<int64_t>(row) * kHeadDim + column;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      *reinterpret_cast<float2*>(target + tile * 8) =
+          make_float2(values[tile].x * scale, values[tile].y * scale);
+    }
+  } else {
+    T* target = static_cast<T*>(params.out) + static_cast<int64_t>(~row) * kHeadDim + column;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      *reinterpret_cast<uint32_t*>(target + tile * 8) =
+          ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
+    }
+  }
+}
+
+__device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget row,
+                                          float log2_sum) {
+  if (row == kNoTarget) return;
+  const float lse = log2_sum * 0.6931471805599453f;
+  if (row >= 0) {
+    params.partial_lse[row] = lse;
+  } else if (params.out_lse != nullptr) {
+    params.out_lse[~row] = lse;
+  }
+}
+
+// A row's columns from `column` on, and with `with_lse` its LSE. total: sum of exponentials relative to maximum,
+// 0 for an empty range.
+template <typename T, int kHeadDim, int kTiles>
+__device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row, int column,
+                                          const float2 (&values)[kTiles], float maximum,
+                                          float total, bool with_lse) {
+  const bool empty = total == 0.f;
+  store_columns<T, kHeadDim>(params, row, column, values, empty ? 0.f : ptx::reciprocal(total));
+  if (with_lse) {
+    const float log2_sum = maximum * params.logit_scale.outer + ptx::log2(total);
+    store_lse(params, row, empty ? -INFINITY : log2_sum);
+  }
+}
+
+// A tile whose KV one warp per row group has read whole: every warp stores its own rows.
+template <typename T, int kHeadDim, bool kSoftCap>
+__device__ __forceinline__ void store_item(const WarpAttention<T, kHeadDim, kSoftCap>& part,
+                                           const DecodeParams& params, const RowTarget* targets,
+                                           uint32_t lane) {
+  constexpr int kTiles = kHeadDim / 8;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float2 values[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
+    }
+    store_row<T, kHeadDim>(params, targets[lane / 4 + 8 * h], lane % 4 * 2, values, part.maximum[h],
+                           part.sum[h], lane % 4 == 0);
+  }
+}
+
+// A tile whose KV is split across the kKvWarps warps of a row group, of which the first num_parts have read
+// something. Every warp gathers an equal share of the columns. All consumer warps call it together.
+template <typename T, int kHeadDim, bool kSoftCap, int kKvWarps>
+__device__ __forceinline__ void combine_and_store_item(
+    const WarpAttention<T, kHeadDim, kSoftCap>& part, SharedStorage<kHeadDim>& storage,
+    const DecodeParams& params, int num_parts, int num_rows, int warp, uint32_t lane) {
+  constexpr int kOwnTiles = kHeadDim / 8 / kKvWarps;
+  constexpr int kOthers = kKvWarps - 1;
+  constexpr int kSyncThreads = kConsumerWarps * 32;
+  const int kv_warp = warp % kKvWarps;
+  const int first_warp = warp - kv_warp;
+  const bool has_part = kv_warp < num_parts;
+  const int state_row = lane / 4;
+  const RowTarget* targets = storage.row_targets[warp];
+
+  if (has_part && lane % 4 == 0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      storage.row_states[warp][state_row + 8 * h] = make_float2(part.maximum[h], part.sum[h]);
+    }
+  }
+  // Also keeps a fast warp from writing into `exchange` while a slow one still reads the last item's.
+  ptx::named_barrier_sync<1, kSyncThreads>();
+
+  // exchange[row group][receiver][sender's rank among the others][tile][lane], 8 rows at a time
+  float2* exchange = storage.exchange + first_warp * kOthers * kOwnTiles * 32 + lane;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    // Rows 8 to 15 of the smallest tile are padding in the common case, one request of a group <= 8.
+    if (h == 1) {
+      if (num_rows <= 8) break;
+      ptx::named_barrier_sync<1, kSyncThreads>();
+    }
+    float maximum = -INFINITY, total = 0.f;
+    float2 states[kKvWarps];
+#pragma unroll
+    for (int other = 0; other < kKvWarps; ++other) {
+      states[other] = make_float2(-INFINITY, 0.f);
+      if (other < num_parts)
+        states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
+      maximum = fmaxf(maximum, states[other].x);
+    }
+    const float shift = maximum == -INFINITY ? 0.f : maximum;  // the item is empty
+#pragma unroll
+    for (int other = 0; other < kKvWarps; ++other) {
+      total += states[other].y * ptx::exp2((states[other].x - shift) * params.logit_scale.outer);
+    }
+
+    float2 own[kOwnTiles] = {};
+    if (has_part) {
+      const float factor = ptx::exp2((part.maximum[h] - shift) * params.logit_scale.outer);
+#pragma unroll
+      for (int receiver = 0; receiver < kKvWarps; ++receiver) {
+        const int rank = kv_warp - (kv_warp > receiver);
+        float2* target = exchange + (receiver * kOthers + rank) * kOwnTiles * 32;
+#pragma unroll
+        for (int tile = 0; tile < kOwnTiles; ++tile) {
+          const float (&values)[4] = part.out[receiver * kOwnTiles + tile];
+          const float2 pair = make_float2(values[2 * h] * factor, values[2 * h + 1] * factor);
+          if (receiver == kv_warp) {
+            own[tile] = pair;
+          } else {
+            target[tile * 32] = pair;
+          }
+        }
+      }
+    }
+    ptx::named_barrier_sync<1, kSyncThreads>();
+    const float2* received = exchange + kv_warp * kOthers * kOwnTiles * 32;
+#pragma unroll
+    for (int rank = 0; rank < kOthers; ++rank) {
+      const int sender = rank + (rank >= kv_warp);
+      if (sender >= num_parts) continue;
+#pragma unroll
+      for (int tile = 0; tile < kOwnTiles; ++tile) {
+        const float2 pair = received[(rank * kOwnTiles + tile) * 32];
+        own[tile].x += pair.x;
+        own[tile].y += pair.y;
+      }
+    }
+    store_row<T, kHeadDim>(params, targets[lane / 4 + 8 * h],
+                           kv_warp * kOwnTiles * 8 + lane % 4 * 2, own, maximum, total,
+                           kv_warp == 0 && lane % 4 == 0);
+  }
+}
+
+}  // namespace pat

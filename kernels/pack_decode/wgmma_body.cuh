@@ -1,0 +1,70 @@
+// The body of pack_decode on Hopper, for every tile of up to 64 rows: the four consumer warps are one warpgroup
+// whose instructions always multiply 64 rows. Rows that a tile does not have cost tensor core time that a
+// memory-bound item does not miss; in return a KV stage is read from shared memory once, and no warp ever waits
+// for another one's part of a row.
+#pragma once
+
+#include "pack_decode/consumer.cuh"
+#include "pack_decode/row_output.cuh"
+#include "pack_decode/warp_attention.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace pat {
+
+template <typename T, int kHeadDim, bool kSoftCap>
+__device__ __forceinline__ void execute_item(const DecodeParams& params,
+                                             Consumer<kHeadDim>& consumer) {
+  constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;
+  constexpr uint32_t kPanelBytes = kStageTokens * kPanelRowBytes;
+  static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
+
+  const uint32_t lane = ptx::lane_id();
+  const int units = tile_units(consumer.record().tile);
+  const int num_tokens = consumer.record().num_tokens;
+  const int first_row = consumer.warp * kUnitRows;
+  const bool has_rows = first_row < consumer.record().num_rows;
+
+  WarpAttention<T, kHeadDim, kSoftCap> part;
+  if (has_rows) {
+    part.begin(consumer.queries(units), units * kUnitRows, first_row, lane);
+  } else {
+    part.begin_without_rows();
+  }
+  consumer.release_queries(units, first_row, lane);
+
+  for (int token = 0; token < num_tokens; token += kStageTokens) {
+    const uint32_t keys = consumer.wait_for_stage();
+    const uint32_t values = keys + SharedStorage<kHeadDim>::kOperandBytes;
+    float scores[kStageTokens / 8][4];
+    wgmma::fence_copies();
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const uint32_t address = keys + step / 4 * kPanelBytes + step % 4 * 2 * kChunkBytes;
+      wgmma::multiply_keys<T>(scores, part.queries[step],
+                              wgmma::descriptor(address, 0, kGroupBytes), step > 0);
+    }
+    wgmma::finish();
+    if (has_rows) {
+      part.template weigh<kStageTokens>(scores, num_tokens - token, params.logit_scale, lane);
+    }
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < kStageTokens / 16; ++step) {
+      ptx::Fragment weights;
+      part.pack_weights(weights, scores[2 * step], scores[2 * step + 1]);
+      const uint32_t address = values + step * 2 * kGroupBytes;
+      wgmma::multiply_values<T>(part.out, weights,
+                                wgmma::descriptor(address, kPanelBytes, kGroupBytes));
+    }
+    wgmma::finish();
+    consumer.release_stage();
+  }
+
+  if (has_rows) {
+    part.finish();
+    store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,395 @@
+"""PackAttention: the runtime API. plan() once per decode step, run() once per layer.
+
+Below it: the C++ scheduler, which plans, and an executor, which runs the plan. Above it: the SGLang
+backend, or any code that has radix paths and a paged KV pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from sglang_pat import support
+from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
+from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
+from sglang_pat.executors.cuda import CudaExecutor, DecodeKernels
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
+from sglang_pat.stats import PlanStats, StepKind
+
+logger = logging.getLogger(__name__)
+
+# Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
+_CPU_WORKERS = 32
+MIN_PIECE_TOKENS = 256
+GROWTH_TOKENS = 256
+_INTS = (torch.int64, torch.int32)
+
+
+class Executor(Protocol):
+    """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels.
+
+    A step begins with load_plan(), of the scheduler's last plan, or with reuse_plan(); then there
+    is one run() per layer.
+    """
+
+    name: str
+
+    def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan: ...
+
+    def reuse_plan(self, step: Step) -> None: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sm_scale: float,
+        logit_cap: float,
+    ) -> None: ...
+
+
+class PackAttention:
+    """Decode attention that reads every shared KV prefix once.
+
+        attention = PackAttention(32, 8, 128, dtype=torch.bfloat16)   # heads, KV heads, head_dim
+        attention.plan(batch, req_to_token=..., req_pool_indices=..., seq_lens=...)   # each step
+        out = attention.run(q, k_cache, v_cache)                                      # each layer
+
+    Not thread-safe. The plan and its buffers belong to this object.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        policy: str = "memory",
+        num_workers: int | None = None,
+        growth_tokens: int = GROWTH_TOKENS,
+        executor: Literal["auto", "cuda", "reference"] = "auto",
+        max_requests: int | None = None,
+        max_shared_slots: int = 1 << 20,
+    ) -> None:
+        """Refuse what is unsupported, and size everything else from the device.
+
+        num_qo_heads, num_kv_heads, head_dim: heads of this rank; num_qo_heads is a multiple of
+        num_kv_heads.
+        dtype: of queries and KV. device: of all tensors. policy: how packs are formed (README).
+        num_workers: how many CTAs share the work of one KV head; None: from the device.
+        growth_tokens: a plan is made anew when a request has grown by more tokens than this.
+        executor: "cuda" runs the kernels, "reference" plain torch; "auto" takes the kernels on a
+        CUDA device unless dtype is float32, which they do not have. max_requests, max_shared_slots:
+        with max_requests, the buffers of the kernels are allocated here and never move, so that
+        run() can be captured in a CUDA graph: plan(), then replay, with other plans. A plan that
+        needs more raises PlanOverflowError. max_shared_slots bounds the KV tokens of all shared
+        ranges of a batch. Without max_requests, buffers grow.
+
+        Raises ValueError, naming the value and what is supported, for anything unsupported.
+        """
+        _check_heads(num_qo_heads, num_kv_heads)
+        if head_dim not in support.HEAD_DIMS:
+            raise support.unsupported("head_dim", head_dim)
+        if str(dtype).removeprefix("torch.") not in support.DTYPES:
+            raise support.unsupported("dtype of queries and KV cache", dtype)
+        if policy not in support.POLICIES:
+            raise support.unsupported("packing policy", policy)
+        self.num_qo_heads = num_qo_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = _canonical_device(device)
+        self.policy = policy
+        self.stats = PlanStats()
+        if num_workers is None:
+            num_workers = default_workers(self.device, num_kv_heads)
+        self._scheduler = new_scheduler(
+            group_size=num_qo_heads // num_kv_heads,
+            num_workers=num_workers,
+            policy=policy,
+            growth_tokens=growth_tokens,
+        )
+        self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
+        self._plan: DecodePlan | None = None
+        self._num_requests = 0  # of the plan
+        self._key: Hashable = None
+        # Of the last step.
+        self.step_tokens = KvTokens(0, 0, 0)
+        self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
+        self._checked_table: torch.Tensor | None = None  # the req_to_token of the last step
+        self._table_width = 0
+
+    def plan(
+        self,
+        batch: DecodeBatch,
+        *,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> DecodePlan:
+        """Prepare the next run()s: reuse the last plan, or build one. Host work only.
+
+        batch: the step as host data. req_to_token: int32 `[num_rows, max_context_len]`, the KV slot
+        of every position of every row. req_pool_indices: int64 or int32 `[num_requests]`, the row
+        of each request.
+        seq_lens: int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The tensors lie on
+        `device`, are borrowed until the next plan(), and must not change before the last run() of
+        the step.
+
+        The plan returned is a view, valid until the next plan() builds one. ValueError or TypeError
+        on bad input; the last plan then stays in force. PlanOverflowError if a reservation is too
+        small; there is no plan then.
+        """
+        begun_ns = batch.begun_ns or time.perf_counter_ns()
+        self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
+        served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
+        if longest > self._table_width:
+            raise ValueError(
+                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, "
+                f"got {longest}"
+            )
+        paths = batch.read_paths() if batch.key is None else None
+        key = batch.key if paths is None else _paths_key(paths)
+        cause = replan_cause(
+            planned=self._plan is not None,
+            same_batch=key == self._key and len(batch.seq_lens) == self._num_requests,
+            lengths_served=served,
+        )
+        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
+        kind: StepKind = "unchanged"
+        stats = self.stats
+        if cause is None:
+            self._executor.reuse_plan(step)
+            stats.plans_reused += 1
+        else:
+            kind = self._build(batch, paths, key, step)
+            stats.plans_built += 1
+            stats.causes[cause] += 1
+        assert self._plan is not None
+        planned = self._plan.kv_tokens
+        growth = total - planned.query_centric
+        self.step_tokens = KvTokens(total, planned.planned + growth, planned.lower_bound + growth)
+        self.seq_lens = batch.seq_lens
+        stats.add_tokens(self.step_tokens)
+        stats.planning_ns.record(kind, time.perf_counter_ns() - begun_ns)
+        return self._plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        logit_cap: float = 0.0,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one layer under the last plan.
+
+        q: `[num_requests, num_qo_heads, head_dim]`. k_cache, v_cache: `[num_slots, num_kv_heads,
+        head_dim]`, SGLang's pool layout, this step's token already written. out: like q, written;
+        allocated if None.
+        sm_scale: softmax scale, `head_dim ** -0.5` if None. logit_cap: `cap * tanh(logit / cap)` if
+        positive. All of dtype `dtype` on `device`.
+
+        Returns out, with `return_lse` also the float32 natural-log LSE `[num_requests,
+        num_qo_heads]`, with which results over disjoint KV can be merged. ValueError on bad input,
+        RuntimeError without a plan; nothing is written then.
+        """
+        if self._plan is None:
+            raise RuntimeError("run() needs a plan: call plan() first")
+        num_requests = self._num_requests
+        self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            self._check_tensor(name, cache, (None, self.num_kv_heads, self.head_dim))
+        if k_cache.shape != v_cache.shape:
+            raise ValueError(
+                f"k_cache and v_cache must have the same shape, got {list(k_cache.shape)} and "
+                f"{list(v_cache.shape)}"
+            )
+        if out is not None:
+            self._check_tensor("out", out, (num_requests, self.num_qo_heads, self.head_dim))
+        if logit_cap < 0:
+            raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
+        scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
+        out = torch.empty_like(q) if out is None else out
+        lse = None
+        if return_lse:
+            lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
+        self._executor.run(q, k_cache, v_cache, out, lse, scale, logit_cap)
+        return out if lse is None else (out, lse)
+
+    def steps_left(self) -> int:
+        """How many more steps the plan serves in which each request of the last step, padding
+        aside, is one token longer than in the step before, and nothing else is different.
+        """
+        return self._scheduler.steps_left(self.seq_lens, self._table_width)
+
+    @property
+    def executor(self) -> str:
+        """What runs the plans: "cuda" or "reference"."""
+        return self._executor.name
+
+    def _make_executor(
+        self, name: str, num_workers: int, max_requests: int | None, max_shared_slots: int
+    ) -> Executor:
+        on_gpu = self.device.type == "cuda"
+        if name not in ("auto", "cuda", "reference"):
+            raise ValueError(f"executor must be auto, cuda or reference, got {name}")
+        if name == "cuda" and not on_gpu:
+            raise ValueError(f"executor cuda needs a CUDA device, got device {self.device}")
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        if name == "auto" and on_gpu and self.dtype == torch.float32:
+            logger.warning("no CUDA kernels for float32: decode runs in plain torch, slowly")
+            name = "reference"
+        if name == "reference" or not on_gpu:
+            return ReferenceExecutor(self.device)
+        reservation = None
+        if max_requests is not None:
+            reservation = BufferSizes.for_requests(
+                max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
+            )
+        kernels = DecodeKernels.load(
+            KernelConfig.for_device(self.dtype, self.head_dim, self.device)
+        )
+        return CudaExecutor(kernels, self.num_qo_heads, self.device, reservation)
+
+    def _build(
+        self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
+    ) -> StepKind:
+        """Plan the batch; read_paths: its paths, if they have been read already."""
+        kind: StepKind = "cold"
+        if isinstance(batch.paths, PrefixForest):
+            self._scheduler.plan(batch.paths, batch.seq_lens)
+            if key == self._key or batch.paths.num_kept:  # outgrown, or other requests
+                kind = "changed"
+        else:
+            paths = batch.read_paths() if read_paths is None else read_paths
+            self._scheduler.plan(
+                paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
+            )
+        self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
+        self._plan = self._executor.load_plan(self._scheduler, step)
+        self._num_requests = len(batch.seq_lens)
+        self._key = key
+        return kind
+
+    def _check_step(
+        self,
+        batch: DecodeBatch,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        # In every step, so what is asked for is asked for once.
+        lens = batch.seq_lens
+        if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
+            raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
+        if not lens.flags.c_contiguous:
+            raise ValueError(f"batch.seq_lens must be contiguous, got strides {lens.strides}")
+        if req_to_token is not self._checked_table:
+            self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
+            self._checked_table = req_to_token
+            self._table_width = req_to_token.shape[1]
+        self._check_per_request("req_pool_indices", req_pool_indices, lens)
+        self._check_per_request("seq_lens", seq_lens, lens)
+
+    def _check_per_request(self, name: str, tensor: torch.Tensor, lens: IntArray) -> None:
+        if (
+            tensor.shape == lens.shape and tensor.dtype in _INTS and tensor.device == self.device
+        ):  # the usual case
+            return
+        self._check_ids(name, tensor, 1, _INTS)
+        raise ValueError(f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}")
+
+    def _check_ids(
+        self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        if tensor.dtype not in dtypes or tensor.ndim != ndim:
+            allowed = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(f"{name} must be {ndim}-D {allowed}, got {_kind(tensor)}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+        matches = tensor.ndim == len(shape) and all(
+            want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+        )
+        if not matches:
+            expected = ", ".join("num_slots" if want is None else str(want) for want in shape)
+            raise ValueError(f"{name} must have shape [{expected}], got {list(tensor.shape)}")
+        if tensor.dtype != self.dtype:
+            raise ValueError(f"{name} must be {self.dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def new_scheduler(
+    *,
+    group_size: int,
+    num_workers: int,
+    policy: str = "memory",
+    growth_tokens: int = GROWTH_TOKENS,
+) -> PackScheduler:
+    """A scheduler with the constants that PackAttention uses."""
+    return PackScheduler(
+        group_size=group_size,
+        num_workers=num_workers,
+        max_block_q=TILE_TABLE[-1][0],
+        policy=policy,
+        min_piece_tokens=MIN_PIECE_TOKENS,
+        growth_tokens=growth_tokens,
+    )
+
+
+def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
+    if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            "num_qo_heads must be a positive multiple of num_kv_heads, "
+            f"got {num_qo_heads} and {num_kv_heads}"
+        )
+    if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
+        raise support.unsupported("query heads per KV head", num_qo_heads // num_kv_heads)
+
+
+def _canonical_device(device: torch.device | str) -> torch.device:
+    """`cuda` as the `cuda:N` that tensors report."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device}")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def default_workers(device: torch.device, num_kv_heads: int) -> int:
+    """CTAs that share the work of one KV head: two per SM, over all KV heads."""
+    if device.type == "cpu":
+        return _CPU_WORKERS
+    num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, num_ctas // num_kv_heads)
+
+
+def _paths_key(paths: PrefixPaths) -> Hashable:
+    return tuple(
+        array.tobytes() for array in (paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end)
+    )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{value.ndim}-D {value.dtype}"
+    return type(value).__name__

@@ -1,0 +1,123 @@
+"""What one decode step asks for: DecodeBatch on the host, Step on the device.
+
+First stage of the Python side: adapters (`sglang/radix.py`, or a user's own code) produce the
+batch, `PackAttention.plan` consumes it and hands the step to its executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_pat._scheduler import PrefixForest
+
+IntArray = npt.NDArray[np.int32]
+
+
+class PathNode(NamedTuple):
+    """One radix-tree node on a request's path: KV positions `[kv_begin, kv_end)`.
+
+    Two requests share the KV of a node iff both paths hold the same `node_id`, a non-negative
+    integer that is unique within a batch.
+    """
+
+    node_id: int
+    kv_begin: int
+    kv_end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixPaths:
+    """The root-to-leaf paths of a batch, flattened (CSR).
+
+    Request `i` holds nodes `path_begin[i]` to `path_begin[i + 1]` of the three node arrays, in path
+    order: the first node starts at position 0 and every next one where the previous ended. A
+    request without shared KV has an empty path. What lies behind the path's end is private to the
+    request.
+
+    Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
+    all `[num_path_nodes]`. The C++ scheduler checks the contents and names the first request that
+    is wrong.
+    """
+
+    path_begin: IntArray
+    node_id: npt.NDArray[np.int64]
+    kv_begin: IntArray
+    kv_end: IntArray
+
+    @classmethod
+    def from_lists(cls, paths: Iterable[Sequence[PathNode | tuple[int, int, int]]]) -> PrefixPaths:
+        """Flatten one list of nodes per request."""
+        path_begin = [0]
+        flat: list[PathNode | tuple[int, int, int]] = []
+        for path in paths:
+            flat.extend(path)
+            path_begin.append(len(flat))
+        nodes = np.array(flat, dtype=np.int64).reshape(-1, 3)
+        return cls(
+            path_begin=np.array(path_begin, dtype=np.int32),
+            node_id=np.ascontiguousarray(nodes[:, 0]),
+            kv_begin=np.ascontiguousarray(nodes[:, 1], dtype=np.int32),
+            kv_end=np.ascontiguousarray(nodes[:, 2], dtype=np.int32),
+        )
+
+    @classmethod
+    def private(cls, num_requests: int) -> PrefixPaths:
+        """No request shares anything."""
+        nothing = np.zeros(0, dtype=np.int32)
+        return cls(
+            path_begin=np.zeros(num_requests + 1, dtype=np.int32),
+            node_id=np.zeros(0, dtype=np.int64),
+            kv_begin=nothing,
+            kv_end=nothing,
+        )
+
+    def __len__(self) -> int:
+        return len(self.path_begin) - 1
+
+
+class DecodeBatch(NamedTuple):
+    """One decode step, in batch order.
+
+    seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
+        marks a padding row: its output is 0 and its LSE -inf.
+    paths: the batch's paths, or a function that reads them: it is called only when a plan is built.
+        Or a forest that keeps them, for this batch until its next update(); rows behind its last
+        request have no path.
+    key: equal keys promise equal paths, rows and order, so that a plan may be reused while
+        `seq_lens` grow. None: the paths themselves are compared.
+    begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
+        there its time is counted.
+    """
+
+    seq_lens: IntArray
+    paths: PrefixPaths | PrefixForest | Callable[[], PrefixPaths]
+    key: Hashable = None
+    begun_ns: int = 0
+
+    def read_paths(self) -> PrefixPaths:
+        """The paths, read now if they were given as a function. TypeError if they are none."""
+        if isinstance(self.paths, PrefixForest):
+            padding = len(self.seq_lens) - len(self.paths)
+            return PrefixPaths.from_lists([*self.paths.paths(), *[()] * padding])
+        paths = self.paths() if callable(self.paths) else self.paths
+        if not isinstance(paths, PrefixPaths):
+            raise TypeError(
+                f"batch.paths must be PrefixPaths, got {type(paths).__name__}; "
+                "PrefixPaths.from_lists() makes them of lists"
+            )
+        return paths
+
+
+class Step(NamedTuple):
+    """What an executor reads besides the plan, borrowed from the caller of `PackAttention.plan`."""
+
+    req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
+    req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
+    seq_lens: torch.Tensor  # int64 or int32 [num_requests]
+    host_seq_lens: IntArray  # the same lengths

@@ -1,0 +1,1 @@
+"""Times attention on a GPU, pat beside FlashInfer and FA3."""

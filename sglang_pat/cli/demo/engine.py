@@ -1,0 +1,146 @@
+"""One run of the demo: a real SGLang engine serves the workload as it arrives.
+
+Beside the pipeline, called by the demo once per attention backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sglang_pat.cli.demo.report import console
+from sglang_pat.cli.demo.workload import Request
+from sglang_pat.sglang.sinks import read_stats
+
+MAX_RUNNING_REQUESTS = 32
+KV_POOL_TOKENS = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How the demo runs here.
+
+    own_backend: what pat is compared with, None for SGLang's default. arguments: for sglang.Engine.
+    exact: float32 on the CPU gives every token again; half precision on a GPU does so only where no
+    two tokens tie within rounding, so there the two most probable tokens are asked for as well.
+    """
+
+    own_backend: str | None
+    exact: bool
+    arguments: dict[str, Any]
+
+    @classmethod
+    def choose(cls, *, on_cpu: bool) -> Machine:
+        """The CPU, or the GPU with CUDA graphs."""
+        if on_cpu:
+            return cls("torch_native", True, {"device": "cpu", "dtype": "float32"})
+        graphs = {
+            "cuda_graph_max_bs_decode": MAX_RUNNING_REQUESTS,
+            "cuda_graph_backend_prefill": "disabled",  # half of the time that an engine starts
+        }
+        return cls(None, False, {"device": "cuda", "dtype": "float16", **graphs})
+
+
+class Candidate(NamedTuple):
+    """One of the most probable tokens at a position."""
+
+    logprob: float
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The new tokens of every request, in the order of the workload, and the seconds it took.
+
+    candidates: the two most probable tokens at every position of every request, best first; only
+    where the run is not exact. stats: what pat has counted, empty for other backends.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    candidates: list[list[list[Candidate]]] | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def serve(
+    model_path: Path,
+    backend: str | None,
+    requests: list[Request],
+    machine: Machine,
+    stats_file: Path | None = None,
+) -> Served:
+    """Start an engine with `backend`, send every request at its time, and shut the engine down.
+
+    stats_file: where the engine was told to write what pat counts.
+    """
+    from sglang_pat.sglang.cpu import new_engine
+
+    console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
+    with console.status("loading SGLang and the model"):
+        began = time.perf_counter()
+        engine = new_engine(
+            model_path=str(model_path),
+            attention_backend=backend,
+            **machine.arguments,
+            skip_tokenizer_init=True,
+            max_running_requests=MAX_RUNNING_REQUESTS,
+            max_total_tokens=KV_POOL_TOKENS,
+            log_level="error",
+        )
+    try:
+        console.print(f"Ready after {time.perf_counter() - began:.0f} s")
+        began = time.perf_counter()
+        title = f"Serving with {backend or 'the default':12}"
+        answers = engine.loop.run_until_complete(_send(engine, title, requests, machine))
+        seconds = time.perf_counter() - began
+        tokens = [answer["output_ids"] for answer in answers]
+        candidates = None if machine.exact else list(map(_candidates, answers))
+        # Before the engine is shut down: that kills the process that writes the file.
+        stats = {} if stats_file is None else read_stats(stats_file)
+        return Served(tokens, seconds, candidates, stats)
+    finally:
+        engine.shutdown()
+
+
+def _candidates(answer: dict[str, Any]) -> list[list[Candidate]]:
+    positions = answer["meta_info"]["output_top_logprobs"]
+    return [[Candidate(logprob, token) for logprob, token, *_ in best] for best in positions]
+
+
+async def _send(
+    engine: Any, title: str, requests: list[Request], machine: Machine
+) -> list[dict[str, Any]]:
+    """Every request at its time, but no more at once than the engine may run."""
+    running = asyncio.Semaphore(MAX_RUNNING_REQUESTS)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(title, total=len(requests))
+        logprobs = {} if machine.exact else {"return_logprob": True, "top_logprobs_num": 2}
+
+        async def send(request: Request) -> dict[str, Any]:
+            await asyncio.sleep(request.arrival_s)
+            async with running:
+                answer: dict[str, Any] = await engine.async_generate(
+                    input_ids=request.prompt,
+                    sampling_params={
+                        "temperature": 0,
+                        "max_new_tokens": request.num_new_tokens,
+                        "ignore_eos": True,
+                    },
+                    **logprobs,
+                )
+            progress.advance(bar)
+            return answer
+
+        return await asyncio.gather(*map(send, requests))

@@ -1,0 +1,159 @@
+"""The demo's result: what was compared and counted, as a table, as JSON, and as an exit status.
+
+Beside the pipeline, last step of the demo.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from sglang_pat.cli.demo.engine import Served
+
+# Two tokens tie if their log-probabilities are this close: some ten times the rounding of float16
+# in the demo's model.
+TIE_LOGPROB = 0.02
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where the runs disagree. None in place of a token: that output had ended."""
+
+    request: int
+    position: int
+    pat: int | None
+    own: int | None
+
+    def describe(self, own_backend: str) -> str:
+        """One line for a person."""
+        return (
+            f"request {self.request}, new token {self.position}: pat gave {self.pat}, "
+            f"{own_backend} gave {self.own}"
+        )
+
+
+def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> list[Difference]:
+    """Of every request whose tokens differ, the first position where they do."""
+    found = []
+    for request, (left, right) in enumerate(zip(pat, own, strict=True)):
+        for position, (token, expected) in enumerate(zip_longest(left, right)):
+            if token != expected:
+                found.append(Difference(request, position, token, expected))
+                break
+    return found
+
+
+def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
+    """Whether both runs held both tokens for equally probable, within the rounding of float16.
+
+    Behind a tie the runs answer different texts, so there is nothing more to compare.
+    """
+    tokens = {difference.pat, difference.own}
+    for served in (pat, own):
+        if served.candidates is None:
+            return False
+        best, second = served.candidates[difference.request][difference.position]
+        if {best.token, second.token} != tokens or best.logprob - second.logprob > TIE_LOGPROB:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Report:
+    """Both runs, and the counters that the backend `pat` wrote.
+
+    stats: the fields of `PlanStats`, summed over the decode steps of the run.
+    """
+
+    own_backend: str
+    pat: Served
+    own: Served
+    stats: dict[str, Any]
+
+    @cached_property
+    def ties(self) -> list[Difference]:
+        """Where requests part that tie there: none in an exact run."""
+        return [each for each in self._differences if is_tie(each, self.pat, self.own)]
+
+    @cached_property
+    def difference(self) -> Difference | None:
+        """Where the runs disagree first, other than by a tie."""
+        return next((each for each in self._differences if each not in self.ties), None)
+
+    @cached_property
+    def _differences(self) -> list[Difference]:
+        return differences(self.pat.tokens, self.own.tokens)
+
+    @property
+    def decode_steps(self) -> int:
+        """Each step either builds a plan or reuses the last one."""
+        steps: int = self.stats["plans_built"] + self.stats["plans_reused"]
+        return steps
+
+    def print(self) -> None:
+        """The table, and below it the first difference if there is one."""
+        compared = list(zip(self.pat.tokens, self.own.tokens, strict=True))
+        for tie in self.ties:
+            left, right = compared[tie.request]
+            compared[tie.request] = left[: tie.position], right[: tie.position]
+        num_tokens = sum(len(expected) for _, expected in compared)
+        identical = sum(
+            token == expected for pair in compared for token, expected in zip(*pair, strict=False)
+        )
+        tied = f"{len(self.ties)} requests compared up to a tie" if self.ties else ""
+        causes = self.stats["causes"]
+        built = ", ".join(f"{name.replace('_', ' ')}: {causes[name]:,}" for name in sorted(causes))
+        query_centric, planned, lower_bound = (
+            self.stats[f"kv_tokens_{name}"] for name in ("query_centric", "planned", "lower_bound")
+        )
+        table = Table(title=f"pat against {self.own_backend}, the same requests")
+        table.add_column("")
+        table.add_column("count", justify="right")
+        table.add_column("", style="dim")
+        table.add_row("tokens identical", f"{identical:,}/{num_tokens:,}", tied)
+        table.add_row("decode steps", f"{self.decode_steps:,}", "")
+        table.add_row("plans built", f"{self.stats['plans_built']:,}", built)
+        table.add_row("plans reused", f"{self.stats['plans_reused']:,}", "")
+        table.add_section()
+        table.add_row(
+            "KV tokens, query-centric", f"{query_centric:,}", "each request reads its own"
+        )
+        table.add_row(
+            "KV tokens, pat", f"{planned:,}", f"{query_centric / planned:.2f} times fewer"
+        )
+        table.add_row(
+            "KV tokens, lower bound",
+            f"{lower_bound:,}",
+            f"each node once: {query_centric / lower_bound:.2f} times fewer",
+        )
+        console.print(table)
+        if self.difference is not None:
+            console.print(f"[bold red]MISMATCH[/] {self.difference.describe(self.own_backend)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result and where it was obtained, ready for JSON."""
+        return {
+            "meta": {
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                **{name: version(name) for name in ("sglang-pat", "sglang", "torch")},
+            },
+            "requests": len(self.own.tokens),
+            "tokens": sum(map(len, self.own.tokens)),
+            "first_difference": asdict(self.difference) if self.difference else None,
+            "ties": [asdict(tie) for tie in self.ties],
+            "decode_steps": self.decode_steps,
+            "stats": self.stats,
+            "seconds": {"pat": self.pat.seconds, self.own_backend: self.own.seconds},
+        }

@@ -1,0 +1,1 @@
+"""Executors of plans: torch (`reference.py`) and CUDA (`cuda.py`, compiled by `jit.py`)."""

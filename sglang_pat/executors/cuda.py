@@ -1,0 +1,219 @@
+"""CudaExecutor: executes plans with the CUDA kernels.
+
+A plan is written into pinned memory and copied to the device on the current stream. It takes effect
+in order with the kernels of the last plan, and the host never waits for them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_pat._scheduler import PackScheduler
+from sglang_pat.batch import Step
+from sglang_pat.executors.jit import KernelConfig, load_operators
+from sglang_pat.plan import CAPACITY_FIELDS, BufferSizes, DecodePlan, write_plan
+
+
+class DeviceBuffers(NamedTuple):
+    """Where a plan lies on the device, and what the kernels write besides their output. Graphs
+    capture the addresses of these tensors, and of those of a step.
+
+    plan: int32, laid out for `capacity` (plan_format.h), whose entries are in the order of
+    PlanCapacity's fields. shared_slots: int32. partial_out: float32 `[num_partials, num_qo_heads,
+    head_dim]`; partial_lse: float32 `[num_partials, num_qo_heads]`. num_draws: int32 `[1]`, 0
+    between steps; not for two streams at once.
+    """
+
+    plan: torch.Tensor
+    capacity: list[int]
+    shared_slots: torch.Tensor
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    num_draws: torch.Tensor
+
+
+class StagingBuffer:
+    """Pinned memory in which a plan waits until it has been copied to the device.
+
+    tensor: int32 `[size]`. array: the same memory. copied: handle of the event that load_plan()
+    records behind the copy.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+        self.array = self.tensor.numpy()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(device))  # before that it has no handle
+        self.copied: int = self._copied.cuda_event
+
+    def wait(self) -> None:
+        """Until the memory may be written again. It is, unless the device is far behind."""
+        # Not synchronize() at once: that lets go of the GIL.
+        if not self._copied.query():  # type: ignore[no-untyped-call]
+            self._copied.synchronize()
+
+
+class DecodeKernels:
+    """The operators of one KernelConfig. ValueError on tensors that do not fit, before any launch.
+
+    The contents of the plan are not checked: whoever writes it checks that it fits the buffers.
+    """
+
+    def __init__(self, operators: Any, config: KernelConfig) -> None:
+        self.config = config
+        # Overloads: torch would look for the one that fits the arguments in each call.
+        self._load_plan = operators.load_plan.default
+        self._decode = operators.decode.default
+
+    @classmethod
+    def load(cls, config: KernelConfig) -> DecodeKernels:
+        """The operators of `config`, compiled if need be (`jit.py`)."""
+        return cls(load_operators(config), config)
+
+    def load_plan(self, staging: StagingBuffer, buffers: DeviceBuffers, step: Step) -> None:
+        """Copy a plan to the device, and gather its shared slots out of the step's rows."""
+        self._load_plan(
+            staging.tensor,
+            staging.copied,
+            buffers.plan,
+            buffers.capacity,
+            step.req_to_token,
+            step.req_pool_indices,
+            buffers.shared_slots,
+        )
+
+    def decode(
+        self,
+        buffers: DeviceBuffers,
+        step: Step,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        out_lse: torch.Tensor | None,
+        sm_scale: float,
+        logit_cap: float,
+    ) -> None:
+        """Attention of one layer under the loaded plan: pack_decode, then merge_partials. Writes
+        `out`, and `out_lse` if given.
+
+        q, out: `[num_requests, num_qo_heads, head_dim]`; k_cache, v_cache: `[num_slots,
+        num_kv_heads, head_dim]`; out_lse: float32 `[num_requests, num_qo_heads]`, natural log.
+        """
+        self._decode(
+            q,
+            k_cache,
+            v_cache,
+            buffers.plan,
+            buffers.capacity,
+            buffers.shared_slots,
+            step.req_to_token,
+            step.req_pool_indices,
+            step.seq_lens,
+            out,
+            out_lse,
+            buffers.partial_out,
+            buffers.partial_lse,
+            buffers.num_draws,
+            sm_scale,
+            logit_cap,
+        )
+
+
+# Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
+# while step N runs; one more absorbs jitter.
+_RING = 3
+
+
+class PlanOverflowError(ValueError):
+    """A plan needs more than the buffers that were reserved. Nothing was launched."""
+
+
+class CudaExecutor:
+    """Executes plans with the kernels of one (dtype, head_dim) on one device.
+
+    Without a reservation, buffers grow as needed. With one, their addresses never change, run() can
+    be captured in a CUDA graph, and a plan that does not fit raises PlanOverflowError.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        kernels: DecodeKernels,
+        num_qo_heads: int,
+        device: torch.device,
+        reservation: BufferSizes | None,
+    ) -> None:
+        self.kernels = kernels
+        self._num_qo_heads = num_qo_heads
+        self._device = device
+        self._reserved = reservation is not None
+        self.step: Step | None = None
+        self._allocate(reservation or BufferSizes())
+
+    def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
+        """Send the scheduler's last plan to the device and gather its shared slots there. The
+        following run()s, and replays of graphs that captured them, read the tensors of the step.
+        """
+        staging, plan = self._write(scheduler)
+        if plan is None:
+            self._make_room(scheduler)
+            staging, plan = self._write(scheduler)
+        assert plan is not None
+        self.kernels.load_plan(staging, self.buffers, step)
+        self.step = step
+        return plan
+
+    def reuse_plan(self, step: Step) -> None:
+        """The plan in force serves this step too: its tensors are read from now on."""
+        self.step = step
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sm_scale: float,
+        logit_cap: float,
+    ) -> None:
+        """One layer; writes `out`, and `lse` if given."""
+        assert self.step is not None
+        self.kernels.decode(
+            self.buffers, self.step, q, k_cache, v_cache, out, lse, sm_scale, logit_cap
+        )
+
+    def _write(self, scheduler: PackScheduler) -> tuple[StagingBuffer, DecodePlan | None]:
+        staging = next(self._ring)
+        staging.wait()
+        return staging, write_plan(scheduler, self._sizes, staging.array)
+
+    def _make_room(self, scheduler: PackScheduler) -> None:
+        needed = BufferSizes.needed_by(scheduler)
+        if self._reserved:
+            raise PlanOverflowError(f"the plan needs {needed}; reserved are {self._sizes}")
+        self._allocate(self._sizes.grown(needed))
+
+    def _allocate(self, sizes: BufferSizes) -> None:
+        plan_size = sizes.plan.layout()["size"]
+        rows = (sizes.num_partials, self._num_qo_heads)
+        head_dim = self.kernels.config.head_dim
+        integers = partial(torch.zeros, dtype=torch.int32, device=self._device)
+        floats = partial(torch.empty, dtype=torch.float32, device=self._device)
+        self.buffers = DeviceBuffers(
+            plan=integers(plan_size),
+            capacity=[getattr(sizes.plan, name) for name in CAPACITY_FIELDS],
+            shared_slots=integers(sizes.num_shared_slots),
+            partial_out=floats((*rows, head_dim)),
+            partial_lse=floats(rows),
+            num_draws=integers(1),
+        )
+        # Earlier ones may be dropped while they are being copied: load_plan() keeps their memory.
+        self._ring = cycle([StagingBuffer(plan_size, self._device) for _ in range(_RING)])
+        self._sizes = sizes

@@ -1,0 +1,1 @@
+"""The plug-in for SGLang. Nothing else in the package imports SGLang."""

@@ -1,0 +1,164 @@
+"""SGLANG_PAT_DEBUG=1: checks every decode step in the running engine.
+
+StepChecker compares a step with SGLang's radix tree and request table: kept paths and plan reuse
+rely on them. RankChecker compares the plans of all tensor-parallel ranks. Both synchronise the
+device: they are for tests and for hunting a suspected error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sglang_pat._scheduler import PrefixForest
+from sglang_pat.batch import IntArray, PrefixPaths
+from sglang_pat.plan import DecodePlan
+from sglang_pat.sglang.radix import RadixSource, Request, RequestFields
+
+# The nodes of a path, as (node id, end). The lower part of a node that is split keeps both.
+_Ends = list[tuple[int, int]]
+
+
+class _Planned(NamedTuple):
+    """What the last plan was built from: the signature of the requests, and the slots of each."""
+
+    signature: Hashable
+    slots: list[torch.Tensor]
+
+
+class StepChecker:
+    """Raises RuntimeError, naming the request, if a step does not find the KV that its plan
+    reads."""
+
+    def __init__(self) -> None:
+        self._planned: _Planned | None = None
+
+    def check(
+        self,
+        source: RadixSource,
+        reqs: Sequence[Request],
+        forest: PrefixForest,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        *,
+        plan_is_new: bool,
+    ) -> None:
+        """Call it after plan(), with the requests of the step in row order and their forest."""
+        fields = RequestFields.of(reqs[0])
+        rows = [fields.row(req) for req in reqs]
+        if req_pool_indices[: len(rows)].tolist() != rows:
+            raise RuntimeError(
+                f"the batch has rows {req_pool_indices.tolist()}, its requests {rows}"
+            )
+        in_tree = _ends(source.paths(reqs, len(reqs)))
+        _check_kept(reqs, forest, in_tree)
+        slots = [
+            # A copy on the CPU too: the table is rewritten in place.
+            req_to_token[row, : ends[-1][1] if ends else 0].to("cpu", torch.int64, copy=True)
+            for row, ends in zip(rows, in_tree, strict=True)
+        ]
+        for req, row_slots in zip(reqs, slots, strict=True):
+            if len(row_slots) and not torch.equal(row_slots, source.shared_slots(req).cpu()):
+                raise RuntimeError(
+                    f"request {req.rid}: its row and the radix tree hold other KV slots"
+                )
+        now = _Planned(source.key(reqs), slots)
+        if not plan_is_new and self._planned is not None:
+            _check_reuse(reqs, self._planned, now)
+        self._planned = now
+
+
+def check_growth(before: IntArray, now: IntArray) -> None:
+    """Raises RuntimeError unless each length, 0 of padding aside, is one more than before: what
+    repeated steps rely on (`sglang/repeats.py`). int32 `[num_rows]`, of one batch in two steps.
+    """
+    if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
+        raise RuntimeError(
+            f"the same requests had lengths {before.tolist()} in the last step and have "
+            f"{now.tolist()} in this one"
+        )
+
+
+def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:
+    """The forest's paths must be those of the tree, but for splits."""
+    kept = [[(node_id, end) for node_id, _, end in path] for path in forest.paths()]
+    if len(kept) != len(reqs):
+        raise RuntimeError(f"the paths of {len(kept)} requests were kept for {len(reqs)}")
+    for req, ours, theirs in zip(reqs, kept, in_tree, strict=True):
+        if not set(ours) <= set(theirs) or ours[-1:] != theirs[-1:]:
+            raise RuntimeError(
+                f"request {req.rid}: its path was kept though it changed, from nodes and ends "
+                f"{ours} to {theirs}"
+            )
+
+
+def _check_reuse(reqs: Sequence[Request], planned: _Planned, now: _Planned) -> None:
+    if len(planned.slots) != len(reqs):
+        raise RuntimeError(f"a plan for {len(planned.slots)} requests was reused for {len(reqs)}")
+    for req, before, after in zip(reqs, planned.slots, now.slots, strict=True):
+        if not torch.equal(before, after):
+            raise RuntimeError(
+                f"request {req.rid}: a plan was reused though its shared KV has moved"
+            )
+    if planned.signature != now.signature:
+        raise RuntimeError(
+            "a plan was reused though its requests, their rows, last nodes or protected lengths "
+            f"changed from {planned.signature} to {now.signature}"
+        )
+
+
+def _ends(paths: PrefixPaths) -> list[_Ends]:
+    nodes = list(zip(paths.node_id.tolist(), paths.kv_end.tolist(), strict=True))
+    return [nodes[begin:end] for begin, end in pairwise(paths.path_begin.tolist())]
+
+
+@dataclass(slots=True)
+class RankChecker:
+    """Compares plans within `group`, whose ranks all call `check` for every step.
+
+    group: a process group for host data, None for a rank that is alone. checked: steps in which
+    all plans were the same.
+    """
+
+    group: dist.ProcessGroup | None
+    checked: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of_sglang(cls) -> RankChecker:
+        """For the ranks that share the requests of this one."""
+        from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+        group = get_attn_tp_group()
+        return cls(group.cpu_group if group.world_size > 1 else None)
+
+    def check(self, plan: DecodePlan) -> None:
+        """RuntimeError, on every rank, if a rank has another plan. Waits for the other ranks."""
+        if self.group is None:
+            return
+        digests: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(digests, digest(plan), group=self.group)
+        if len(set(digests)) > 1:
+            raise RuntimeError(f"ranks planned the step differently: plans by rank {digests}")
+        self.checked["steps"] += 1
+
+
+def digest(plan: DecodePlan) -> str:
+    """Of all that the kernels read of the plan."""
+    state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
+    for section in (
+        plan.ticket_begin,
+        plan.work_items,
+        plan.item_requests,
+        plan.gather_spans,
+        plan.merges,
+    ):
+        state.update(section.tobytes())
+    return state.hexdigest()

@@ -1,0 +1,188 @@
+"""StepChannel: carries the requests of each decode step from SGLang's scheduler to the backend.
+
+A backend is shown a copy of the batch without its requests (eager: `dataclasses.replace`; CUDA
+graph replay: a namespace). The hooks note the requests when SGLang makes the batch, and publish
+them while it runs. They are installed when the backend is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_pat import support
+from sglang_pat._scheduler import same_objects
+from sglang_pat.sglang.radix import Request
+
+_NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
+
+
+class StepRequests(NamedTuple):
+    """The requests of a batch in row order, and the prefix cache that they are in."""
+
+    reqs: list[Request]  # never written to: equal lists in a row are one object
+    tree: Any
+    has_beams: bool
+
+
+class PathKeeper(Protocol):
+    """Keeps the paths of requests, and is told when they may have changed."""
+
+    def note_moved(self, ids: Iterable[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class StepChannel:
+    """What SGLang runs right now in this process, whose scheduler is a single thread.
+
+    A batch is noted when it is made. `enter()` and `leave()` enclose its forward. A backend that
+    decodes it calls `acknowledge()`: a batch that nobody acknowledged has decoded elsewhere, so the
+    next equal list of requests is not taken for the same step.
+    """
+
+    def __init__(self) -> None:
+        self._step: StepRequests | None = None  # None in a warm-up or a capture
+        self._is_acknowledged = False
+        # Of the last batch, if pat decoded it: equal lists of later steps become this one.
+        self._last_reqs: list[Request] = []
+        self._keepers: WeakSet[PathKeeper] = WeakSet()
+
+    def subscribe(self, keeper: PathKeeper) -> None:
+        """Tell `keeper` from now on which requests have moved. Holds a weak reference."""
+        self._keepers.add(keeper)
+
+    def note(self, forward_batch: Any, batch: Any) -> None:
+        """SGLang has made `forward_batch` of the scheduler's `batch`."""
+        if not batch.reqs:
+            return
+        if forward_batch.forward_mode.is_decode():
+            if not same_objects(self._last_reqs, batch.reqs):
+                self._last_reqs = list(batch.reqs)
+            has_beams = getattr(batch, "beam_tail", None) is not None
+            step = StepRequests(self._last_reqs, batch.tree_cache, has_beams)
+            setattr(forward_batch, _NOTE, step)
+        elif forward_batch.forward_mode.is_extend():
+            # Rows that decode in a mixed batch stay where they are.
+            decoding = set(map(id, getattr(batch, "decoding_reqs", None) or ()))
+            self.note_moved(req for req in batch.reqs if id(req) not in decoding)
+
+    def enter(self, forward_batch: Any) -> StepRequests | None:
+        """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
+        outer = self._step
+        self._step = getattr(forward_batch, _NOTE, None)
+        self._is_acknowledged = False
+        return outer
+
+    def leave(self, outer: StepRequests | None) -> None:
+        """The forward has ended."""
+        self._step = outer
+        if not self._is_acknowledged:  # requests that decode may have grown all the same
+            self._last_reqs = []
+
+    def acknowledge(self) -> StepRequests | None:
+        """The step that is being run, by the backend that decodes it."""
+        self._is_acknowledged = True
+        return self._step
+
+    def note_moved(self, reqs: Iterable[Request]) -> None:
+        """The paths or rows of these requests may have changed."""
+        ids = [id(req) for req in reqs]
+        for keeper in self._keepers:
+            keeper.note_moved(ids)
+
+    def note_reset(self) -> None:
+        """All paths may have changed."""
+        for keeper in self._keepers:
+            keeper.forget()
+
+
+CHANNEL = StepChannel()
+
+
+def _after_init_new(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
+    """AFTER ForwardBatch.init_new."""
+    CHANNEL.note(result, batch)
+
+
+def _around_forward(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND ModelRunner._forward_raw."""
+    if runner.is_draft_worker:
+        return original(runner, forward_batch, *args, **kwargs)
+    outer = CHANNEL.enter(forward_batch)
+    try:
+        return original(runner, forward_batch, *args, **kwargs)
+    finally:
+        CHANNEL.leave(outer)
+
+
+def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
+    """AFTER Req.reset_for_retract."""
+    CHANNEL.note_moved([req])
+
+
+# `module:Class` instead of dots: SGLang applies each target string once, so that a hook which
+# another plug-in put on the same method when it was loaded would keep ours, which come later, from
+# being applied.
+_HOOKS: tuple[tuple[str, str, Callable[..., Any], HookType], ...] = (
+    (
+        "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
+        "init_new",
+        _after_init_new,
+        HookType.AFTER,
+    ),
+    (
+        "sglang.srt.model_executor.model_runner:ModelRunner",
+        "_forward_raw",
+        _around_forward,
+        HookType.AROUND,
+    ),
+    (
+        "sglang.srt.managers.schedule_batch:Req",
+        "reset_for_retract",
+        _after_retraction,
+        HookType.AFTER,
+    ),
+)
+
+
+def install_hooks() -> None:
+    """Install the side channel in this process, once. RuntimeError if a hook does not take hold."""
+    for owner, method, hook, kind in _HOOKS:
+        if not _is_hooked(owner, method, hook):
+            HookRegistry.register(f"{owner}.{method}", hook, kind)
+    HookRegistry.apply_hooks()
+    check_hooks()
+
+
+def check_hooks() -> None:
+    """RuntimeError, naming it, if a hook is not in place: SGLang itself would only log that."""
+    for owner, method, hook, _ in _HOOKS:
+        if not _is_hooked(owner, method, hook):
+            raise RuntimeError(
+                f"pat could not hook {owner}.{method}, through which it learns the requests of a "
+                f"batch and where they are; supported versions of SGLang: "
+                f"{', '.join(support.SGLANG_VERSIONS)}"
+            )
+
+
+def _is_hooked(owner: str, method: str, hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is in the chain of wrappers around the method."""
+    try:
+        function = inspect.getattr_static(pkgutil.resolve_name(owner), method)
+    except AttributeError:
+        return False
+    function = getattr(function, "__func__", function)  # of a class method
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

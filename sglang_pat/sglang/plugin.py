@@ -1,0 +1,43 @@
+"""Entry point of the plug-in: makes `pat` one of SGLang's attention backends.
+
+SGLang calls `register()` in each of its processes, whether or not `pat` is chosen. So it only
+registers a name; everything else is imported, and hooked into SGLang, when SGLang builds the
+backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "pat"
+
+
+def register() -> None:
+    """Called by SGLang through the entry point group `sglang.srt.plugins`."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(create_backend)
+
+
+def create_backend(model_runner: Any) -> Any:
+    """Called by SGLang in the scheduler process, if `pat` was chosen."""
+    from sglang_pat.sglang.backend import create_pat_backend
+
+    return create_pat_backend(model_runner)
+
+
+def missing_registrations() -> list[str]:
+    """Load SGLang's plug-ins, and name the places that do not know `pat` afterwards."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    places = {
+        "the attention registry": ATTENTION_BACKENDS,
+        "the choices of --attention-backend": ATTENTION_BACKEND_CHOICES,
+    }
+    return [place for place, names in places.items() if NAME not in names]

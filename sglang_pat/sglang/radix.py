@@ -1,0 +1,229 @@
+"""RadixSource: the root-to-leaf paths of running requests, read from SGLang's prefix cache.
+
+One adapter per kind of tree, chosen by type and capability. Reads only: no tree is changed, nor the
+recency of its nodes. `sglang/reader.py` makes a DecodeBatch of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sglang_pat.batch import PrefixPaths
+
+Request = Any  # sglang.srt.managers.schedule_batch.Req
+
+# Matched exactly: a subclass from elsewhere may keep other nodes, or other rules for them.
+_PYTHON_NODE_TREES = (
+    "sglang.srt.mem_cache.radix_cache.RadixCache",
+    "sglang.srt.mem_cache.hiradix_cache.HiRadixCache",
+)
+_ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
+_SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
+_FULL_COMPONENT = 0  # ComponentType.FULL of id trees
+
+# A node as the Rust core gives it: its id, its parent's, where its span begins and ends, the length
+# of its KV, its children.
+_Node = tuple[int, int, int, int, int, int]
+_ID, _BEGIN, _END = 0, 2, 3
+Path = Sequence[_Node]
+
+
+class RadixSource(Protocol):
+    """Reads one tree, for requests that are running."""
+
+    def key(self, reqs: Sequence[Request]) -> Hashable:
+        """Equal keys promise the same shared KV slots at the same positions of every request.
+
+        A split of a node is the one change that leaves the key as it is: the paths last read then
+        stay correct, only coarser than the tree.
+        """
+
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        """The path of each request.
+
+        A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
+        RuntimeError if a path does not end where the request's shared KV ends.
+        """
+
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        """The paths of read(), then empty paths up to `num_rows`."""
+
+    def shared_slots(self, req: Request) -> torch.Tensor:
+        """The KV slots along the path of a request, as the tree holds them. For checks."""
+
+
+def unwrapped(tree: Any) -> Any:
+    """The prefix cache itself, which 0.5.17 wraps where there are streaming sessions."""
+    return tree.inner if _qualified_name(tree) in _SESSION_WRAPPERS else tree
+
+
+def radix_source(tree: Any) -> RadixSource | None:
+    """The adapter for a prefix cache; None if it holds no paths that we can read."""
+    tree = unwrapped(tree)
+    name = _qualified_name(tree)
+    if name in _PYTHON_NODE_TREES and not tree.disable:
+        return PythonNodeSource(tree)
+    if name in _ID_TREES and not tree.disable:
+        # Trees of hybrid models keep nodes of window or state caches too, which come and go by
+        # other rules.
+        full_attention_only = [component.name for component in tree.tree_components] == ["FULL"]
+        return IdSource(tree) if full_attention_only else None
+    return None
+
+
+class RequestFields(NamedTuple):
+    """Where a Req keeps what we read: on itself up to 0.5.17, later in `req.kv`."""
+
+    row: attrgetter[int]
+    protected_len: attrgetter[int]
+    key_by_node_id: attrgetter[Any]
+    key_by_node: attrgetter[Any]
+
+    @classmethod
+    def of(cls, req: Request) -> RequestFields:
+        return _request_fields("kv." if hasattr(getattr(req, "kv", None), "req_pool_idx") else "")
+
+
+@cache
+def _request_fields(prefix: str) -> RequestFields:
+    row, protected_len = prefix + "req_pool_idx", prefix + "cache_protected_len"
+    return RequestFields(
+        row=attrgetter(row),
+        protected_len=attrgetter(protected_len),
+        key_by_node_id=attrgetter("rid", row, "last_node.id", protected_len),
+        key_by_node=attrgetter("rid", row, "last_node", protected_len),
+    )
+
+
+class PythonNodeSource:
+    """RadixCache and HiRadixCache: nodes are objects with `id`, `parent`, `key` and `value`."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def key(self, reqs: Sequence[Request]) -> Hashable:
+        fields = RequestFields.of(reqs[0])
+        try:
+            return tuple(map(fields.key_by_node_id, reqs))
+        except AttributeError:  # the last node of a streaming session has no id
+            return tuple(map(fields.key_by_node, reqs))
+
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        root = self._tree.root_node
+        nodes = [node if hasattr(node, "parent") else None for node in map(_LAST_NODE, reqs)]
+        paths = [None if node is None else _walked_path(node, root) for node in nodes]
+        return _checked(reqs, paths)
+
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        return _prefix_paths(self.read(reqs), num_rows)
+
+    def shared_slots(self, req: Request) -> torch.Tensor:
+        return _joined(node.value for node in _path_of(req.last_node, self._tree.root_node))
+
+
+class IdSource:
+    """UnifiedRadixCache: nodes are integer ids. Its core, in Rust or Python, collects whole paths.
+
+    In 0.5.17 it does not; there the ids resolve to Python nodes, which are walked.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._core = tree.tree_core
+
+    def key(self, reqs: Sequence[Request]) -> Hashable:
+        return tuple(map(RequestFields.of(reqs[0]).key_by_node, reqs))
+
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        ids = list(map(_LAST_NODE, reqs))
+        known = [id_ for id_ in ids if type(id_) is int]
+        paths: list[Path | None] = [*self._collect(known)]
+        if len(known) < len(ids):
+            found = iter(paths)
+            paths = [next(found) if type(id_) is int else None for id_ in ids]
+        return _checked(reqs, paths)
+
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        return _prefix_paths(self.read(reqs), num_rows)
+
+    def shared_slots(self, req: Request) -> torch.Tensor:
+        if not hasattr(self._core, "collect_path_info"):
+            node = self._tree.resolve_node_handle(req.last_node)
+            nodes = _path_of(node, self._tree.root_node)
+            return _joined(node.component_data[_FULL_COMPONENT].value for node in nodes)
+        (path,) = self._collect([req.last_node])
+        return _joined(
+            self._core.get_component_device_value(node_id, _FULL_COMPONENT) for node_id, *_ in path
+        )
+
+    def _collect(self, ids: list[int]) -> list[Path]:
+        """The path to each id."""
+        if not hasattr(self._core, "collect_path_info"):
+            root, node_of = self._tree.root_node, self._tree.resolve_node_handle
+            return [_walked_path(node_of(id_), root) for id_ in ids]
+        binding = getattr(self._core, "_binding", None)
+        if binding is None:
+            paths = self._core.collect_path_info(ids)
+            return [[_AS_NODE(info) for info in path] for path in paths]
+        # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
+        # than all the rest of reading; so the core is asked itself.
+        collected: list[Path] = binding.collect_path_info(ids)
+        return collected
+
+
+_AS_NODE: attrgetter[_Node] = attrgetter(
+    "node_id", "parent_id", "path_start", "path_end", "full_value_len", "num_children"
+)
+_LAST_NODE = attrgetter("last_node")
+
+
+def _qualified_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _path_of(node: Any, root: Any) -> list[Any]:
+    """The nodes below the root down to `node`; none for a node that is None."""
+    path = []
+    while node is not None and node is not root:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
+
+
+def _walked_path(last_node: Any, root: Any) -> Path:
+    path, begin = [], 0
+    for node in _path_of(last_node, root):
+        length = len(node.key)
+        path.append((node.id, node.parent.id, begin, begin + length, length, len(node.children)))
+        begin += length
+    return path
+
+
+def _checked(reqs: Sequence[Request], paths: Sequence[Path | None]) -> list[Path]:
+    """The paths, if each ends where the request's shared KV ends. None: not known, so empty."""
+    lengths = [path[-1][_END] if path else 0 for path in paths]
+    if reqs and lengths != [*map(RequestFields.of(reqs[0]).protected_len, reqs)]:
+        protected_len = RequestFields.of(reqs[0]).protected_len
+        for req, path, length in zip(reqs, paths, lengths, strict=True):
+            if path is not None and length != protected_len(req):
+                raise RuntimeError(
+                    f"request {req.rid}: its path in the radix tree holds {length} tokens, but its "
+                    f"cache_protected_len is {protected_len(req)}; they must be equal"
+                )
+    return [path or () for path in paths]
+
+
+def _prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
+    spans = ([(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in paths)
+    return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
+
+
+def _joined(slots: Iterator[torch.Tensor]) -> torch.Tensor:
+    parts = list(slots)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)

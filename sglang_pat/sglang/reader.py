@@ -1,0 +1,182 @@
+"""BatchReader: turns the step that SGLang runs into a DecodeBatch.
+
+It reads the paths of requests that are new or have moved (`radix.py`, `events.py`). A forest keeps
+those of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from sglang_pat._scheduler import PrefixForest, row_lengths
+from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.sglang.events import RadixEvents
+from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
+from sglang_pat.sglang.radix import RadixSource, Request, radix_source
+
+logger = logging.getLogger(__name__)
+
+# Reasons why a step shares nothing.
+NO_REQUESTS = "no requests are known (warm-up)"
+BEAMS = "beam search moves the KV of a request to other rows"
+CUT = "the batch was cut into parts"
+OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
+
+# In the order of PrefixForest.update()'s counts.
+_CHANGES = ("join", "leave", "re_anchor", "split")
+
+# Ids of moved requests that wait for a step that may share: past this, all requests have moved.
+_MOST_MOVED = 10_000
+
+
+class SharedStep(NamedTuple):
+    """A step whose rows may share KV, where their paths are read, and what keeps them."""
+
+    source: RadixSource
+    reqs: list[Request]
+    forest: PrefixForest
+
+
+class BatchReader:
+    """Turns the step that is being run into a DecodeBatch.
+
+    A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
+    retraction is what can give a running request another last node or another row, or a row other
+    slots (docs/design.md). The forest keeps it in between, until the request leaves.
+
+    private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
+    requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),
+    and those read again because the tree had split their nodes ("split"). events are those of the
+    last cache seen.
+    """
+
+    def __init__(self, channel: StepChannel = CHANNEL) -> None:
+        self._channel = channel
+        self.private_steps: Counter[str] = Counter()
+        self.changes: Counter[str] = Counter(dict.fromkeys(_CHANGES, 0))
+        self.events: RadixEvents | None = None
+        self._tree: Any = None
+        self._source: RadixSource | None = None
+        self._reqs: list[Request] = []  # whose paths the forest keeps
+        self._forest = PrefixForest()
+        self._version = 0  # of the requests and their paths
+        self._moved: set[int] = set()  # id() of requests since the last step that may share
+        self._shares = False
+        channel.subscribe(self)
+
+    @property
+    def last_shared(self) -> SharedStep | None:
+        """The last step, unless nothing could be shared in it."""
+        if not self._shares or self._source is None:
+            return None
+        return SharedStep(self._source, self._reqs, self._forest)
+
+    def is_unchanged(self) -> bool:
+        """Whether the step that is being run has the requests of the last one, where they were, and
+        these could share. It is then like the last, but that each request is a token longer.
+
+        Nothing has run in between: not even a step in which these requests decoded elsewhere.
+        """
+        step = self._channel.acknowledge()
+        return (
+            step is not None
+            and step.reqs is self._reqs
+            and not self._moved
+            and self._shares
+            and not step.has_beams
+        )
+
+    def read(self, forward_batch: Any) -> DecodeBatch:
+        """forward_batch: a decode batch in any of SGLang's shapes (see the module's docstring).
+
+        Rows behind the requests are padding of a graph or of data parallelism: length 0. The paths
+        of the batch are valid until the next read().
+        """
+        begun_ns = time.perf_counter_ns()
+        step = self._channel.acknowledge()
+        num_rows: int = forward_batch.batch_size
+        reason = self._private_reason(step, num_rows)
+        if reason is not None or step is None:
+            lens = _host_seq_lens(
+                forward_batch, num_rows - getattr(forward_batch, "num_padding", 0)
+            )
+            if step is not None:
+                self.forget()
+            batch = DecodeBatch(lens, PrefixPaths.private(num_rows), begun_ns=begun_ns)
+            return self.without_sharing(batch, reason or NO_REQUESTS)
+        if step.reqs is not self._reqs or self._moved:
+            self._update(step.reqs)
+        self._shares = True
+        lens = _host_seq_lens(forward_batch, len(step.reqs))
+        return DecodeBatch(lens, self._forest, self._version, begun_ns)
+
+    def without_sharing(self, batch: DecodeBatch, reason: str) -> DecodeBatch:
+        """The batch that was just read, as one in which nothing is shared."""
+        self._shares = False
+        self._count_private(reason)
+        paths = PrefixPaths.private(len(batch.seq_lens))
+        return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
+
+    def note_moved(self, ids: Iterable[int]) -> None:
+        """Requests, by id(), whose paths or rows may no longer be those last read."""
+        self._moved.update(ids)
+        if len(self._moved) > _MOST_MOVED:  # many prompts, and nothing decoded in between
+            self.forget()
+
+    def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
+        """Why the rows of a step share nothing; None if they may."""
+        if step is None:
+            return NO_REQUESTS
+        if step.has_beams:
+            return BEAMS
+        if len(step.reqs) > num_rows:
+            return CUT
+        if step.tree is not self._tree:
+            self._watch(step.tree)
+        if self._source is None:
+            return f"no shared paths are known to {type(step.tree).__name__}"
+        return None
+
+    def _watch(self, tree: Any) -> None:
+        self.forget()
+        self._source = radix_source(tree)
+        if self._source is not None:
+            self.events = RadixEvents.of(
+                tree, lambda req: self._channel.note_moved([req]), self._channel.note_reset
+            )
+        self._tree = tree
+
+    def forget(self) -> None:
+        """Read all paths anew in the next step that may share."""
+        self._reqs = []
+        self._moved.clear()
+
+    def _update(self, reqs: list[Request]) -> None:
+        """Bring the forest from the requests of the last step to these."""
+        assert self._source is not None
+        before, moved = self._reqs, self._moved
+        self._reqs, self._moved = [], set()  # if reading fails, all paths are read the next time
+        counts = self._forest.update(before, reqs, moved, self._source.read)
+        self._reqs = reqs
+        if counts is None:
+            return
+        self._version += 1
+        for name, count in zip(_CHANGES, counts, strict=True):
+            self.changes[name] += count
+
+    def _count_private(self, reason: str) -> None:
+        if reason not in self.private_steps and reason != NO_REQUESTS:
+            logger.warning("pat decodes without sharing KV between requests: %s", reason)
+        self.private_steps[reason] += 1
+
+
+def _host_seq_lens(forward_batch: Any, num_requests: int) -> IntArray:
+    """The lengths on the host, 0 behind the requests. A copy: SGLang may write to its own."""
+    on_host = forward_batch.seq_lens_cpu
+    if on_host is None:  # only where no requests are known either: this waits for the device
+        on_host = forward_batch.seq_lens.cpu()
+    return row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)

@@ -1,0 +1,109 @@
+"""StepReports: what a backend tells about its decode steps, and to whom.
+
+Beside the pipeline, at its end: the stats file, the line in SGLang's log, SGLang's metrics. Which
+of them are wanted, and how they are labelled, is asked of SGLang here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+
+from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.sinks import MetricClasses, StatsFile, StepLog, StepMetrics
+from sglang_pat.stats import Counters, PlanningTime
+
+
+class StepReports:
+    """Called after decode steps; hands them to those that want them."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        model_runner: Any,
+        read_counters: Callable[[], Counters],
+    ) -> None:
+        observability, parallel = get_observability(), get_parallel()
+        # As in SGLang: all ranks of a tensor-parallel group would say the same.
+        speaks = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
+        self._log: StepLog | None = None
+        if speaks:
+            self._log = StepLog(observability.decode_log_interval, read_counters)
+        self._metrics: StepMetrics | None = None
+        if observability.enable_metrics and (
+            speaks or observability.enable_metrics_for_all_schedulers
+        ):
+            labels = scheduler_labels(model_runner)
+            self._metrics = StepMetrics(labels, read_counters, _metric_classes())
+        self._stats_file: StatsFile | None = None
+        if environment.stats_file is not None and torch.distributed.get_rank() == 0:
+            self._stats_file = StatsFile(environment.stats_file, read_counters)
+
+    def start(self) -> None:
+        """Once, when the counters can be read: from now on, other threads read them."""
+        if self._metrics is not None:
+            self._metrics.start()
+        if self._stats_file is not None:
+            self._stats_file.start()
+
+    def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
+        """After a decode step that was planned, or whose plan was reused. num_repeated: steps
+        between the last such step and this one."""
+        if self._metrics is not None:
+            self._metrics.add_step(planning)
+        if self._log is not None:
+            self._log.add_steps(num_repeated + 1)
+        if self._stats_file is not None:
+            self._stats_file.mark()
+
+    def add_repeated(self, planning: PlanningTime) -> None:
+        """The time of a repeated step, by whatever thread counts it."""
+        if self._metrics is not None:
+            self._metrics.add_step(planning)
+
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """To be called in each repeated step, if anything is to be."""
+        return None if self._stats_file is None else self._stats_file.mark
+
+    @property
+    def steps_left(self) -> int:
+        """How many steps may be repeated until add_step() has something to say."""
+        return sys.maxsize if self._log is None else self._log.steps_left
+
+
+def scheduler_labels(model_runner: Any) -> dict[str, str]:
+    """The labels of SGLang's scheduler metrics, but for `priority`: a decode step has none."""
+    parallel, disaggregation = get_parallel(), get_disagg()
+    labels = {
+        "model_name": get_serving().served_model_name,
+        "engine_type": (
+            "dynamic"
+            if getattr(disaggregation, "enable_pd_role_switch", False)  # not in 0.5.17
+            else DisaggregationMode.to_engine_type(disaggregation.disaggregation_mode)
+        ),
+        "tp_rank": parallel.tp_rank,
+        "pp_rank": parallel.pp_rank,
+        "moe_ep_rank": parallel.moe_ep_rank,
+    }
+    # The replica: in 0.5.17 only the model runner knows it.
+    dp_rank = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
+    if dp_rank is not None:
+        labels["dp_rank"] = dp_rank
+    labels |= get_observability().extra_metric_labels or {}
+    return {name: str(value) for name, value in labels.items()}
+
+
+def _metric_classes() -> MetricClasses:
+    """What makes SGLang's scheduler metrics: embedders (Ray Serve) have classes of their own."""
+    loggers = get_observability().stat_loggers or {}
+    collector = loggers.get("scheduler", SchedulerMetricsCollector)
+    own = MetricClasses(collector._counter_cls, collector._gauge_cls, collector._histogram_cls)
+    default = MetricClasses.of_prometheus()
+    return MetricClasses(*(mine or other for mine, other in zip(own, default, strict=True)))

@@ -1,0 +1,334 @@
+"""Where counters go: SGLang's log, Prometheus, a JSON file.
+
+No sink does work in a decode step beyond an append or a flag. Threads write the file and publish
+the metrics.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from sglang_pat.stats import Counters, PlanningTime, PlanningTimes, StepKind
+
+logger = logging.getLogger(__name__)
+
+
+class StepLog:
+    """Logs what has changed in `read_counters()` every `interval` steps.
+
+    The first step only says where counting begins: before it, SGLang has warmed up and captured its
+    CUDA graphs.
+    """
+
+    def __init__(self, interval: int, read_counters: Callable[[], Counters]) -> None:
+        self._interval = interval
+        self._read_counters = read_counters
+        self._before: Counters | None = None
+        self._steps = 0  # since the last line
+
+    @property
+    def steps_left(self) -> int:
+        """How many steps may be added together with the next one, at the latest, for a line."""
+        return self._interval - self._steps - 1
+
+    def add_steps(self, count: int = 1) -> None:
+        """After that many decode steps that were planned, or whose plan was reused."""
+        if self._before is None:
+            self._before = self._read_counters()
+            return
+        self._steps += count
+        if self._steps < self._interval:
+            return
+        counters = self._read_counters()
+        logger.info(log_line(self._before, counters))
+        self._before = counters
+        self._steps = 0
+
+
+def log_line(before: Counters, counters: Counters) -> str:
+    """In SGLang's wording: what was counted between two readings, and planning time per step."""
+
+    def since(name: str) -> int:
+        count: int = counters[name] - before[name]
+        return count
+
+    query_centric = since("kv_tokens_query_centric")
+    # Without any KV, of idle ranks under data parallelism, nothing was saved.
+    ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
+    private = sum(counters["private_steps"].values()) - sum(before["private_steps"].values())
+    return (
+        f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, "
+        f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
+        f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
+    )
+
+
+def _times(planning_ns: PlanningTimes) -> str:
+    """Of each kind of step that there was, the cheapest kind first."""
+    kinds = [kind for kind in get_args(StepKind) if planning_ns.get(kind)]
+    percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
+    return ", ".join(
+        f"{kind} {p50:.1f}/{p99:.1f}" for kind, (p50, p99) in zip(kinds, percentiles, strict=True)
+    )
+
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 1.0
+
+# The prefix of SGLang's own metrics, by which scrapers and dashboards select what they keep.
+PREFIX = "sglang:pat_"
+# 1 us to 33 ms
+_TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
+# Steps whose times wait for the thread. It would take a thread that has died to exceed that.
+_MAX_WAITING = 100_000
+
+
+class _CounterSpec(NamedTuple):
+    """A Prometheus counter, and the entry of `Counters` that it shows.
+
+    label: tells the numbers of that entry apart, if it is a mapping.
+    """
+
+    metric: str
+    entry: str
+    documentation: str
+    label: str | None = None
+
+
+_COUNTERS = (
+    _CounterSpec("plans_built_total", "causes", "Decode plans built, by cause.", "cause"),
+    _CounterSpec("plans_reused_total", "plans_reused", "Decode steps that reused the last plan."),
+    _CounterSpec(
+        "kv_tokens_query_centric_total",
+        "kv_tokens_query_centric",
+        "KV tokens of all decode steps if each request read its own.",
+    ),
+    _CounterSpec("kv_tokens_read_total", "kv_tokens_planned", "KV tokens that the plans read."),
+    _CounterSpec(
+        "kv_tokens_lower_bound_total",
+        "kv_tokens_lower_bound",
+        "KV tokens of all decode steps if each were read once.",
+    ),
+    _CounterSpec(
+        "private_steps_total",
+        "private_steps",
+        "Decode steps in which no KV could be shared, by reason.",
+        "reason",
+    ),
+    _CounterSpec("tree_events_total", "tree_events", "Changes of the radix tree, by kind.", "kind"),
+    _CounterSpec(
+        "batch_changes_total",
+        "batch_changes",
+        "Changes of the batch of running requests, by kind.",
+        "kind",
+    ),
+)
+
+
+class MetricClasses(NamedTuple):
+    """What makes metrics: prometheus_client, or classes of an embedder with the same interface."""
+
+    counter: Any
+    gauge: Any
+    histogram: Any
+
+    @classmethod
+    def of_prometheus(cls) -> MetricClasses:
+        """prometheus_client decides on import how it keeps values, and thus must not be imported
+        before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        """
+        from prometheus_client import Counter, Gauge, Histogram
+
+        return cls(Counter, Gauge, Histogram)
+
+
+class StepMetrics:
+    """The metrics of one backend. `start()` once, `add_step()` after each decode step."""
+
+    def __init__(
+        self,
+        labels: dict[str, str],
+        read_counters: Callable[[], Counters],
+        classes: MetricClasses | None = None,
+    ) -> None:
+        """labels: of every metric. read_counters: called from another thread. classes: None for
+        prometheus_client's.
+        """
+        self._metrics = _metrics(tuple(labels.items()), classes or MetricClasses.of_prometheus())
+        self._read_counters = read_counters
+        self._published: Counters = {}
+        self._waiting: deque[PlanningTime] = deque(maxlen=_MAX_WAITING)
+
+    def start(self) -> None:
+        """Publish every second from now on, until the process ends."""
+        threading.Thread(target=self._run, name="sglang-pat metrics", daemon=True).start()
+
+    def add_step(self, planning: PlanningTime) -> None:
+        """After a decode step that was planned, or whose plan was reused."""
+        self._waiting.append(planning)
+
+    def publish(self) -> None:
+        """Bring the metrics up to date."""
+        for _ in range(len(self._waiting)):
+            kind, nanoseconds = self._waiting.popleft()
+            self._metrics.plan_seconds[kind].observe(nanoseconds / 1e9)
+        counters = self._read_counters()
+        for spec in _COUNTERS:
+            now, before = (_by_label(spec, which) for which in (counters, self._published))
+            for label, value in now.items():
+                if value > before.get(label, 0):
+                    self._metrics.counter(spec, label).inc(value - before.get(label, 0))
+        query_centric, planned = (
+            counters[name] - self._published.get(name, 0)
+            for name in ("kv_tokens_query_centric", "kv_tokens_planned")
+        )
+        if query_centric:
+            self._metrics.kv_read_ratio.set(planned / query_centric)
+        self._published = counters
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.publish()
+                time.sleep(PUBLISH_SECONDS)
+        except Exception:
+            logger.exception("pat publishes no more metrics; decode goes on")
+
+
+def _by_label(spec: _CounterSpec, counters: Counters) -> dict[str, int]:
+    """The numbers of an entry by the value of its label; of a plain number, by an empty one."""
+    if not counters:  # before the first publication
+        return {}
+    value = counters[spec.entry]
+    return value if spec.label is not None else {"": value}
+
+
+class _Metrics:
+    """The children of all metrics for one set of labels, each looked up once."""
+
+    def __init__(self, labels: dict[str, str], classes: MetricClasses) -> None:
+        self._labels = labels
+        self._counters = {
+            spec: classes.counter(
+                name=PREFIX + spec.metric,
+                documentation=spec.documentation,
+                labelnames=[*labels, *([spec.label] if spec.label else [])],
+            )
+            for spec in _COUNTERS
+        }
+        self._children: dict[tuple[_CounterSpec, str], Any] = {}
+        self.kv_read_ratio = classes.gauge(
+            name=PREFIX + "kv_read_ratio",
+            documentation="KV tokens read / query-centric KV tokens, in the last second of decode.",
+            labelnames=[*labels],
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        seconds = classes.histogram(
+            name=PREFIX + "plan_seconds",
+            documentation="Host time of planning a decode step, by kind: unchanged (the plan was "
+            "reused), changed (some requests were in the last step) or cold.",
+            labelnames=[*labels, "kind"],
+            buckets=_TIME_BUCKETS,
+        )
+        self.plan_seconds = {
+            kind: seconds.labels(**labels, kind=kind) for kind in get_args(StepKind)
+        }
+
+    def counter(self, spec: _CounterSpec, label: str) -> Any:
+        if (spec, label) not in self._children:
+            more = {spec.label: label} if spec.label else {}
+            self._children[spec, label] = self._counters[spec].labels(**self._labels, **more)
+        return self._children[spec, label]
+
+
+@cache  # a name can be registered once in a process, which may build its backend again
+def _metrics(labels: tuple[tuple[str, str], ...], classes: MetricClasses) -> _Metrics:
+    return _Metrics(dict(labels), classes)
+
+
+logger = logging.getLogger(__name__)
+
+# What SIGKILL can lose is younger than this, and the time that a write takes.
+WRITE_SECONDS = 0.05
+
+_SETTLED_SECONDS = 0.25
+
+
+class StatsFile:
+    """Keeps a file up to date. `start()` once, `mark()` after each decode step.
+
+    The file is replaced as a whole, so that no reader sees half of it, within 0.1 s of a step, and
+    when the process ends other than by a signal. It is not written while nothing changes.
+    """
+
+    def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
+        """read_counters: called from another thread."""
+        self._path = path
+        self._new_path = path.with_name(f"{path.name}.{os.getpid()}.new")
+        self._read_counters = read_counters
+        self._written: Counters | None = None
+        self._outdated = threading.Event()
+        self._writing = threading.Lock()  # the thread, or the end of the process
+
+    def start(self) -> None:
+        """Write the file, and keep it up to date from now on, until the process ends."""
+        self.write()
+        atexit.register(self.write)
+        threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
+
+    def mark(self) -> None:
+        """After a decode step that has been counted."""
+        if not self._outdated.is_set():
+            self._outdated.set()
+
+    def write(self) -> bool:
+        """Write the counters if they have changed. Returns whether they have."""
+        with self._writing:
+            counters = self._read_counters()
+            if counters == self._written:
+                return False
+            self._new_path.write_text(json.dumps(counters) + "\n")
+            self._new_path.replace(self._path)
+            self._written = counters
+            return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._outdated.wait()
+                self._outdated.clear()  # before reading: a step counts first, and then marks
+                # Until nothing changes any more: what SGLang does to its tree after a step is
+                # counted, but marks nothing.
+                while self.write():
+                    time.sleep(WRITE_SECONDS)
+        except Exception:
+            logger.exception("pat writes no more to %s; decode goes on", self._path)
+
+
+def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
+    """What is in a stats file after the last step: waits until two readings are equal that are
+    further apart than the file lags behind. For when all requests have been answered.
+
+    TimeoutError, naming the file, if it goes on changing.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    text = path.read_text()
+    while True:
+        time.sleep(_SETTLED_SECONDS)
+        before, text = text, path.read_text()
+        if text == before:
+            stats: dict[str, Any] = json.loads(text)
+            return stats
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} has not stopped changing for {timeout_seconds} s")

@@ -1,0 +1,131 @@
+"""PlanStats: counts and planning times of decode steps.
+
+`PackAttention` counts the steps that it plans. SGLang's log line, metrics and stats file
+(`sglang/sinks.py`) read them through `read_counters()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add
+from typing import Any, Literal, NamedTuple
+
+from sglang_pat.plan import KvTokens
+
+StepKind = Literal["unchanged", "changed", "cold"]
+
+
+class PlanningTime(NamedTuple):
+    """The host time of one step."""
+
+    kind: StepKind
+    nanoseconds: int
+
+
+class PlanningTimes(dict[str, Counter[int]]):
+    """By kind of step, a histogram: how many times lay below a bound in ns, and not below the next
+    smaller one.
+
+    "unchanged": the plan was reused. "changed": a plan was built, and at least one path had been
+    kept, or all when a request outgrew its plan. "cold": a plan was built from paths that were all
+    new. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
+    `+`, and are JSON as they are.
+    last: what was recorded last, as it was.
+    """
+
+    last: PlanningTime | None = None
+
+    def record(self, kind: StepKind, nanoseconds: int) -> None:
+        shift = max(nanoseconds.bit_length() - 5, 0)
+        bound = ((nanoseconds >> shift) + 1) << shift
+        histogram = self.get(kind)
+        if histogram is None:
+            histogram = self[kind] = Counter()
+        histogram[bound] += 1
+        self.last = PlanningTime(kind, nanoseconds)
+
+    def since(self, before: PlanningTimes) -> PlanningTimes:
+        """The times that these histograms have beyond those of an earlier reading."""
+        return PlanningTimes(
+            {kind: each - before.get(kind, Counter()) for kind, each in self.items()}
+        )
+
+    def __add__(self, other: PlanningTimes) -> PlanningTimes:
+        total = PlanningTimes()
+        for times in (self, other):
+            # Copies, each made at once: another thread may be recording.
+            for kind, histogram in dict(times).items():
+                total.setdefault(kind, Counter()).update(dict(histogram))
+        return total
+
+    def percentile_us(self, kind: StepKind, percent: float) -> float:
+        """The bound, in microseconds, below which `percent` % of the times lie; nan without times.
+
+        ValueError if percent is not above 0 and at most 100.
+        """
+        if not 0 < percent <= 100:
+            raise ValueError(f"percent must be above 0 and at most 100, got {percent}")
+        histogram = self.get(kind, Counter())
+        missing = math.ceil(histogram.total() * percent / 100)
+        for bound in sorted(histogram):
+            missing -= histogram[bound]
+            if missing <= 0:
+                return bound / 1000
+        return math.nan
+
+
+@dataclass(slots=True)
+class PlanStats:
+    """Counters, summed over decode steps.
+
+    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or another
+    number of rows; "tail_growth": a request outgrew the length its tail was planned for, or became
+    shorter than it was then. The kv_tokens_* fields are those of `KvTokens` at the lengths of each
+    step. planning_ns has one time per step: from `DecodeBatch.begun_ns`, or the call of plan(), to
+    its return; of a repeated step, until it was known to be one.
+    """
+
+    plans_built: int = 0
+    plans_reused: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    kv_tokens_query_centric: int = 0
+    kv_tokens_planned: int = 0
+    kv_tokens_lower_bound: int = 0
+    planning_ns: PlanningTimes = field(default_factory=PlanningTimes)
+
+    def add_tokens(self, tokens: KvTokens) -> None:
+        """The KV tokens of one step."""
+        self.kv_tokens_query_centric += tokens.query_centric
+        self.kv_tokens_planned += tokens.planned
+        self.kv_tokens_lower_bound += tokens.lower_bound
+
+
+# A number, or numbers by name: {"plans_built": 3, "causes": {"first": 1, "tail_growth": 2}, ...}
+Counters = dict[str, Any]
+
+
+def read_counters(stats: Sequence[PlanStats], **more: Mapping[str, int]) -> Counters:
+    """The sum of `stats`, field by field, and what is given by name.
+
+    A copy. May be called by another thread than the one that counts.
+    """
+    counters: Counters = {
+        field.name: _sum([getattr(each, field.name) for each in stats])
+        for field in fields(PlanStats)
+    }
+    return counters | {name: dict(numbers) for name, numbers in more.items()}
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], PlanningTimes):
+        return reduce(add, values, PlanningTimes())
+    if not isinstance(values[0], Mapping):
+        return sum(values)
+    total: Counter[str] = Counter()
+    for numbers in values:
+        total.update(dict(numbers))  # copied at once: it may grow while it is being iterated over
+    return dict(total)

@@ -1,1 +1,0 @@
-"""Aids for tests, the demo and benchmarks. Nothing here is imported by the plug-in itself."""

@@ -1,7 +1,0 @@
-"""Hides FlashInfer where no CUDA driver is present (see `testing/cpu_engine.py`).
-
-SGLang imports it where it can and goes without where it cannot. Without a driver it could do
-nothing, but would take a quarter of the time in which each process of an engine starts.
-"""
-
-raise ImportError("flashinfer is hidden by sglang_pat.testing: there is no CUDA driver")

@@ -1,0 +1,146 @@
+"""Through HTTP: the servers that users start, with `pat` chosen by either flag."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_engines import (
+    LAUNCH_SERVER,
+    SGLANG_SERVE,
+    Expected,
+    Server,
+    Stats,
+    Workload,
+    running_server,
+)
+
+from sglang_pat.sglang.sinks import read_stats
+
+pytestmark = pytest.mark.engine
+
+SHUTDOWN_SECONDS = 60
+PUBLISHED_SECONDS = 20
+DECODE_LOG_INTERVAL = 10
+
+
+@pytest.fixture
+def stats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stats:
+    """Counters of the server that the test starts."""
+    monkeypatch.setenv("SGLANG_PAT_DEBUG", "1")
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
+    return Stats(tmp_path / "stats.json")
+
+
+def assert_answers_concurrent_clients(
+    server: Server, workload: Workload, expected: Expected
+) -> None:
+    asked = workload.three_levels + workload.crowd + workload.two_roots
+    with ThreadPoolExecutor(max_workers=12) as clients:
+        answers = list(clients.map(server.generate, asked))
+    assert answers == [expected.of(request) for request in asked]
+
+
+def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> None:
+    """The page of SGLang's metrics has ours, with SGLang's labels and up to the last step."""
+    expected = {
+        "sglang:pat_plans_built_total": counted["plans_built"],
+        "sglang:pat_plans_reused_total": counted["plans_reused"],
+        "sglang:pat_kv_tokens_query_centric_total": counted["kv_tokens_query_centric"],
+        "sglang:pat_kv_tokens_read_total": counted["kv_tokens_planned"],
+        "sglang:pat_kv_tokens_lower_bound_total": counted["kv_tokens_lower_bound"],
+        "sglang:pat_plan_seconds_count": counted["plans_built"] + counted["plans_reused"],
+    }
+
+    def by(label: str, metric: str) -> dict[str, float]:
+        found = (each for each in samples if each.name == f"sglang:pat_{metric}_total")
+        return {each.labels[label]: each.value for each in found}
+
+    def are_tree_events_there() -> bool:  # at least: the tree changes after the last step too
+        events = by("kind", "tree_events")
+        return all(events.get(kind, 0) >= count for kind, count in counted["tree_events"].items())
+
+    deadline = time.monotonic() + PUBLISHED_SECONDS
+    samples = server.metrics()
+    found: dict[str, float] = {}
+    while not (found == expected and are_tree_events_there()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        samples = server.metrics()
+        found = {
+            name: sum(each.value for each in samples if each.name == name) for name in expected
+        }
+    assert found == expected
+    assert are_tree_events_there()
+    (running,) = (each for each in samples if each.name == "sglang:num_running_reqs")
+    (reused,) = (each for each in samples if each.name == "sglang:pat_plans_reused_total")
+    assert reused.labels == running.labels
+
+    assert by("cause", "plans_built") == counted["causes"]
+    changes = by("kind", "batch_changes")
+    assert changes == {kind: count for kind, count in counted["batch_changes"].items() if count}
+    assert changes["join"] >= changes["leave"] > 0
+    events = by("kind", "tree_events")
+    assert min(events[kind] for kind in ("insert", "checkpoint", "lock", "unlock")) > 0
+    (ratio,) = (each.value for each in samples if each.name == "sglang:pat_kv_read_ratio")
+    assert 0 < ratio <= 1
+
+
+def assert_steps_are_logged(log: str) -> None:
+    lines = [line for line in log.splitlines() if "Pat decode, #plan: " in line]
+    assert lines
+    for line in lines:
+        planned = re.search(r"#plan: (\d+), #reuse: (\d+), .* kv read ratio: [01]\.\d\d, ", line)
+        assert planned is not None
+        assert int(planned[1]) + int(planned[2]) == DECODE_LOG_INTERVAL
+
+
+def test_launch_server_answers_and_ends_on_sigterm(
+    tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
+) -> None:
+    arguments = {
+        "attention_backend": "pat",
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+        "enable_metrics": True,
+        "decode_log_interval": DECODE_LOG_INTERVAL,
+        "log_level": "info",
+    }
+    with running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server:
+        assert_answers_concurrent_clients(server, workload, expected)
+        counted = stats.new()
+        assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
+        assert counted["private_steps"] == {}
+        assert_metrics_are_published(server, read_stats(stats.path))
+        assert_steps_are_logged(server.log.read_text())
+
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        while server.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert server.processes() == [], f"still running after SIGTERM:\n{server.tail()}"
+        assert "Traceback" not in server.log.read_text()
+        assert json.loads(stats.path.read_text())["plans_built"] > 0  # whole to the end
+
+
+def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
+    tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
+) -> None:
+    arguments = {
+        "decode_attention_backend": "pat",
+        "disable_radix_cache": True,
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+    }
+    with running_server(SGLANG_SERVE, tiny_model, tmp_path / "log", **arguments) as server:
+        assert_answers_concurrent_clients(server, workload, expected)
+        assert "pat decodes without sharing KV between requests" in server.log.read_text()
+        counted = stats.new()
+    (steps,) = counted["private_steps"].values()
+    assert steps == counted["plans_built"] + counted["plans_reused"] > 0
+    assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]

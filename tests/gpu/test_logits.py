@@ -1,0 +1,24 @@
+"""Logits of pat in SGLang's server on a GPU, within what SGLang's own backends differ by."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "check_logits.py"
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_logits_differ_by_no_more_than_those_of_other_backends() -> None:
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    assert "passed" in done.stdout

@@ -1,0 +1,134 @@
+"""The CUDA kernels against float64: bodies, geometries, splits, lengths, hostile memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from forests import ForestCase, forest_cases, make_case, three_level_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pack_decode_cases import (
+    BF16,
+    FP16,
+    MIXED,
+    Heads,
+    Tensors,
+    check,
+    check_case,
+    needs_gpu,
+    planned_step,
+    run,
+)
+
+from sglang_pat.replay.pat_trees import PrefixTree
+
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_group_sizes(dtype: torch.dtype, head_dim: int, group_size: int) -> None:
+    check_case(MIXED, Heads(3 * group_size, 3, head_dim, dtype))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32])
+@pytest.mark.parametrize("policy", ["memory", "paper", "per-node", "query-centric"])
+def test_kv_heads_and_policies(num_kv_heads: int, policy: str) -> None:
+    check_case(MIXED, Heads(4 * num_kv_heads, num_kv_heads), policy=policy)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 33, 264, 1000])
+@pytest.mark.parametrize("max_block_q", [16, 32, 64])
+def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
+    for group_size in (1, 4, 8):
+        heads = Heads(2 * group_size, 2)
+        options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_piece_tokens": 64}
+        check_case(MIXED, heads, **options)
+
+
+@pytest.mark.parametrize("logit_cap", [1.0, 30.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_logit_cap(logit_cap: float, dtype: torch.dtype) -> None:
+    check_case(MIXED, Heads(8, 2, dtype=dtype), logit_cap=logit_cap)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 31, 256, 1024])
+def test_batch_sizes(num_requests: int) -> None:
+    check_case(three_level_case(num_requests), Heads(8, 2))
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 4096, 65536])
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_lengths(length: int, num_requests: int) -> None:
+    check_case(make_case([], [(-1, length)] * num_requests), Heads(8, 2))
+    check_case(make_case([(-1, length)], [(0, 7)] * num_requests), Heads(8, 2))
+
+
+def test_only_padding_rows() -> None:
+    check_case(make_case([], [(-1, 0)] * 5), Heads(8, 2))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_index_types(index_dtype: torch.dtype) -> None:
+    heads = Heads(8, 2)
+    tensors = Tensors.make(MIXED, heads, index_dtype=index_dtype)
+    step = planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    check(*run(step, tensors), tensors)
+
+
+def test_queries_may_be_a_slice_of_a_wider_projection() -> None:
+    heads = Heads(8, 2)
+    tensors = Tensors.make(MIXED, heads)
+    wide = torch.full((len(tensors.q), 12, 128), torch.nan, device="cuda", dtype=BF16)
+    wide[:, 2:10] = tensors.q
+    tensors.q = wide[:, 2:10]
+    step = planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    out = torch.full((len(wide), 8, 128), torch.nan, device="cuda", dtype=BF16)
+    lse = torch.full((len(wide), 8), torch.nan, device="cuda")
+    step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
+    check(out, lse, tensors)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_sizes(page_size: int) -> None:
+    tree = PrefixTree.parse("1,4,32_300,77,45")
+    batch = tree.batch()
+    table = tree.token_table(page_size=page_size, seed=1)
+    case = ForestCase(tree.paths(), batch.seq_lens, table)
+    check_case(case, Heads(8, 2))
+
+
+def test_slots_beyond_4_gib() -> None:
+    heads = Heads(32, 32)
+    tensors = Tensors.make(make_case([(-1, 100)], [(0, 40)] * 4), heads)
+    small = tensors.k_cache, tensors.v_cache
+    num_slots = (5 << 30) // (32 * 128 * 2)
+    shift = num_slots - len(small[0])
+    large = [torch.empty(num_slots, 32, 128, device="cuda", dtype=BF16) for _ in small]
+    for source, target in zip(small, large, strict=True):
+        target[shift:] = source
+    tensors.k_cache, tensors.v_cache = large
+    table = tensors.req_to_token
+    tensors.req_to_token = torch.where(table < 2147480000, table + shift, table)
+    step = planned_step(heads)
+    batch = make_case([(-1, 100)], [(0, 40)] * 4).batch()
+    step.write(batch, tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    check(*run(step, tensors), tensors)
+
+
+@settings(
+    max_examples=1000,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    case=forest_cases(max_requests=40),
+    geometry=st.sampled_from([(1, 1), (4, 2), (16, 1), (5, 1), (8, 8), (14, 2)]),
+    num_workers=st.sampled_from([1, 7, 33, 132]),
+)
+def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers: int) -> None:
+    check_case(case, Heads(*geometry), num_workers=num_workers)

@@ -1,0 +1,140 @@
+"""SGLANG_PAT_DEBUG=1: every kind of mismatch raises, and what may happen does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang_trees import TREE_KINDS, Tree, place
+
+from sglang_pat._scheduler import PrefixForest
+from sglang_pat.sglang.debug import StepChecker, check_growth
+from sglang_pat.sglang.radix import RadixSource, radix_source
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+class Step:
+    """Two requests with one prompt in a tree, their rows, and a checker."""
+
+    def __init__(self, kind: str) -> None:
+        self.tree = Tree(kind)
+        self.tree.insert(PROMPT, range(10, 16))
+        self.reqs = [self.tree.request(f"r{row}", PROMPT, 6, row=row) for row in (1, 2)]
+        self.req_to_token = torch.zeros(4, 32, dtype=torch.int32)
+        self.req_to_token[1:3, :6] = torch.arange(10, 16)
+        self.rows = torch.tensor([1, 2])
+        self.checker = StepChecker()
+        source: RadixSource | None = radix_source(self.tree.cache)
+        assert source is not None
+        self.source = source
+        self.forest = PrefixForest()
+
+    def read_paths(self) -> None:
+        self.forest.update([], self.reqs, set(), self.source.read)
+
+    def check(self, *, plan_is_new: bool) -> None:
+        """A step whose plan is new has read the paths again, unless a test kept them."""
+        self.checker.check(
+            self.source,
+            self.reqs,
+            self.forest,
+            self.req_to_token,
+            self.rows,
+            plan_is_new=plan_is_new,
+        )
+
+
+@pytest.fixture(params=TREE_KINDS)
+def step(request: pytest.FixtureRequest) -> Step:
+    step = Step(request.param)
+    step.read_paths()
+    step.check(plan_is_new=True)
+    return step
+
+
+def test_an_unchanged_step_passes(step: Step) -> None:
+    step.req_to_token[1, 6:9] = 20  # private KV
+    step.check(plan_is_new=False)
+
+
+def test_a_split_passes(step: Step) -> None:
+    step.tree.insert([1, 2, 3, 9], range(20, 24))
+    step.check(plan_is_new=False)
+
+
+def test_padding_rows_pass(step: Step) -> None:
+    step.rows = torch.tensor([1, 2, 0, 0])
+    step.check(plan_is_new=False)
+
+
+def test_other_rows(step: Step) -> None:
+    step.rows = torch.tensor([2, 1])
+    with pytest.raises(RuntimeError, match=r"the batch has rows \[2, 1\], its requests \[1, 2\]"):
+        step.check(plan_is_new=True)
+
+
+@pytest.mark.parametrize("plan_is_new", [True, False])
+def test_a_row_that_does_not_hold_the_trees_slots(step: Step, plan_is_new: bool) -> None:
+    step.req_to_token[2, 3] = 99
+    with pytest.raises(RuntimeError, match="request r2: its row and the radix tree hold other"):
+        step.check(plan_is_new=plan_is_new)
+
+
+def move(step: Step, slots: range) -> None:
+    """Flush, and let everybody come again: other nodes of the same lengths."""
+    step.tree.cache.reset()
+    step.tree.insert(PROMPT, slots)
+    for req in step.reqs:
+        req.last_node = step.tree.last_node(PROMPT)
+    step.req_to_token[1:3, :6] = torch.tensor(slots)
+
+
+def test_shared_kv_that_moved_under_a_reused_plan(step: Step) -> None:
+    move(step, range(30, 36))
+    step.read_paths()
+    with pytest.raises(RuntimeError, match="request r1: a plan was reused though its shared KV"):
+        step.check(plan_is_new=False)
+    step.check(plan_is_new=True)
+
+
+def test_a_last_node_that_changed_under_a_reused_plan(step: Step) -> None:
+    move(step, range(10, 16))  # into the very same slots
+    step.read_paths()
+    with pytest.raises(RuntimeError, match=r"though its requests, .* changed from \(\('r1', 1, "):
+        step.check(plan_is_new=False)
+    step.check(plan_is_new=True)
+
+
+@pytest.mark.parametrize("plan_is_new", [True, False])
+def test_a_path_that_was_kept_though_it_changed(step: Step, plan_is_new: bool) -> None:
+    move(step, range(10, 16))
+    with pytest.raises(RuntimeError, match="request r1: its path was kept though it changed"):
+        step.check(plan_is_new=plan_is_new)
+
+
+def test_another_number_of_requests(step: Step) -> None:
+    step.reqs, step.rows = step.reqs[:1], step.rows[:1]
+    with pytest.raises(RuntimeError, match="the paths of 2 requests were kept for 1"):
+        step.check(plan_is_new=True)
+    step.read_paths()
+    with pytest.raises(RuntimeError, match="a plan for 2 requests was reused for 1"):
+        step.check(plan_is_new=False)
+
+
+def test_a_request_that_shares_nothing(step: Step) -> None:
+    nothing: Any = step.tree.request("none", [9], 0, row=3)
+    assert place(nothing).req_pool_idx == 3
+    step.reqs, step.rows = [*step.reqs, nothing], torch.tensor([1, 2, 3])
+    step.read_paths()
+    step.check(plan_is_new=True)
+
+
+def test_lengths_of_the_same_requests_grow_by_one() -> None:
+    before = np.array([5, 9, 0], dtype=np.int32)
+    check_growth(before, np.array([6, 10, 0], dtype=np.int32))
+    for now in ([6, 9, 0], [6, 11, 0], [6, 10, 1], [7, 11, 0]):
+        with pytest.raises(RuntimeError, match=r"\[5, 9, 0\] in the last step"):
+            check_growth(before, np.array(now, dtype=np.int32))

@@ -1,0 +1,56 @@
+"""SGLANG_PAT_* variables: typed and strict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.sglang.env import Environment
+
+
+def test_defaults() -> None:
+    assert Environment.read({"HOME": "/", "SGLANG_OTHER": "1"}) == Environment(
+        "memory", False, None, 256
+    )
+
+
+def test_values(tmp_path: Path) -> None:
+    given = {
+        "SGLANG_PAT_POLICY": "query-centric",
+        "SGLANG_PAT_DEBUG": "1",
+        "SGLANG_PAT_STATS_FILE": str(tmp_path / "stats-{pid}.json"),
+        "SGLANG_PAT_GROWTH_TOKENS": "1",
+    }
+    stats_file = tmp_path / f"stats-{os.getpid()}.json"
+    assert Environment.read(given) == Environment("query-centric", True, stats_file, 1)
+
+
+def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PAT_POLICY", "paper")
+    assert Environment.read().policy == "paper"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SGLANG_PAT_POLICY", "greedy", "SGLANG_PAT_POLICY='greedy'; allowed: memory, paper"),
+        ("SGLANG_PAT_DEBUG", "yes", "SGLANG_PAT_DEBUG='yes'; allowed: 0, 1"),
+        ("SGLANG_PAT_DEBUG", "", "SGLANG_PAT_DEBUG=''; allowed: 0, 1"),
+        ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "'/no/such/folder/f'; allowed: a file's"),
+        ("SGLANG_PAT_STATS_FILE", "/", "SGLANG_PAT_STATS_FILE='/'; allowed: a file's path in a"),
+        ("SGLANG_PAT_STATS_FILE", "", "SGLANG_PAT_STATS_FILE=''; allowed: a file's path in a"),
+        ("SGLANG_PAT_GROWTH_TOKENS", "0", "SGLANG_PAT_GROWTH_TOKENS='0'; allowed: 1 to 65536"),
+        ("SGLANG_PAT_GROWTH_TOKENS", "-5", "='-5'; allowed: 1 to 65536"),
+        ("SGLANG_PAT_GROWTH_TOKENS", "65537", "='65537'; allowed: 1 to 65536"),
+        (
+            "SGLANG_PAT_POLCY",
+            "memory",
+            "unknown variable SGLANG_PAT_POLCY; allowed: SGLANG_PAT_POL",
+        ),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Environment.read({name: value})

@@ -1,0 +1,66 @@
+"""In debug mode, ranks that plan differently are noticed by all of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
+from sglang_pat.plan import DecodePlan
+from sglang_pat.sglang.debug import RankChecker, digest
+
+RANKS = 2
+
+
+def make_plan(seq_lens: list[int]) -> DecodePlan:
+    """Of requests that share 64 tokens."""
+    attention = PackAttention(8, 2, 64, dtype=torch.float32)
+    batch = DecodeBatch(
+        np.array(seq_lens, dtype=np.int32), PrefixPaths.from_lists([[(1, 0, 64)]] * len(seq_lens))
+    )
+    return attention.plan(
+        batch,
+        req_to_token=torch.zeros(len(seq_lens), 4096, dtype=torch.int32),
+        req_pool_indices=torch.arange(len(seq_lens)),
+        seq_lens=torch.tensor(seq_lens),
+    )
+
+
+def check_as_rank(rank: int, folder: str) -> None:
+    """One of the ranks: alike at first, then not."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    checker = RankChecker(dist.group.WORLD)
+    for _ in range(3):
+        checker.check(make_plan([70, 90]))
+    assert checker.checked["steps"] == 3
+    with pytest.raises(RuntimeError, match="ranks planned the step differently"):
+        checker.check(make_plan([70, 90 + 2000 * rank]))
+    assert checker.checked["steps"] == 3
+    dist.destroy_process_group()
+
+
+def test_ranks_that_plan_differently_are_noticed(tmp_path: Path) -> None:
+    mp.spawn(check_as_rank, args=(str(tmp_path),), nprocs=RANKS)
+
+
+def test_a_rank_that_is_alone_has_nobody_to_ask() -> None:
+    checker = RankChecker(None)
+    checker.check(make_plan([70, 90]))
+    assert not checker.checked
+
+
+def test_the_digest_is_of_the_plan_and_of_nothing_else() -> None:
+    assert digest(make_plan([70, 90])) == digest(make_plan([70, 90]))
+    assert digest(make_plan([70, 90])) != digest(make_plan([70, 2090]))

@@ -1,0 +1,401 @@
+"""The side channel: from the scheduler's requests to a DecodeBatch, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_trees import TREE_KINDS, Tree, place, request
+
+from sglang_pat._scheduler import row_lengths
+from sglang_pat.batch import DecodeBatch
+from sglang_pat.sglang import hooks, reader
+from sglang_pat.sglang.hooks import CHANNEL
+from sglang_pat.sglang.reader import BEAMS, CUT, NO_REQUESTS, BatchReader
+
+RUNNER = SimpleNamespace(is_draft_worker=False)
+
+
+def batch_of(lens: list[int], **more: Any) -> Any:
+    """Like SGLang's batch, as far as it is read."""
+    seq_lens = torch.tensor(lens, dtype=torch.int64)
+    fields = {
+        "batch_size": len(lens),
+        "seq_lens": seq_lens,
+        "seq_lens_cpu": seq_lens,
+        "forward_mode": ForwardMode.DECODE,
+    }
+    return SimpleNamespace(**(fields | more))
+
+
+def read(
+    reader: BatchReader, reqs: list[Any], tree: Any, view: Any, **schedule_batch: Any
+) -> DecodeBatch:
+    """What the reader makes of `view` while SGLang runs a batch of `reqs`."""
+    launched = batch_of([1] * len(reqs))
+    scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
+    hooks._after_init_new(launched, object, scheduled)
+    result: DecodeBatch = hooks._around_forward(
+        lambda runner, forward_batch: reader.read(view), RUNNER, launched
+    )
+    return result
+
+
+@pytest.fixture
+def tree() -> Tree:
+    tree = Tree("unified")
+    tree.insert([1, 2, 3, 4], range(4))
+    return tree
+
+
+@pytest.fixture
+def reqs(tree: Tree) -> list[Any]:
+    return [tree.request("a", [1, 2, 3, 4], 4, row=1), tree.request("b", [1, 2], 2, row=2)]
+
+
+def test_an_eager_step(tree: Tree, reqs: list[Any]) -> None:
+    reader = BatchReader()
+    batch = read(reader, reqs, tree.cache, batch_of([6, 5]))
+    assert batch.seq_lens.tolist() == [6, 5]
+    paths = batch.read_paths()
+    assert paths.kv_end.tolist() == [2, 4, 2]
+    assert batch.key is not None
+    assert reader.last_shared is not None
+    assert reader.last_shared.reqs == reqs
+    assert not reader.private_steps
+
+
+def test_a_graph_replay_shows_a_namespace_with_padding(tree: Tree, reqs: list[Any]) -> None:
+    # A replay is shown padded buffers, and neither names nor requests.
+    view = batch_of([6, 5, 1, 1], num_padding=2, actual_forward_mode=ForwardMode.DECODE)
+    batch = read(BatchReader(), reqs, tree.cache, view)
+    assert batch.seq_lens.tolist() == [6, 5, 0, 0]
+    assert batch.read_paths().path_begin.tolist() == [0, 2, 3, 3, 3]
+
+
+def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> None:
+    batch = read(BatchReader(), reqs, tree.cache, batch_of([6, 5, 1]))
+    assert batch.seq_lens.tolist() == [6, 5, 0]
+
+
+def test_an_idle_rank_replays_a_graph_of_padding() -> None:
+    batch = BatchReader().read(batch_of([1, 1], num_padding=2))
+    assert batch.seq_lens.tolist() == [0, 0]
+
+
+def test_equal_steps_have_equal_keys_and_read_no_path(
+    tree: Tree, reqs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = BatchReader()
+    first = read(reader, reqs, tree.cache, batch_of([6, 5])).key
+    monkeypatch.setattr(reader._source, "read", lambda reqs: pytest.fail("read a path"))
+    # A list of its own in each step, as SGLang may make it.
+    assert read(reader, [*reqs], tree.cache, batch_of([7, 6])).key == first
+    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0}
+
+
+class Reads:
+    """A reader of a batch in a tree, and the requests whose paths it has read since asked last."""
+
+    def __init__(self, kind: str = "unified") -> None:
+        self.tree = Tree(kind)
+        self.tree.insert([1, 2, 3, 4], range(4))
+        self.reader = BatchReader()
+        self.read_paths: list[str] = []
+
+    def request(self, rid: str, tokens: list[int]) -> Any:
+        return self.tree.request(rid, tokens, len(tokens))
+
+    def step(self, reqs: list[Any], **schedule_batch: Any) -> list[str]:
+        """Read a step; the requests whose paths were read for it."""
+        self.read_paths.clear()
+        view = batch_of([9] * len(reqs))
+        batch = read(self.reader, reqs, self.tree.cache, view, **schedule_batch)
+        if (source := self.reader._source) is not None and "read" not in vars(source):
+            original = source.read
+
+            def read_and_note(wanted: list[Any]) -> Any:
+                self.read_paths.extend(req.rid for req in wanted)
+                return original(wanted)
+
+            source.read = read_and_note  # type: ignore[method-assign]
+        self.batch = batch
+        return self.read_paths
+
+
+@pytest.fixture
+def reads() -> Reads:
+    return Reads()
+
+
+def test_only_the_paths_of_who_joins_are_read(reads: Reads) -> None:
+    a, b, c = (
+        reads.request(rid, tokens) for rid, tokens in zip("abc", ([1], [1, 2], [1]), strict=True)
+    )
+    reads.step([a, b])
+    assert reads.step([a, b, c]) == ["c"]
+    assert reads.step([b, c]) == []
+    assert reads.reader.changes == {"join": 3, "leave": 1, "re_anchor": 0, "split": 0}
+    assert reads.batch.read_paths().kv_end.tolist() == [1, 2, 1]
+
+
+def test_a_reorder_is_a_change_that_reads_nothing(reads: Reads) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a, b])
+    key = reads.batch.key
+    assert reads.step([b, a]) == []
+    assert reads.batch.key != key
+    assert reads.batch.read_paths().kv_end.tolist() == [2, 2, 3]
+
+
+def moves(reads: Reads, req: Any) -> dict[str, Callable[[], object]]:
+    """Everything after which a running request may have another path, row, or slots."""
+    extend = SimpleNamespace(reqs=[req], tree_cache=reads.tree.cache, decoding_reqs=None)
+    launched = batch_of([3], forward_mode=ForwardMode.EXTEND)
+    checkpoint = "checkpoint" if hasattr(reads.tree.cache, "checkpoint") else "cache_unfinished_req"
+
+    def fail_a_checkpoint() -> None:
+        with pytest.raises((AttributeError, TypeError)):  # this is no whole Req
+            getattr(reads.tree.cache, checkpoint)(req, up_to=2)
+
+    return {
+        "checkpoint": fail_a_checkpoint,
+        "extend": lambda: hooks._after_init_new(launched, object, extend),
+        "retraction": lambda: hooks._after_retraction(None, req),
+    }
+
+
+@pytest.mark.parametrize("move", ["checkpoint", "extend", "retraction"])
+def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a, b])
+    key = reads.batch.key
+    moves(reads, b)[move]()
+    b.last_node = reads.tree.last_node([1, 2, 3])
+    place(b).cache_protected_len = 3
+    assert reads.step([a, b]) == ["b"]
+    # Even with the same path: its slots may be others.
+    assert reads.batch.key != key
+    assert reads.reader.changes == {"join": 2, "leave": 0, "re_anchor": 1, "split": 0}
+    assert reads.batch.read_paths().kv_end.tolist()[-1] == 3
+    assert reads.step([a, b]) == []
+
+
+@pytest.mark.parametrize("move", ["checkpoint", "extend", "retraction"])
+def test_what_others_do_changes_nothing(reads: Reads, move: str) -> None:
+    a, other = reads.request("a", [1, 2, 3]), reads.request("other", [1])
+    reads.step([a])
+    key = reads.batch.key
+    moves(reads, other)[move]()
+    assert reads.step([a]) == []
+    assert reads.batch.key == key
+
+
+def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
+    a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
+    reads.step([a])
+    mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
+    launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
+    hooks._after_init_new(launched, object, mixed)
+    assert reads.step([a]) == []
+
+
+# Steps in which another backend decodes. Data parallelism: while a peer prefills, SGLang may run a
+# decode batch as a prefill of a token each, decided before the batch is made (0.5.23) or after it.
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
+) -> None:
+    a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
+    original, unchanged = reads.reader.read, []
+
+    def note_and_read(view: Any) -> Any:
+        unchanged.append(reads.reader.is_unchanged())
+        return original(view)
+
+    monkeypatch.setattr(reads.reader, "read", note_and_read)
+    for _ in range(2):
+        reads.step([a])
+    reqs = [chunk, a] if mode.is_mixed() else [a]
+    between = SimpleNamespace(reqs=reqs, tree_cache=reads.tree.cache, decoding_reqs=[a])
+    launched = batch_of([3] * len(reqs), forward_mode=mode)
+    hooks._after_init_new(launched, object, between)
+    hooks._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
+    assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
+    reads.step([a], beam_tail=object())
+    assert unchanged == [False, True, False, True, False]
+
+
+def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a, b])
+    reads.step([a])
+    b.last_node, place(b).cache_protected_len = reads.tree.last_node([1, 2, 3]), 3
+    assert reads.step([a, b]) == ["b"]
+
+
+def test_a_flush_forgets_everything(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.tree.cache.reset()
+    reads.tree.insert([1, 2, 3], range(3))
+    a.last_node = reads.tree.last_node([1, 2, 3])
+    assert reads.step([a]) == ["a"]
+
+
+def test_a_step_that_shares_nothing_forgets_everything(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.step([a], beam_tail=object())
+    assert reads.step([a]) == ["a"]
+
+
+@pytest.mark.parametrize("kind", TREE_KINDS)
+def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
+    reads = Reads(kind)
+    reads.tree.insert([7, 8], range(4, 6))
+    a, b, other = (
+        reads.request(rid, tokens)
+        for rid, tokens in (("a", [1, 2, 3, 4]), ("b", [1, 2, 3, 4]), ("other", [7, 8]))
+    )
+    reads.step([a, other, b])
+    reads.tree.insert([1, 2, 9], range(10, 13))
+    newcomer = reads.request("newcomer", [1, 2, 9])
+    assert reads.step([a, other, b]) == []  # the plan is only coarser than the tree
+    assert reads.step([a, other, b, newcomer]) == ["newcomer", "a", "b"]
+    assert reads.reader.changes["split"] == 2
+    paths = reads.batch.read_paths()
+    assert paths.kv_end.tolist() == [2, 4, 2, 2, 4, 2, 3]
+    assert paths.node_id[0] == paths.node_id[3] == paths.node_id[5]
+
+
+def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.reader.note_moved(range(reader._MOST_MOVED + 1))
+    assert not reads.reader._moved
+    assert reads.step([a]) == ["a"]
+
+
+def test_a_path_that_cannot_be_read_leaves_nothing_behind(reads: Reads) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a])
+    place(b).cache_protected_len = 9
+    with pytest.raises(RuntimeError, match="request b: its path"):
+        reads.step([a, b])
+    place(b).cache_protected_len = 2
+    assert reads.step([a, b]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"beam_tail": object()}, BEAMS), ({"beam_tail": None}, None)],
+)
+def test_beam_search(
+    tree: Tree, reqs: list[Any], change: dict[str, Any], reason: str | None
+) -> None:
+    reader = BatchReader()
+    batch = read(reader, reqs, tree.cache, batch_of([6, 5, 6]), **change)
+    assert list(reader.private_steps) == ([reason] if reason else [])
+    # Rows behind the requests are beams, and decode; or else padding.
+    assert batch.seq_lens.tolist() == ([6, 5, 6] if reason else [6, 5, 0])
+
+
+def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
+    reader = BatchReader()
+    batch = read(reader, reqs, tree.cache, batch_of([6]))
+    assert reader.private_steps == {CUT: 1}
+    assert batch.seq_lens.tolist() == [6]
+    assert batch.read_paths().path_begin.tolist() == [0, 0]
+
+
+def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
+    reader = BatchReader()
+    batch = reader.read(batch_of([1, 1, 1]))
+    assert batch.seq_lens.tolist() == [1, 1, 1]
+    assert batch.key is None
+    assert reader.private_steps == {NO_REQUESTS: 1}
+    assert reader.last_shared is None
+    assert not caplog.records
+
+
+def test_an_unknown_cache_is_private_and_said_once(
+    tree: Tree, reqs: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = BatchReader()
+    for _ in range(3):
+        batch = read(reader, reqs, SimpleNamespace(), batch_of([6, 5]))
+    assert batch.read_paths().path_begin.tolist() == [0, 0, 0]
+    assert list(reader.private_steps.values()) == [3]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "SimpleNamespace" in caplog.text
+    assert read(reader, reqs, tree.cache, batch_of([6, 5])).key is not None  # and back
+
+
+def test_lengths_that_are_not_on_the_host(tree: Tree, reqs: list[Any]) -> None:
+    view = batch_of([6, 5], seq_lens_cpu=None)
+    assert read(BatchReader(), reqs, tree.cache, view).seq_lens.tolist() == [6, 5]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_of_rows(dtype: type) -> None:
+    lengths = np.array([7, 8, 9], dtype=dtype)
+    for num_requests, num_rows, expected in (
+        (3, 3, [7, 8, 9]),
+        (2, 4, [7, 8, 0, 0]),  # rows of a graph
+        (3, 2, [7, 8]),
+        (5, 4, [7, 8, 9, 0]),
+    ):
+        lens = row_lengths(lengths, num_requests, num_rows)
+        assert lens.dtype == np.int32
+        assert lens.tolist() == expected
+    lens = row_lengths(lengths[::2], 2, 2)
+    lengths[:] = 0  # SGLang may write to its own
+    assert lens.tolist() == [7, 9]
+
+
+def test_lengths_that_are_none() -> None:
+    with pytest.raises(ValueError, match="must fit into int32, got 2147483648"):
+        row_lengths(np.array([1 << 31]), 1, 1)
+    with pytest.raises(ValueError, match="must have 1 dimension, got 2"):
+        row_lengths(np.zeros((1, 1), dtype=np.int64), 1, 1)
+    with pytest.raises(TypeError):
+        row_lengths(np.zeros(1), 1, 1)  # type: ignore[arg-type]
+
+
+def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: list[Any]) -> None:
+    launched = batch_of([6, 5])
+    hooks._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=tree.cache))
+
+    def fail(runner: Any, forward_batch: Any) -> None:
+        assert CHANNEL._step is not None
+        raise KeyError("from the model")
+
+    with pytest.raises(KeyError, match="from the model"):
+        hooks._around_forward(fail, RUNNER, launched)
+    assert CHANNEL._step is None
+
+    draft = SimpleNamespace(is_draft_worker=True)
+    seen = hooks._around_forward(lambda *args: CHANNEL._step, draft, launched)
+    assert seen is None
+
+
+def test_extends_are_not_noted(reqs: list[Any]) -> None:
+    launched = batch_of([6, 5], forward_mode=ForwardMode.EXTEND)
+    hooks._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=None))
+    assert not hasattr(launched, hooks._NOTE)
+
+
+def test_session_requests_do_not_stop_their_neighbours_from_sharing(
+    tree: Tree, reqs: list[Any]
+) -> None:
+    session = request("s", object(), protected=3, row=5)
+    batch = read(BatchReader(), [reqs[0], session, reqs[1]], tree.cache, batch_of([6, 9, 5]))
+    paths = batch.read_paths()
+    assert paths.path_begin.tolist() == [0, 2, 2, 3]
+    assert paths.node_id[0] == paths.node_id[2]

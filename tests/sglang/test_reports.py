@@ -1,0 +1,167 @@
+"""What a backend tells about its steps: the stats file, the log line, which ranks, which labels."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sglang_fakes import decode_batch, runner
+
+from sglang_pat.sglang import reports
+from sglang_pat.sglang.backend import PatAttnBackend
+from sglang_pat.sglang.reader import NO_REQUESTS
+from sglang_pat.sglang.reports import scheduler_labels
+from sglang_pat.sglang.sinks import log_line, read_stats
+from sglang_pat.stats import PlanningTime, PlanningTimes
+
+
+def decode(backend: PatAttnBackend, steps: int) -> None:
+    for step in range(steps):
+        backend.init_forward_metadata(decode_batch([1], [2 + step], [9]))
+
+
+@pytest.mark.usefixtures("server_context")
+def test_the_file_says_what_has_been_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
+    backend = PatAttnBackend(runner())
+    for step in range(3):
+        counted = read_stats(tmp_path / "stats.json")
+        assert counted["plans_built"] + counted["plans_reused"] == step
+        assert counted["kv_tokens_query_centric"] == sum(2 + i for i in range(step))
+        assert counted["causes"] == ({"first": 1} if step else {})
+        assert counted["private_steps"] == ({NO_REQUESTS: step} if step else {})
+        backend.init_forward_metadata(decode_batch([1], [2 + step], [9]))
+    assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
+
+
+def test_only_the_first_rank_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
+    server_context.parallel.tp_rank = 1
+    decode(PatAttnBackend(runner()), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- log line ---
+
+
+def test_a_line_is_logged_at_sglangs_interval(
+    server_context: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    server_context.observability.decode_log_interval = 4
+    caplog.set_level(logging.INFO, "sglang_pat")
+    backend = PatAttnBackend(runner())
+    decode(backend, 1)  # only says where counting begins
+    decode(backend, 3)
+    assert "Pat decode" not in caplog.text
+    backend.init_forward_metadata(decode_batch([1, 2], [2, 2], [9, 10]))
+    decode(backend, 3)
+    (line,) = (line for line in caplog.messages if line.startswith("Pat decode"))
+    assert line.startswith("Pat decode, #plan: 1, #reuse: 3, #step without sharing: 4, kv read ")
+    assert ", kv read ratio: 1.00, plan time p50/p99 (us): unchanged " in line
+    assert ", cold " in line
+
+
+def test_log_line() -> None:
+    before = {
+        "plans_built": 10,
+        "plans_reused": 20,
+        "private_steps": {"warm-up": 5},
+        "kv_tokens_query_centric": 1000,
+        "kv_tokens_planned": 900,
+        "planning_ns": PlanningTimes(unchanged=Counter({9_000: 4}), cold=Counter({1_000: 1})),
+    }
+    after = {
+        "plans_built": 13,
+        "plans_reused": 57,
+        "private_steps": {"warm-up": 5, "beams": 2},
+        "kv_tokens_query_centric": 2000,
+        "kv_tokens_planned": 1110,
+        "planning_ns": PlanningTimes(
+            changed=Counter({40_960: 3}),
+            unchanged=Counter({9_000: 4, 5_120: 36, 6_144: 1}),
+            cold=Counter({1_000: 1}),
+        ),
+    }
+    assert log_line(before, after) == (
+        "Pat decode, #plan: 3, #reuse: 37, #step without sharing: 2, kv read ratio: 0.21, "
+        "plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
+    )
+    # Idle ranks read nothing.
+    assert "kv read ratio: 1.00" in log_line(after, after)
+
+
+def test_only_one_rank_of_a_group_logs(
+    server_context: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    server_context.observability.decode_log_interval = 1
+    server_context.parallel.attn_tp_rank = server_context.parallel.tp_rank = 1
+    caplog.set_level(logging.INFO, "sglang_pat")
+    decode(PatAttnBackend(runner()), 5)
+    assert "Pat decode" not in caplog.text
+
+
+# --- metrics ---
+
+
+class Metrics:
+    """In place of StepMetrics: what it was made with, and the steps that it was told of."""
+
+    made: list[Metrics]
+
+    def __init__(self, labels: dict[str, str], *rest: object) -> None:
+        self.labels = labels
+        self.steps: list[str] = []
+        Metrics.made.append(self)
+
+    def start(self) -> None: ...
+
+    def add_step(self, planning: PlanningTime) -> None:
+        assert 0 < planning.nanoseconds < 60e9
+        self.steps.append(planning.kind)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Metrics]:
+    monkeypatch.setattr(reports, "StepMetrics", Metrics)
+    Metrics.made = []
+    return Metrics.made
+
+
+@pytest.mark.parametrize(
+    ("enabled", "everywhere", "rank", "expected"),
+    [(False, True, 0, 0), (True, False, 0, 1), (True, False, 1, 0), (True, True, 1, 1)],
+)
+def test_metrics_are_made_where_sglang_makes_its_own(
+    server_context: SimpleNamespace,
+    made: list[Metrics],
+    enabled: bool,
+    everywhere: bool,
+    rank: int,
+    expected: int,
+) -> None:
+    server_context.observability.enable_metrics = enabled
+    server_context.observability.enable_metrics_for_all_schedulers = everywhere
+    server_context.parallel.attn_tp_rank = rank
+    decode(PatAttnBackend(runner()), 3)
+    assert len(made) == expected
+    assert all(metrics.steps == ["cold", "unchanged", "unchanged"] for metrics in made)
+
+
+def test_labels_are_those_of_sglangs_scheduler_metrics(server_context: SimpleNamespace) -> None:
+    server_context.observability.extra_metric_labels = {"cluster": "b"}
+    server_context.parallel.tp_rank = 3
+    plain = {"model_name": "a model", "engine_type": "unified", "tp_rank": "3", "pp_rank": "0"}
+    plain |= {"moe_ep_rank": "0", "cluster": "b"}
+    assert scheduler_labels(SimpleNamespace()) == plain
+    # Where the model runner knows the replica, as in 0.5.17, and where the context does.
+    in_runner = SimpleNamespace(ps=SimpleNamespace(dp_rank=5))
+    assert scheduler_labels(in_runner) == plain | {"dp_rank": "5"}
+    server_context.parallel.dp_rank = 2
+    assert scheduler_labels(SimpleNamespace()) == plain | {"dp_rank": "2"}

@@ -1,0 +1,138 @@
+"""What the tests of the CUDA kernels run: cases on the device, and float64 to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from forests import ForestCase, make_case
+from numerics import compare
+
+from sglang_pat.executors.reference import dense_attention
+
+needs_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    dtype: torch.dtype = BF16
+
+
+@dataclasses.dataclass
+class Tensors:
+    """A case on the device. What no request may read is NaN, or a slot far outside the pool."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @classmethod
+    def make(cls, case: ForestCase, heads: Heads, *, seed: int = 0, index_dtype=torch.int64):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        num_requests, width = case.tokens.shape
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device="cuda").to(heads.dtype)
+
+        poisoned = torch.full(
+            (2 * case.num_slots + 7, heads.num_kv_heads, heads.head_dim), torch.nan, device="cuda"
+        ).to(heads.dtype)
+        k_cache, v_cache = poisoned.clone(), poisoned
+        # The case's slots, at the pool's end.
+        shift = len(k_cache) - case.num_slots
+        used = np.unique(
+            np.concatenate([row[:n] for row, n in zip(case.tokens, case.seq_lens, strict=True)])
+        )
+        slots = torch.from_numpy(used).cuda().long() + shift
+        k_cache[slots] = random(len(slots), heads.num_kv_heads, heads.head_dim)
+        v_cache[slots] = random(len(slots), heads.num_kv_heads, heads.head_dim)
+
+        rows = np.random.default_rng(seed).permutation(2 * num_requests + 1)[:num_requests]
+        table = np.full((2 * num_requests + 1, width + 3), 2147480000, dtype=np.int32)
+        for row, tokens, length in zip(rows, case.tokens, case.seq_lens, strict=True):
+            table[row, :length] = tokens[:length] + shift
+        return cls(
+            random(num_requests, heads.num_qo_heads, heads.head_dim),
+            k_cache,
+            v_cache,
+            torch.from_numpy(table).cuda(),
+            torch.from_numpy(rows).to("cuda", index_dtype),
+            torch.from_numpy(case.seq_lens).to("cuda", index_dtype),
+        )
+
+    def reference(self, dtype: torch.dtype, logit_cap: float = 0.0):
+        return dense_attention(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.req_to_token,
+            self.req_pool_indices,
+            self.seq_lens,
+            logit_cap=logit_cap,
+            dtype=dtype,
+        )
+
+
+def planned_step(heads: Heads, **options):
+    from planned_step import PlannedStep
+
+    from sglang_pat.executors.cuda import DecodeKernels
+    from sglang_pat.executors.jit import KernelConfig
+
+    config = KernelConfig.for_device(heads.dtype, heads.head_dim, torch.device("cuda"))
+    return PlannedStep(
+        DecodeKernels.load(config), heads.num_qo_heads, heads.num_kv_heads, **options
+    )
+
+
+def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full_like(tensors.q, torch.nan)
+    lse = torch.full(tensors.q.shape[:2], torch.nan, device="cuda")
+    step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse, **options)
+    return out, lse
+
+
+def check(out: torch.Tensor, lse: torch.Tensor, tensors: Tensors, logit_cap: float = 0.0) -> None:
+    exact, exact_lse = tensors.reference(torch.float64, logit_cap)
+    in_dtype, _ = tensors.reference(tensors.q.dtype, logit_cap)
+    report = compare(out, in_dtype, exact)
+    assert report.acceptable, str(report)
+    finite = torch.isfinite(exact_lse)
+    assert torch.equal(torch.isfinite(lse), finite), "LSE is -inf exactly where a request is empty"
+    assert torch.isneginf(lse[~finite]).all()
+    if finite.any():
+        # tanh.approx of the soft-cap is good to 2^-11 of the cap.
+        bound = 2e-5 + 1e-3 * logit_cap
+        error = (lse.double() - exact_lse)[finite].abs().max().item()
+        assert error <= bound, f"LSE error {error:.3g}"
+
+
+def check_case(case: ForestCase, heads: Heads, *, logit_cap: float = 0.0, **options) -> None:
+    tensors = Tensors.make(case, heads)
+    step = planned_step(heads, **options)
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    check(*run(step, tensors, logit_cap=logit_cap), tensors, logit_cap)
+
+
+MIXED = make_case(
+    [(-1, 700), (0, 130), (0, 64), (1, 33), (-1, 257)],
+    [(0, 5)] * 3
+    + [(1, 200)] * 9
+    + [(2, 1)] * 4
+    + [(3, 70)] * 20
+    + [(4, 0)] * 6
+    + [(-1, 900), (-1, 0)],
+)

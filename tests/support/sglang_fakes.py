@@ -1,0 +1,133 @@
+"""Stand-ins for what SGLang hands to its attention backends, as far as pat looks at it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pat.sglang.refusals import REFUSED_ARGUMENTS
+
+QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
+
+
+class KVPool:
+    """Like MHATokenToKVPool, as far as it is used."""
+
+    start_layer = 0
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        shape = (SLOTS, KV_HEADS, HEAD_DIM)
+        generator = torch.Generator().manual_seed(0)
+        self.keys = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+        self.values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values[layer_id]
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys[layer.layer_id][location.loc] = k
+        self.values[layer.layer_id][location.loc] = v
+
+
+def layers(count: int = 2, **change: Any) -> torch.nn.ModuleList:
+    """Attention layers of a plain Llama; the last one changed."""
+    made = [
+        RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=i)
+        for i in range(count)
+    ]
+    for name, value in change.items():
+        setattr(made[-1], name, value)
+    return torch.nn.ModuleList(made)
+
+
+def server_arguments(**change: Any) -> Any:
+    defaults = dict.fromkeys(REFUSED_ARGUMENTS) | {"dcp_size": 1, "page_size": 1}
+    backends = {"get_attention_backends": lambda: ("pat", "pat")}
+    return SimpleNamespace(**(defaults | backends | change))
+
+
+def runner(**change: Any) -> Any:
+    """Like SGLang's model runner, for a plain Llama."""
+    req_to_token = torch.zeros(4, 32, dtype=torch.int32)
+    model_config = SimpleNamespace(
+        is_encoder_decoder=False,
+        has_attention_sinks=False,
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+    )
+    fields = {
+        "model": layers(),
+        "model_config": model_config,
+        "server_args": server_arguments(),
+        "use_mla_backend": False,
+        "is_hybrid_swa": False,
+        "attention_chunk_size": None,
+        "dtype": torch.float32,
+        "kv_cache_dtype": torch.float32,
+        "token_to_kv_pool": KVPool(),
+        "req_to_token_pool": SimpleNamespace(req_to_token=req_to_token),
+        "device": "cpu",
+    }
+    return SimpleNamespace(**(fields | change))
+
+
+def config(**change: Any) -> Any:
+    return SimpleNamespace(**(vars(runner().model_config) | change))
+
+
+def decode_batch(rows: list[int], lens: list[int], out: list[int], **more: Any) -> Any:
+    seq_lens = torch.tensor(lens)
+    return SimpleNamespace(
+        batch_size=len(rows),
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        out_cache_loc=torch.tensor(out),
+        out_cache_loc_is_physical=True,
+        **more,
+    )
+
+
+def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **more: Any) -> Any:
+    """What SGLang's runner shows before it replays the graph of `size` rows: the fields that both
+    versions set and a backend may read. No request ids, no requests.
+
+    Padding rows are row 0 with the fill value as their length; out_cache_loc is not padded.
+    """
+    num_padding = size - len(rows)
+    seq_lens = torch.tensor(lens + [1] * num_padding)
+    fields = {
+        "batch_size": size,
+        "forward_mode": ForwardMode.DECODE,
+        "actual_forward_mode": ForwardMode.DECODE if rows else ForwardMode.IDLE,
+        "req_pool_indices": torch.tensor(rows + [0] * num_padding),
+        "seq_lens": seq_lens,
+        "seq_lens_sum": int(seq_lens.sum()),
+        "seq_lens_cpu": seq_lens.clone(),
+        "num_padding": num_padding,
+        "encoder_lens": None,
+        "out_cache_loc": torch.tensor(out, dtype=torch.int64),
+        "spec_info": None,
+    }
+    return SimpleNamespace(**(fields | more))
+
+
+def dense(
+    q: torch.Tensor, pool: KVPool, layer_id: int, slots: torch.Tensor, cap: float = 0.0
+) -> torch.Tensor:
+    """Attention of one query row over these slots, in float64: `[heads, head_dim]`."""
+    group = QO_HEADS // KV_HEADS
+    keys = pool.keys[layer_id][slots].double().repeat_interleave(group, dim=1)
+    values = pool.values[layer_id][slots].double().repeat_interleave(group, dim=1)
+    logits = torch.einsum("hd,khd->hk", q.double(), keys) / math.sqrt(HEAD_DIM)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return torch.einsum("hk,khd->hd", logits.softmax(-1), values)

@@ -1,0 +1,91 @@
+"""A plug-in of SGLang for tests: writes what every decode step of a real engine looks like.
+
+It reads the requests of a batch when SGLang makes the batch, and their paths through the product's
+own RadixSource. It also holds the first step back until all requests of the test have arrived, so
+that the schedule does not depend on how fast they come in. Installed by `install`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE, WAIT_FOR = "SGLANG_PAT_TEST_STEPS_FILE", "SGLANG_PAT_TEST_WAIT_FOR"
+
+
+def install(folder: Path) -> None:
+    """Write the package metadata with which SGLang finds this plug-in. `folder`: on sys.path."""
+    metadata = folder / "step_recorder-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: step-recorder\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nstep_recorder = sglang_step_recorder:register\n"
+    )
+
+
+def register() -> None:
+    """The plug-in's entry point, in every process of the engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if FILE not in os.environ:
+        return
+    HookRegistry.register(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        _record,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+        _wait,
+        HookType.AROUND,
+    )
+
+
+def described(
+    reqs: Sequence[Any], seq_lens: Sequence[int], tokens: Sequence[array[int]], source: Any
+) -> list[dict[str, Any]]:
+    """One decode step: per request, its length and the nodes of its path.
+
+    A node is its KV positions, and a digest of all tokens from the root to its end: equal in two
+    trees where the nodes hold the same.
+    """
+    paths = source.paths(reqs, len(reqs))
+    step = []
+    for i, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
+        span = slice(int(paths.path_begin[i]), int(paths.path_begin[i + 1]))
+        nodes = zip(paths.kv_begin[span].tolist(), paths.kv_end[span].tolist(), strict=True)
+        path = [[begin, end, _digest(tokens[i][:end])] for begin, end in nodes]
+        prompt = _digest(array("q", req.origin_input_ids))
+        step.append({"prompt": prompt, "seq_len": int(seq_len), "path": path})
+    return step
+
+
+def _digest(tokens: array[int]) -> str:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+
+
+def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
+    """AFTER ForwardBatch.init_new."""
+    from sglang_pat.sglang.radix import radix_source
+
+    if not result.forward_mode.is_decode():
+        return
+    tokens = [array("q", [*req.origin_input_ids, *req.output_ids]) for req in batch.reqs]
+    lens = result.seq_lens_cpu.tolist()
+    step = described(batch.reqs, lens, tokens, radix_source(batch.tree_cache))
+    with open(os.environ[FILE], "a") as file:
+        file.write(json.dumps(step) + "\n")
+
+
+def _wait(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Scheduler._get_new_batch_prefill_raw: no prefill before all requests are here."""
+    if len(scheduler.waiting_queue) >= int(os.environ[WAIT_FOR]):
+        os.environ[WAIT_FOR] = "0"
+    if int(os.environ[WAIT_FOR]) == 0:
+        return original(scheduler, *args, **kwargs)
+    return None, args[-1] if args else kwargs["running_batch"]

@@ -1,0 +1,312 @@
+"""PackAttention: when plans are reused, what it refuses, and that refusals change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forests import make_case, three_level_case
+from problems import Problem
+
+from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
+from sglang_pat.executors.cuda import PlanOverflowError
+
+HEADS = (8, 2, 64)
+
+
+def make_attention(**kwargs: Any) -> PackAttention:
+    return PackAttention(*HEADS, dtype=torch.float32, **kwargs)
+
+
+class Steps:
+    """Drives one PackAttention through decode steps of a batch that can grow by `spare` tokens."""
+
+    def __init__(self, spare: int = 400, **kwargs: Any) -> None:
+        case = make_case([(-1, 300), (0, 40)], [(1, 10), (1, 20), (0, 30)], spare_tokens=spare)
+        self.paths = PrefixPaths.from_lists(case.paths)
+        self.lens = case.seq_lens
+        self.reads = 0
+        self.attention = make_attention(**kwargs)
+        self.tables = {
+            "req_to_token": torch.from_numpy(case.tokens),
+            "req_pool_indices": torch.arange(3),
+        }
+
+    def read(self) -> PrefixPaths:
+        self.reads += 1
+        return self.paths
+
+    def step(self, grown: int, key: object = "batch") -> None:
+        lens = self.lens + np.int32(grown)
+        batch = DecodeBatch(lens, self.read, key)
+        self.attention.plan(batch, seq_lens=torch.from_numpy(lens), **self.tables)
+
+
+def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> None:
+    steps = Steps(growth_tokens=100)
+    for grown in range(101):
+        steps.step(grown)
+    assert steps.reads == 1
+    steps.step(101)
+    steps.step(102, key="another batch")
+    steps.step(103, key="another batch")
+    steps.step(90, key="another batch")  # shorter than planned
+    stats = steps.attention.stats
+    assert steps.reads == stats.plans_built == 4
+    assert stats.plans_reused == 101
+    assert stats.causes == {"first": 1, "tail_growth": 2, "batch_changed": 1}
+
+
+def test_another_number_of_rows_is_another_batch() -> None:
+    steps = Steps()
+    steps.step(0)
+    steps.paths = PrefixPaths.private(2)
+    steps.lens = steps.lens[:2]
+    steps.tables["req_pool_indices"] = torch.arange(2)
+    steps.step(1)
+    assert steps.attention.stats.causes == {"first": 1, "batch_changed": 1}
+
+
+def test_a_plan_that_the_executor_refuses_leaves_none() -> None:
+    steps = Steps()
+    steps.step(0)
+
+    def refuse(scheduler: object, step: object) -> None:
+        raise PlanOverflowError("too large")
+
+    executor = steps.attention._executor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "load_plan", refuse)
+        with pytest.raises(PlanOverflowError):
+            steps.step(1, key="another batch")
+    with pytest.raises(RuntimeError, match="run\\(\\) needs a plan"):
+        steps.attention.run(*[torch.zeros(3, 8, 64)] * 3)
+    steps.step(2)
+    assert steps.attention.stats.causes == {"first": 2}
+
+
+def test_without_a_key_the_paths_decide() -> None:
+    steps = Steps()
+    for grown, key in ((0, None), (1, None)):
+        steps.step(grown, key)
+    steps.paths = PrefixPaths.private(3)
+    steps.step(2, None)
+    assert steps.attention.stats.causes == {"first": 1, "batch_changed": 1}
+    assert steps.attention.stats.plans_reused == 1
+
+
+def test_token_counts_follow_the_growth() -> None:
+    steps = Steps()
+    for grown in range(3):
+        steps.step(grown)
+    stats = steps.attention.stats
+    # 350 + 360 + 330 tokens in three rows; a root of 300 and a child of 40 shared by two of them.
+    assert stats.kv_tokens_query_centric == 3 * 1040 + 3 * (0 + 1 + 2)
+    assert stats.kv_tokens_lower_bound == 3 * (300 + 40 + 10 + 20 + 30) + 3 * (0 + 1 + 2)
+    assert stats.kv_tokens_lower_bound <= stats.kv_tokens_planned < stats.kv_tokens_query_centric
+
+
+def test_a_freed_row_does_not_disturb_the_others() -> None:
+    """Rows are rewritten while a step that still names them is in flight: shared KV must not
+    follow.
+    """
+    problem = Problem(make_case([(-1, 500)], [(0, 10), (0, 20), (0, 30)]), HEADS, torch.float32)
+    attention = make_attention()
+    lens = torch.from_numpy(problem.case.seq_lens)
+    batch = problem.case.batch(key="same")
+    attention.plan(batch, seq_lens=lens, **problem.tables)
+    representative = int(attention.plan(batch, seq_lens=lens, **problem.tables).gather_spans[0, 0])
+    expected = attention.run(problem.q, problem.k, problem.v)
+    problem.req_to_token[problem.rows[representative]] = 0  # slot 0 is NaN
+    attention.plan(batch, seq_lens=lens, **problem.tables)
+    out = attention.run(problem.q, problem.k, problem.v)
+    others = [request for request in range(3) if request != representative]
+    assert torch.equal(out[others], expected[others])
+    assert out[representative].isnan().all()  # its own tail is read live
+
+
+def test_run_writes_into_out() -> None:
+    problem = Problem(three_level_case(3), HEADS, torch.float32)
+    attention = make_attention()
+    problem.check(attention)
+    out = torch.full_like(problem.q, 7)
+    assert attention.run(problem.q, problem.k, problem.v, out=out) is out
+    assert torch.equal(out, attention.run(problem.q, problem.k, problem.v))
+
+
+def test_describe_names_every_work_item() -> None:
+    steps = Steps()
+    steps.step(0)
+    assert steps.attention.stats.plans_built == 1
+    plan = steps.attention.plan(
+        DecodeBatch(steps.lens, steps.paths, "batch"),
+        seq_lens=torch.from_numpy(steps.lens),
+        **steps.tables,
+    )
+    text = plan.describe()
+    assert text.count("item ") == plan.header.num_work_items
+    assert "request 0 at [340, open)" in text
+    assert f"merge request 2: partials [{plan.merges[2, 1]}" in text
+
+
+@pytest.mark.parametrize(
+    ("heads", "kwargs", "message"),
+    [
+        ((8, 3, 64), {}, "multiple of num_kv_heads, got 8 and 3"),
+        ((0, 1, 64), {}, "positive multiple of num_kv_heads, got 0 and 1"),
+        ((17, 1, 64), {}, "query heads per KV head = 17; supported: 1 to 16"),
+        ((8, 2, 80), {}, "head_dim = 80; supported: 64, 128"),
+        ((8, 2, 64), {"dtype": torch.float64}, "float64; supported: float16"),
+        ((8, 2, 64), {"policy": "greedy"}, "packing policy = greedy; supported: memory"),
+        ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
+        ((8, 2, 64), {"num_workers": 0}, "num_workers must be at least 1, got 0"),
+        ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
+    ],
+)
+def test_unsupported_configurations(
+    heads: tuple[int, int, int], kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackAttention(*heads, **{"dtype": torch.float32, **kwargs})
+
+
+PATH_ERRORS = [
+    ([[(1, 5, 10)]], "request 0 does not start at a root: its first node, 1, begins at position 5"),
+    (
+        [[(1, 0, 10), (2, 8, 12)]],
+        "overlapping spans on the path of request 0: node 2 begins at position 8",
+    ),
+    ([[(1, 0, 10), (2, 12, 14)]], "gap on the path of request 0: node 2 begins at position 12"),
+    ([[(1, 0, 10), (2, 10, 10)]], r"empty span on the path of request 0: node 2 is \[10, 10\)"),
+    ([[(1, 0, 10)], [(1, 0, 11)]], r"disagree about node 1: \[0, 11\) for request 1, \[0, 10\)"),
+    ([[(1, 0, 5), (3, 5, 9)], [(2, 0, 5), (3, 5, 9)]], "node 3 has different parents: node 2"),
+    ([[(-4, 0, 10)]], "node ids must not be negative, got -4 on the path of request 0"),
+    ([[(1, 0, 51)]], "seq_len 50 of request 0 is below its path's length 51"),
+]
+
+
+@pytest.mark.parametrize(("paths", "message"), PATH_ERRORS)
+def test_bad_paths_leave_the_last_plan_in_force(paths: list[list[PathNode]], message: str) -> None:
+    problem = Problem(three_level_case(3), HEADS, torch.float32)
+    attention = make_attention()
+    problem.check(attention)
+    before = attention.run(problem.q, problem.k, problem.v)
+    lens = np.full(len(paths), 50, dtype=np.int32)
+    with pytest.raises(ValueError, match=message):
+        attention.plan(
+            DecodeBatch(lens, PrefixPaths.from_lists(paths)),
+            req_to_token=torch.zeros((2, 60), dtype=torch.int32),
+            req_pool_indices=torch.zeros(len(paths), dtype=torch.int64),
+            seq_lens=torch.from_numpy(lens),
+        )
+    assert attention.stats.plans_built == 1
+    assert torch.equal(attention.run(problem.q, problem.k, problem.v), before)
+
+
+def good_step() -> dict[str, Any]:
+    lens = np.array([4, 5], dtype=np.int32)
+    return {
+        "batch": DecodeBatch(lens, PrefixPaths.private(2)),
+        "req_to_token": torch.zeros((3, 8), dtype=torch.int32),
+        "req_pool_indices": torch.tensor([1, 2]),
+        "seq_lens": torch.from_numpy(lens),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "req_to_token",
+            torch.zeros((3, 8), dtype=torch.int64),
+            "req_to_token must be 2-D torch.int32",
+        ),
+        ("req_to_token", torch.zeros((3, 4), dtype=torch.int32), "req_to_token's width 4, got 5"),
+        (
+            "req_to_token",
+            torch.zeros((3, 8), dtype=torch.int32, device="meta"),
+            "must be on cpu, got meta",
+        ),
+        (
+            "req_pool_indices",
+            torch.tensor([1.0, 2.0]),
+            "1-D torch.int64 or torch.int32, got 1-D torch.float32",
+        ),
+        ("req_pool_indices", torch.tensor([1]), "one entry per request, 2, got 1"),
+        (
+            "seq_lens",
+            torch.tensor([[4, 5]]),
+            "seq_lens must be 1-D torch.int64 or torch.int32, got 2-D",
+        ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, 5]), PrefixPaths.private(2)),
+            "1-D int32 NumPy array, got 1-D int64",
+        ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, -5], np.int32), PrefixPaths.private(2)),
+            "negative, got -5 for request 1",
+        ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, 5], np.int32), PrefixPaths.private(3)),
+            "path_begin must have num_requests",
+        ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, 0, 5, 0], np.int32)[::2], PrefixPaths.private(2)),
+            r"batch.seq_lens must be contiguous, got strides \(8,\)",
+        ),
+        (
+            "batch",
+            DecodeBatch(np.array([4, 5], np.int32), lambda: [[(1, 0, 4)], []]),  # type: ignore
+            r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
+        ),
+    ],
+)
+def test_bad_steps(name: str, value: object, message: str) -> None:
+    attention = make_attention()
+    attention.plan(**good_step())
+    with pytest.raises((ValueError, TypeError), match=message):
+        attention.plan(**{**good_step(), name: value})
+    assert attention.stats.plans_built == 1
+    assert attention.stats.plans_reused == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", torch.zeros(3, 8, 64), r"q must have shape \[2, 8, 64\], got \[3, 8, 64\]"),
+        (
+            "q",
+            torch.zeros(2, 8, 64, dtype=torch.float16),
+            "q must be torch.float32, got torch.float16",
+        ),
+        ("q", torch.zeros(2, 8, 64, device="meta"), "q must be on cpu, got meta"),
+        ("k_cache", torch.zeros(9, 4, 64), r"k_cache must have shape \[num_slots, 2, 64\]"),
+        ("v_cache", torch.zeros(8, 2, 64), "k_cache and v_cache must have the same shape"),
+        ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
+        ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
+    ],
+)
+def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
+    attention = make_attention()
+    attention.plan(**good_step())
+    out = torch.full((2, 8, 64), 7.0)
+    run = {
+        "q": torch.zeros(2, 8, 64),
+        "k_cache": torch.zeros(9, 2, 64),
+        "v_cache": torch.zeros(9, 2, 64),
+        "out": out,
+    }
+    with pytest.raises(ValueError, match=message):
+        attention.run(**{**run, name: value})
+    assert (out == 7).all()
+
+
+def test_run_needs_a_plan() -> None:
+    with pytest.raises(RuntimeError, match="call plan"):
+        make_attention().run(torch.zeros(1, 8, 64), torch.zeros(1, 2, 64), torch.zeros(1, 2, 64))

@@ -1,0 +1,97 @@
+"""CudaExecutor's use of its buffers, without a GPU: kernels and pinned memory are stand-ins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forests import ForestCase, make_case, make_scheduler, plan_case
+
+from sglang_pat.batch import Step
+from sglang_pat.executors import cuda
+from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
+from sglang_pat.plan import BufferSizes, copy_plan
+
+HEADS, HEAD_DIM = 8, 64
+SMALL = make_case([(-1, 100)], [(0, 10)] * 2)
+LARGE = make_case([(-1, 3000), (0, 200)], [(1, 70), (0, 400)] * 20)
+NO_STEP = Step(*[torch.zeros(0)] * 3, np.zeros(0, dtype=np.int32))
+
+
+class Staging:
+    """Like StagingBuffer, of a device that is done only when it is waited for."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.array = np.zeros(size, dtype=np.int32)
+        self.is_busy = False
+
+    def wait(self) -> None:
+        self.is_busy = False
+
+
+class Kernels:
+    """Like DecodeKernels, as far as plans are loaded."""
+
+    config = SimpleNamespace(head_dim=HEAD_DIM)
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[Staging, Any]] = []
+
+    def load_plan(self, staging: Staging, buffers: Any, step: Step) -> None:
+        assert not staging.is_busy, "the memory was written while it was being copied"
+        assert len(staging.array) == len(buffers.plan)
+        staging.is_busy = True
+        self.loaded.append((staging, buffers))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    monkeypatch.setattr(cuda, "StagingBuffer", Staging)
+    return Kernels()
+
+
+def make_executor(kernels: Kernels, reservation: BufferSizes | None) -> CudaExecutor:
+    return CudaExecutor(kernels, HEADS, torch.device("cpu"), reservation)  # type: ignore[arg-type]
+
+
+def planned(case: ForestCase) -> Any:
+    scheduler = make_scheduler()
+    plan_case(scheduler, case)
+    return scheduler
+
+
+def test_a_plan_that_exceeds_the_reservation_is_refused(kernels: Kernels) -> None:
+    reservation = BufferSizes.for_requests(2, 1000, num_workers=33, group_size=4)
+    executor = make_executor(kernels, reservation)
+    buffers = executor.buffers
+    with pytest.raises(PlanOverflowError, match=r"3200 shared_slots; reserved are .* 1000 shared"):
+        executor.load_plan(planned(LARGE), NO_STEP)
+    assert kernels.loaded == []
+    executor.load_plan(planned(SMALL), NO_STEP)
+    assert executor.buffers is buffers, "captured graphs have their addresses"
+
+
+def test_without_a_reservation_buffers_grow_and_stay(kernels: Kernels) -> None:
+    executor = make_executor(kernels, None)
+    large = planned(LARGE)
+    plan = executor.load_plan(large, NO_STEP)
+    assert plan.describe() == copy_plan(large).describe()
+    buffers = executor.buffers
+    assert len(buffers.shared_slots) == 2 * 3200
+    assert buffers.partial_out.shape == (len(buffers.partial_lse), HEADS, HEAD_DIM)
+    assert len(buffers.partial_lse) >= large.num_partials > 0
+    executor.load_plan(planned(SMALL), NO_STEP)
+    assert executor.buffers is buffers
+
+
+def test_pinned_memory_is_written_again_only_after_it_was_copied(kernels: Kernels) -> None:
+    reservation = BufferSizes.for_requests(8, 1000, num_workers=33, group_size=4)
+    executor = make_executor(kernels, reservation)
+    for _ in range(7):
+        executor.load_plan(planned(SMALL), NO_STEP)
+    used = [id(staging) for staging, _ in kernels.loaded]
+    assert len(set(used)) == 3
+    assert used[:3] * 2 == used[:6]

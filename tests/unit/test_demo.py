@@ -1,0 +1,137 @@
+"""The demo's own parts: the workload, the comparison, the exit status. No engine is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.cli import demo
+from sglang_pat.cli.demo import engine
+from sglang_pat.cli.demo.engine import Candidate, Machine, Served
+from sglang_pat.cli.demo.report import TIE_LOGPROB, Difference, Report, differences
+from sglang_pat.cli.demo.workload import (
+    DOCUMENTS_PER_SYSTEM_PROMPT,
+    NUM_SYSTEM_PROMPTS,
+    SYSTEM_PROMPT_TOKENS,
+    Request,
+    make_requests,
+)
+from sglang_pat.sglang import cpu
+
+STATS = {
+    "plans_built": 3,
+    "plans_reused": 5,
+    "causes": {"first": 1, "batch_changed": 2},
+    "kv_tokens_query_centric": 900,
+    "kv_tokens_planned": 300,
+    "kv_tokens_lower_bound": 200,
+}
+
+
+def test_workload_is_a_tree_of_three_levels() -> None:
+    prompts = [request.prompt for request in make_requests(64, 768)]
+    systems = Counter(tuple(prompt[:64]) for prompt in prompts)
+    contexts = Counter(tuple(prompt[: SYSTEM_PROMPT_TOKENS[1] + 64]) for prompt in prompts)
+    assert len(systems) == NUM_SYSTEM_PROMPTS
+    assert len(contexts) == NUM_SYSTEM_PROMPTS * DOCUMENTS_PER_SYSTEM_PROMPT
+    assert min(contexts.values()) > 1
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+
+
+def test_workload_is_the_same_every_time_and_arrives_over_time() -> None:
+    requests = make_requests(64, 768)
+    assert requests == make_requests(64, 768)
+    arrivals = [request.arrival_s for request in requests]
+    assert arrivals == sorted(arrivals)
+    assert len(set(arrivals)) == len(arrivals)
+    assert len({request.num_new_tokens for request in requests}) > 8
+
+
+@pytest.mark.parametrize(
+    ("pat", "own", "expected"),
+    [
+        ([[1, 2], [3]], [[1, 2], [3]], []),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [Difference(1, 1, 4, 5)]),
+        ([[1, 9, 9], [8]], [[1, 2, 3], [3]], [Difference(0, 1, 9, 2), Difference(1, 0, 8, 3)]),
+        ([[1]], [[1, 2]], [Difference(0, 1, None, 2)]),
+        ([[1, 2]], [[1]], [Difference(0, 1, 2, None)]),
+    ],
+)
+def test_differences(
+    pat: list[list[int]], own: list[list[int]], expected: list[Difference]
+) -> None:
+    assert differences(pat, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("gap", "second_token", "tied"),
+    [(TIE_LOGPROB / 2, 7, True), (TIE_LOGPROB * 2, 7, False), (TIE_LOGPROB / 2, 8, False)],
+)
+def test_a_tie_needs_both_tokens_close_in_both_runs(
+    gap: float, second_token: int, tied: bool
+) -> None:
+    def served(token: int, other: int, gap: float) -> Served:
+        certain = [Candidate(-0.1, 5), Candidate(-9.0, 6)]
+        return Served(
+            [[5, token]], 1.0, [[certain, [Candidate(-2, token), Candidate(-2 - gap, other)]]]
+        )
+
+    report = Report("default", served(2, second_token, gap), served(7, 2, 0.001), STATS)
+    assert report.ties == ([Difference(0, 1, 2, 7)] if tied else [])
+    assert report.difference == (None if tied else Difference(0, 1, 2, 7))
+
+
+def test_an_exact_run_knows_no_ties() -> None:
+    assert Report("torch_native", Served([[2]], 1.0), Served([[7]], 1.0), STATS).ties == []
+
+
+def test_report_names_the_first_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    Report("torch_native", Served([[1, 2]], 1.0), Served([[1, 7]], 1.0), STATS).print()
+    printed = capsys.readouterr().out
+    assert "1/2" in printed
+    assert "request 0, new token 1: pat gave 2, torch_native gave 7" in printed
+    assert "3.00 times fewer" in printed
+    assert "batch changed: 2, first: 1" in printed
+
+
+@pytest.mark.parametrize(("own_token", "status"), [(2, 0), (7, 1)])
+def test_exit_status_and_json(
+    own_token: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(
+        model_path: Path,
+        backend: str,
+        requests: list[Request],
+        machine: Machine,
+        stats_file: Path | None = None,
+    ) -> Served:
+        assert (model_path / "config.json").is_file()
+        assert machine.exact
+        if backend == "pat":
+            assert os.environ["SGLANG_PAT_STATS_FILE"] == str(stats_file)
+            return Served([[2]] * len(requests), 1.0, stats=STATS)
+        assert "SGLANG_PAT_STATS_FILE" not in os.environ
+        assert stats_file is None
+        return Served([[2]] * (len(requests) - 1) + [[own_token]], 1.0)
+
+    monkeypatch.setattr(demo, "_quieten", lambda: None)
+    monkeypatch.setattr(engine, "serve", serve)
+    monkeypatch.setattr(cpu, "enable_cpu_engine", lambda: True)
+    result_file = tmp_path / "result.json"
+    assert demo.main(["--requests", "48", "--json", str(result_file)]) == status
+    result = json.loads(result_file.read_text())
+    difference = {"request": 47, "position": 0, "pat": 2, "own": 7} if status else None
+    assert result["first_difference"] == difference
+    assert result["decode_steps"] == 8
+    assert result["stats"] == STATS
+
+
+@pytest.mark.parametrize("count", ["47", "many", "-1"])
+def test_too_few_requests_are_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main([f"--requests={count}"])
+    assert f"{count!r}; a number from 48 is allowed" in capsys.readouterr().err

@@ -1,0 +1,248 @@
+"""What every plan must satisfy, on thousands of random forests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from forests import (
+    ForestCase,
+    forest_cases,
+    make_case,
+    make_scheduler,
+    plan_case,
+    three_level_case,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_pat._scheduler import (
+    DIRECT_STORE,
+    OPEN_END,
+    SHARED_KV,
+    TILE_TABLE,
+    PackScheduler,
+)
+from sglang_pat.plan import DecodePlan
+
+POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
+many = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def serves(scheduler: PackScheduler, seq_lens: np.ndarray) -> bool:
+    served, total, longest = scheduler.check_lengths(seq_lens)
+    assert (total, longest) == (seq_lens.sum(), seq_lens.max(initial=0))
+    return served
+
+
+def gathered_slots(plan: DecodePlan, case: ForestCase) -> np.ndarray:
+    slots = np.full(plan.header.num_shared_slots, -1, dtype=np.int32)
+    for request, kv_begin, num_tokens, slot_begin in plan.gather_spans.tolist():
+        assert num_tokens > 0
+        assert (slots[slot_begin : slot_begin + num_tokens] == -1).all(), "slots gathered twice"
+        slots[slot_begin : slot_begin + num_tokens] = case.tokens[request, kv_begin:][:num_tokens]
+    assert (slots >= 0).all(), "slots never gathered"
+    return slots
+
+
+def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> None:
+    """Every request reads each of its KV tokens exactly once, and nothing else."""
+    shared = gathered_slots(plan, case)
+    read: list[list[np.ndarray]] = [[] for _ in seq_lens]
+    for item in plan.work_items.tolist():
+        _, count, first, kv_request, kv_begin, kv_end = item[:6]
+        if kv_request == SHARED_KV:
+            slots = shared[kv_begin:kv_end]
+        else:
+            end = seq_lens[kv_request] if kv_end == OPEN_END else kv_end
+            slots = case.tokens[kv_request, kv_begin:end]
+        for request in plan.item_requests[first : first + count, 0].tolist():
+            read[request].append(slots)
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        have = np.concatenate([np.empty(0, np.int32), *read[request]])
+        np.testing.assert_array_equal(np.sort(have), np.sort(case.tokens[request, :seq_len]))
+
+
+def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None:
+    h = plan.header
+    # Work items: each in one ticket, its rows within its tile, and in the smallest tile that holds
+    # them.
+    assert plan.ticket_begin[0] == 0
+    assert plan.ticket_begin[-1] == h.num_work_items
+    assert (np.diff(plan.ticket_begin) > 0).all()
+    taken = np.zeros(h.num_item_requests, dtype=int)
+    for tile, count, first, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
+        rows = count * group_size
+        assert 0 < rows <= TILE_TABLE[tile][0]
+        assert tile == 0 or rows > TILE_TABLE[tile - 1][0]
+        taken[first : first + count] += 1
+        assert kv_begin >= 0
+        assert kv_end > kv_begin or kv_end == OPEN_END
+        assert kv_request == SHARED_KV or count == 1
+    assert (taken == 1).all()
+
+    # Partials: dense and unique; merged in the order of the KV; single ones stored
+    # directly.
+    num_requests = len(case.seq_lens)
+    slots_of: list[list[int]] = [[] for _ in range(num_requests)]
+    for request, slot in plan.item_requests.tolist():
+        slots_of[request].append(slot)
+    used: list[int] = []
+    merged = {}
+    for request, begin, count, _ in plan.merges.tolist():
+        assert request not in merged
+        merged[request] = list(range(begin, begin + count))
+        used += merged[request]
+    assert used == list(range(h.num_partials))
+    for request, slots in enumerate(slots_of):
+        if len(slots) == 1:
+            assert slots == [DIRECT_STORE]
+            assert request not in merged
+        else:
+            assert slots == merged[request]
+
+
+def check_tokens(plan: DecodePlan, case: ForestCase) -> None:
+    tokens = plan.kv_tokens
+    assert tokens.query_centric == case.seq_lens.sum()
+    distinct = {int(t) for row, n in zip(case.tokens, case.seq_lens, strict=True) for t in row[:n]}
+    # A node whose holders all end inside it cannot occur, so every distinct token counts once.
+    assert tokens.lower_bound == len(distinct)
+    assert tokens.lower_bound <= tokens.planned <= tokens.query_centric
+    read = 0
+    for _, _, _, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
+        read += (case.seq_lens[kv_request] if kv_end == OPEN_END else kv_end) - kv_begin
+    assert tokens.planned == read
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(
+    case=forest_cases(),
+    group_size=st.integers(1, 16),
+    num_workers=st.sampled_from([1, 2, 7, 33, 132]),
+    max_block_q=st.sampled_from([tile[0] for tile in TILE_TABLE]),
+)
+def test_every_plan_is_right(
+    policy: str, case: ForestCase, group_size: int, num_workers: int, max_block_q: int
+) -> None:
+    scheduler = make_scheduler(group_size, num_workers, policy, max_block_q)
+    plan = plan_case(scheduler, case)
+    check_structure(plan, case, group_size)
+    check_coverage(plan, case, case.seq_lens)
+    check_tokens(plan, case)
+
+
+@many
+@given(case=forest_cases(spare_tokens=300), growth=st.integers(1, 300), data=st.data())
+def test_a_plan_serves_grown_requests(case: ForestCase, growth: int, data: st.DataObject) -> None:
+    scheduler = make_scheduler()
+    plan = plan_case(scheduler, case)
+    grows = data.draw(
+        st.lists(st.booleans(), min_size=len(case.seq_lens), max_size=len(case.seq_lens))
+    )
+    grown = case.seq_lens + np.where(grows, growth, 0).astype(np.int32)
+    if serves(scheduler, grown):
+        assert growth <= 256 or not any(grows)
+        check_coverage(plan, case, grown)
+    else:
+        # Refused only where it must be: too long, or nothing in the plan reads the new tokens.
+        open_requests = set(plan.work_items[plan.work_items[:, 5] == OPEN_END, 3].tolist())
+        assert growth > 256 or any(g and r not in open_requests for r, g in enumerate(grows))
+    assert not serves(scheduler, grown[:-1])
+    if case.seq_lens[0] > 0:
+        shrunk = case.seq_lens.copy()
+        shrunk[0] -= 1
+        assert not serves(scheduler, shrunk)
+
+
+@many
+@given(case=forest_cases(spare_tokens=300), steps=st.integers(0, 300), room=st.integers(0, 300))
+def test_steps_left_is_how_long_a_plan_serves(case: ForestCase, steps: int, room: int) -> None:
+    scheduler = make_scheduler()
+    plan_case(scheduler, case)
+
+    def after(steps: int) -> np.ndarray:
+        return case.seq_lens + np.where(case.seq_lens > 0, steps, 0).astype(np.int32)
+
+    longest = int(case.seq_lens.max(initial=0)) + room
+    left = scheduler.steps_left(case.seq_lens, longest)
+    assert left == 0 or (serves(scheduler, after(left)) and after(left).max() <= longest)
+    if case.seq_lens.any():
+        assert left == room or not serves(scheduler, after(left + 1))
+    if steps <= left:
+        assert scheduler.steps_left(after(steps), longest) == left - steps
+
+
+@many
+@given(case=forest_cases(), other=forest_cases())
+def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase) -> None:
+    fresh = plan_case(make_scheduler(), case)
+    used = make_scheduler()
+    plan_case(used, other)  # leaves its state behind
+    again = plan_case(used, case)
+    assert fresh.header == again.header
+    for name in ("ticket_begin", "work_items", "item_requests", "gather_spans", "merges"):
+        assert getattr(fresh, name).tobytes() == getattr(again, name).tobytes()
+
+
+def test_a_thousand_requests() -> None:
+    case = three_level_case(1000)
+    for policy in POLICIES:
+        plan = plan_case(make_scheduler(policy=policy), case)
+        check_structure(plan, case, 4)
+        check_coverage(plan, case, case.seq_lens)
+        check_tokens(plan, case)
+
+
+def test_an_empty_batch_has_an_empty_plan() -> None:
+    plan = plan_case(make_scheduler(), make_case([], []))
+    assert plan.header.num_work_items == plan.header.num_merges == 0
+
+
+def test_a_padding_row_has_nothing_to_merge() -> None:
+    plan = plan_case(make_scheduler(), make_case([], [(-1, 0), (-1, 10)]))
+    assert plan.merges.tolist() == [[0, 0, 0, 0]]
+
+
+def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
+    """KV tokens of every ticket."""
+    ends = plan.work_items[:, 5]
+    ends = np.where(ends == OPEN_END, case.seq_lens[plan.work_items[:, 3]], ends)
+    tokens = ends - plan.work_items[:, 4]
+    return [int(part.sum()) for part in np.split(tokens, plan.ticket_begin[1:-1])]
+
+
+def test_a_little_work_is_one_ticket_for_each_worker() -> None:
+    """None has more than its share by more than the shortest piece, and none of 33 idles."""
+    case = make_case([(-1, 4500)], [(0, 350 + 48 * r) for r in range(24)])
+    tokens = ticket_tokens(plan_case(make_scheduler(), case), case)
+    assert len(tokens) == 33
+    assert max(tokens) <= np.mean(tokens) + 128
+
+
+def test_much_work_is_tickets_that_shrink() -> None:
+    case = make_case([], [(-1, 700 + 970 * r) for r in range(40)])
+    plan = plan_case(make_scheduler(), case)
+    tokens = ticket_tokens(plan, case)
+    share = sum(tokens) / 33
+    assert max(tokens) <= 0.75 * share
+    assert max(tokens[-33:]) <= 600
+    check_coverage(plan, case, case.seq_lens)
+
+
+def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:
+    """The shared ones twice as fast, so that they end first."""
+    case = make_case([(-1, 2048)], [(0, 900)] * 512)
+    plan = plan_case(make_scheduler(), case)
+    is_shared = plan.work_items[:, 3] == SHARED_KV
+    last_shared = np.flatnonzero(is_shared)[-1]
+    private_before = (~is_shared[:last_shared]).sum()
+    assert 0.35 < private_before / (~is_shared).sum() < 0.65
+
+
+def test_long_kv_of_many_requests_is_cut_no_more_than_partials_allow() -> None:
+    """Tickets that shrink would cut the one tile here into hundreds of pieces."""
+    case = make_case([(-1, 300_000)], [(0, 9)] * 16)
+    plan = plan_case(make_scheduler(), case)
+    assert plan.header.num_item_requests <= 2 * 16 + 33 * 16
+    assert len(ticket_tokens(plan, case)) == 33

@@ -1,0 +1,245 @@
+"""PrefixForest: paths that are kept give the plans that paths read anew would give."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pytest
+from forests import ForestCase, forest_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pat import PathNode, PrefixPaths
+from sglang_pat._scheduler import PackScheduler, PrefixForest, same_objects
+from sglang_pat.attention import new_scheduler
+from sglang_pat.plan import copy_plan
+
+
+class Request:
+    """Equal to all others: only identity tells them apart."""
+
+    def __init__(self, path: list[PathNode], seq_len: int = 400, children: int = 0) -> None:
+        """children: below the last node; what lies on the path has one."""
+        self.path, self.seq_len, self.children = path, seq_len, children
+
+    def read(self) -> list[tuple[int, int, int, int, int, int]]:
+        """As SGLang's trees give it: id, parent, begin, end, tokens, children."""
+        last = len(self.path) - 1
+        return [
+            (node_id, -1, begin, end, end - begin, self.children if i == last else 1)
+            for i, (node_id, begin, end) in enumerate(self.path)
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+def plan_bytes(scheduler: PackScheduler) -> bytes:
+    return copy_plan(scheduler).buffer.tobytes()
+
+
+def from_scratch(paths: list[list[PathNode]], lens: np.ndarray) -> bytes:
+    scheduler = new_scheduler(group_size=4, num_workers=33)
+    read = PrefixPaths.from_lists(paths)
+    scheduler.plan(read.path_begin, read.node_id, read.kv_begin, read.kv_end, lens)
+    return plan_bytes(scheduler)
+
+
+class Batches:
+    """One forest that is taken from batch to batch."""
+
+    def __init__(self, *requests: Request) -> None:
+        self.forest = PrefixForest()
+        self.scheduler = new_scheduler(group_size=4, num_workers=33)
+        self.requests: list[Any] = []
+        self.reads: list[list[int]] = []  # id() of the requests of each read in the last go_to()
+        if requests:
+            self.go_to([*requests])
+
+    def go_to(
+        self, requests: list[Any], moved: Collection[Request] = ()
+    ) -> tuple[int, int, int, int] | None:
+        self.reads = []
+        before, self.requests = self.requests, []
+        counts = self.forest.update(before, requests, set(map(id, moved)), self._read)
+        self.requests = requests
+        return counts
+
+    def _read(self, requests: list[Request]) -> list[Any]:
+        self.reads.append([*map(id, requests)])
+        return [request.read() for request in requests]
+
+    def check(self, padding: int = 0) -> None:
+        lens = [*(request.seq_len for request in self.requests), *[0] * padding]
+        seq_lens = np.array(lens, dtype=np.int32)
+        paths = [request.path for request in self.requests]
+        self.scheduler.plan(self.forest, seq_lens)
+        assert plan_bytes(self.scheduler) == from_scratch([*paths, *[[]] * padding], seq_lens)
+        assert self.forest.paths() == [[*map(tuple, path)] for path in paths]
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=forest_cases(max_requests=12), data=st.data())
+def test_kept_paths_give_the_plan_of_paths_read_anew(case: ForestCase, data: st.DataObject) -> None:
+    places = [*zip(case.paths, case.seq_lens.tolist(), strict=True)]
+    everyone = [Request(path, seq_len) for path, seq_len in places]
+    some = st.lists(st.sampled_from(range(len(everyone))), unique=True)
+    batches, before = Batches(), set[int]()
+    for _ in range(data.draw(st.integers(1, 6))):
+        now = data.draw(some)  # leave, join, reorder
+        moved = set(data.draw(some))
+        for i in moved:  # to where another one is
+            everyone[i].path, everyone[i].seq_len = data.draw(st.sampled_from(places))
+        counts = batches.go_to([everyone[i] for i in now], [everyone[i] for i in moved])
+        if counts is not None:
+            stayed = before & {*now}
+            assert counts[:3] == (
+                len({*now} - before),
+                len(before - {*now}),
+                len(stayed & moved),
+            )
+            to_read = [id(everyone[i]) for i in now if i not in stayed - moved]
+            assert batches.reads[:1] == ([to_read] if to_read else [])
+            assert counts[3] == sum(map(len, batches.reads[1:]))
+        batches.check(padding=data.draw(st.integers(0, 3)))
+        before = {*now}
+
+
+def test_batches_that_are_alike() -> None:
+    a, b, other = Request([SYSTEM]), Request([SYSTEM]), Request([SYSTEM])
+    batches = Batches(a, b)
+    assert batches.go_to([a, b], moved=[other]) is None  # a list of its own
+    assert batches.go_to([b, a]) == (0, 0, 0, 0)
+    assert not batches.reads
+    batches.check()
+    assert batches.go_to([b, a], moved=[a]) == (0, 0, 1, 0)
+    assert batches.go_to([b, b]) == (1, 1, 0, 0)  # no batch of SGLang's, but no reason to crash
+    batches.check()
+
+
+def test_all_places_of_nodes_are_used_again() -> None:
+    batches = Batches()
+    for wave in range(50):
+        root = PathNode(1000 * wave, 0, 64)
+        batches.go_to([Request([root, PathNode(1000 * wave + i, 64, 90)]) for i in range(1, 21)])
+        batches.check()
+
+
+SYSTEM, LONG = PathNode(1, 0, 100), PathNode(2, 100, 300)
+UPPER, LOWER = PathNode(7, 100, 180), PathNode(2, 180, 300)
+
+
+@pytest.mark.parametrize(
+    "newcomer",
+    [
+        pytest.param(Request([SYSTEM, UPPER, LOWER]), id="goes through both parts"),
+        pytest.param(Request([SYSTEM, UPPER, PathNode(9, 180, 200)]), id="leaves at the split"),
+        pytest.param(Request([SYSTEM, UPPER], children=2), id="ends at the split"),
+    ],
+)
+def test_a_split_is_found_by_the_path_of_a_newcomer(newcomer: Request) -> None:
+    a, b = Request([SYSTEM, LONG]), Request([SYSTEM, LONG])
+    other = Request([SYSTEM, PathNode(3, 100, 150)])
+    batches = Batches(a, b, other)
+    a.path = b.path = [SYSTEM, UPPER, LOWER]
+    assert batches.go_to([a, b, other, newcomer]) == (1, 0, 0, 2)
+    assert batches.reads == [[id(newcomer)], [id(a), id(b)]]
+    assert batches.forest.num_kept == 2
+    batches.check()
+
+
+def test_splits_that_show_one_after_the_other() -> None:
+    root = PathNode(20, 0, 100)
+    a, b = Request([SYSTEM, LONG]), Request([root, PathNode(21, 100, 300)])
+    batches = Batches(a, b)
+    newcomer = Request([SYSTEM, UPPER, LOWER])  # shows the split of a's path ...
+    a.path = b.path = [root, PathNode(22, 100, 150), PathNode(21, 150, 300)]  # ... this b's
+    assert batches.go_to([a, b, newcomer]) == (1, 0, 0, 4)
+    assert batches.reads == [[id(newcomer)], [id(a)], [id(a), id(b), id(newcomer)]]
+    batches.check()
+
+
+def test_a_leaf_beside_longer_ones_outdates_nothing() -> None:
+    a, leaf = Request([SYSTEM, LONG]), Request([SYSTEM, PathNode(8, 100, 180)])
+    batches = Batches(a)
+    assert batches.go_to([a, leaf]) == (1, 0, 0, 0)
+    assert batches.forest.num_kept == 1
+    batches.check()
+
+
+def test_a_node_that_comes_again_elsewhere_after_all_have_left_it() -> None:
+    # As if ids were given out again after an eviction.
+    batches = Batches(Request([SYSTEM, LONG]))
+    assert batches.go_to([Request([PathNode(2, 0, 30)])]) == (1, 1, 0, 0)
+    batches.check()
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "path_begin must have num_requests . 1 = 3 entries, got 1"),
+        ([[(5, -1, 3, 9, 6, 0)], []], "request 1 does not start at a root"),
+        ([[(5, -1, 0, 9, 9, 0)], [(5, -1, 0, 8, 8, 0)]], "disagree about node 5"),
+        ([[(1, -1, 0, 100, 9, 0), (2, -1, 120, 130, 9, 0)], []], "gap"),
+        ([[(5, -1, 0)], []], r"a node must be a tuple of 6 integers, got \(5, -1, 0\)"),
+        ([[(5, -1, 0, 2**32 + 4, 4, 0)], []], "positions must fit into int32, got 4294967300"),
+        (7, "Object of type 'int' is not an instance of 'sequence'"),
+    ],
+)
+def test_bad_paths_leave_a_forest_without_a_batch(paths: Any, message: str) -> None:
+    batches = Batches(Request([SYSTEM]))
+    now = [*batches.requests, Request([]), Request([])]
+    with pytest.raises((ValueError, TypeError), match=message):
+        batches.forest.update(batches.requests, now, set(), lambda requests: paths)
+    batches.requests = []
+    assert batches.go_to(now) == (3, 0, 0, 0)
+    batches.check()
+
+
+def test_a_forest_is_empty_after_paths_that_disagree_with_it() -> None:
+    batches = Batches(Request([SYSTEM]))
+    gap = Request([SYSTEM, PathNode(2, 120, 130)])
+    with pytest.raises(ValueError, match="gap"):
+        batches.go_to([*batches.requests, gap])
+    assert len(batches.forest) == batches.forest.num_kept == 0
+    assert batches.go_to([Request([SYSTEM])]) == (1, 0, 0, 0)
+    batches.check()
+
+
+def test_outdated_paths_that_could_not_be_read_again_are_not_planned() -> None:
+    a, newcomer = Request([SYSTEM, LONG]), Request([SYSTEM, UPPER, LOWER])
+    batches = Batches(a)
+
+    def read_newcomers_only(requests: list[Request]) -> list[Any]:
+        if requests[0] is not newcomer:
+            raise KeyError("the tree")
+        return [newcomer.read()]
+
+    with pytest.raises(KeyError, match="the tree"):
+        batches.forest.update([a], [a, newcomer], set(), read_newcomers_only)
+    with pytest.raises(ValueError, match="path of request 0 is outdated and was not given anew"):
+        batches.scheduler.plan(batches.forest, np.full(2, 400, np.int32))
+    batches.requests, a.path = [], [SYSTEM, UPPER, LOWER]
+    assert batches.go_to([a, newcomer]) == (2, 0, 0, 0)
+    batches.check()
+
+
+def test_a_batch_that_the_forest_does_not_have() -> None:
+    a, b = Request([SYSTEM]), Request([SYSTEM])
+    with pytest.raises(ValueError, match="kept must be below 1, the number of requests so far"):
+        Batches(a).forest.update([b, a], [a], set(), list)
+    batches = Batches(a)
+    assert batches.forest.update([], [], set(), list) == (0, 0, 0, 0)
+    assert len(batches.forest) == 0
+
+
+def test_same_objects() -> None:
+    a, b = Request([]), Request([])
+    assert same_objects([a, b], [a, b])
+    assert not same_objects([a, b], [b, a])
+    assert not same_objects([a, b], [a])
+    assert same_objects([], [])

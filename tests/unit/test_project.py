@@ -1,0 +1,197 @@
+"""The promises of the repository as a whole: README, packaging, who may import what."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sglang_pat
+from sglang_pat import _scheduler, support
+from sglang_pat.sglang.env import Environment
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _sources(*suffixes: str) -> list[Path]:
+    folders = ("sglang_pat", "scheduler", "kernels", "benchmarks", "tests")
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
+    return [path for path in found if path.suffix in suffixes]
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _python(code: str) -> str:
+    """What a fresh interpreter prints that runs `code`."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level names of all absolute imports of a file, in functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+# --- README ---
+
+
+def test_readme_shows_the_support_matrix() -> None:
+    assert support.markdown_table() in README
+    for row in support.support_matrix():
+        assert f"| {row.topic} | {row.supported} |" in README
+
+
+def test_readme_example_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    for request, length in enumerate(names["seq_lens"].tolist()):
+        slots = names["req_to_token"][request, :length].long()
+        # 8 query heads, 2 KV heads: query head h reads KV head h // 4.
+        keys = names["k_cache"][slots].double().repeat_interleave(4, dim=1)
+        values = names["v_cache"][slots].double().repeat_interleave(4, dim=1)
+        logits = torch.einsum("hd,thd->ht", names["q"][request].double(), keys) / 8
+        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), values)
+        torch.testing.assert_close(names["out"][request].double(), expected, rtol=0, atol=1e-5)
+    assert capsys.readouterr().out.strip() == code[1].rpartition("# ")[2].strip()
+
+
+def test_readme_names_only_make_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    mentioned = set(re.findall(r"make ([a-z-]+)", README))
+    assert {"demo", "test", "lint"} <= mentioned <= targets
+
+
+def test_readme_lists_every_variable() -> None:
+    with pytest.raises(ValueError, match="allowed: ") as error:
+        Environment.read({"SGLANG_PAT_NO_SUCH": "1"})
+    allowed = str(error.value).partition("allowed: ")[2].split(", ")
+    assert re.findall(r"^\| `(SGLANG_PAT_\w+)`", README, re.MULTILINE) == allowed
+
+
+# --- packaging ---
+
+
+def test_sglang_finds_the_plugin() -> None:
+    (plugin,) = entry_points(group="sglang.srt.plugins", name="pat")
+    assert plugin.value == "sglang_pat.sglang.plugin:register"
+    assert callable(plugin.load())
+
+
+def test_importing_the_plugin_imports_no_sglang() -> None:
+    code = "import sys, sglang_pat.sglang.plugin; print('sglang' in sys.modules)"
+    assert _python(code).strip() == "False"
+
+
+def test_command_line_needs_neither_sglang_nor_rich() -> None:
+    code = (
+        "import sys; sys.modules.update(sglang=None, rich=None)\n"
+        "from sglang_pat.cli.main import main; main(['support'])"
+    )
+    assert _python(code).strip() == support.markdown_table()
+
+
+@pytest.mark.parametrize(
+    "module", ["sglang_pat", "sglang_pat.cli.main", "sglang_pat.sglang.plugin"]
+)
+def test_importing_is_light(module: str) -> None:
+    heavy = "{'torch', 'numpy', 'sglang', 'rich', 'sglang_pat._scheduler'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    assert _python(code).strip() == "[]"
+
+
+def test_public_names_are_imported_on_first_use() -> None:
+    for name in sglang_pat.__all__:
+        assert getattr(sglang_pat, name).__name__ == name
+        assert name in dir(sglang_pat)
+    assert sglang_pat.__version__ == version("sglang-pat")
+    with pytest.raises(AttributeError, match="'sglang_pat' has no attribute 'PackAttentions'"):
+        _ = sglang_pat.PackAttentions  # type: ignore[attr-defined]
+
+
+def test_kernel_sources_are_installed() -> None:
+    kernels = files("sglang_pat") / "kernels"
+    installed = (kernels / "contract" / "plan_format.h").read_text()
+    assert installed == (ROOT / "kernels/contract/plan_format.h").read_text()
+
+
+def test_types_are_published() -> None:
+    assert (files("sglang_pat") / "py.typed").is_file()
+
+
+# --- one truth in several files ---
+
+
+def test_support_agrees_with_the_scheduler() -> None:
+    assert support.MAX_GROUP_SIZE == _scheduler.MAX_GROUP_SIZE
+
+
+def test_support_names_every_refused_server_option() -> None:
+    refusals = (ROOT / "sglang_pat/sglang/refusals.py").read_text()
+    flags = set(re.findall(r"--[a-z][a-z-]+", refusals))
+    (row,) = (row for row in support.support_matrix() if row.topic == "server options")
+    assert set(re.findall(r"--[a-z][a-z-]+", row.supported)) == flags
+    assert "--speculative-algorithm" in flags
+
+
+def test_every_supported_sglang_is_tested() -> None:
+    (pinned,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
+    default = pinned.removeprefix("sglang==")
+    assert default in support.SGLANG_VERSIONS
+    tested = {default, *re.findall(r"make test SGLANG=(\S+)", (ROOT / ".ci/run").read_text())}
+    assert tested == set(support.SGLANG_VERSIONS)
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    matrix = re.search(r"sglang: \[(.*)\]", workflow)
+    assert matrix is not None
+    assert set(re.findall(r'"(.+?)"', matrix[1])) == set(support.SGLANG_VERSIONS)
+
+
+def test_pre_commit_uses_the_same_tools() -> None:
+    pinned = dict(
+        requirement.split("==")
+        for requirement in PYPROJECT["project"]["optional-dependencies"]["dev"]
+        if "==" in requirement
+    )
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    for tool in ("ruff", "clang-format"):
+        assert re.search(rf"{tool}\S*\n +rev: v{re.escape(pinned[tool])}\n", hooks), tool
+
+
+# --- structure ---
+
+
+def test_imports_go_in_one_direction() -> None:
+    """The contracts are in pyproject.toml."""
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_every_module_says_what_it_is() -> None:
+    modules = [path for path in _sources(".py") if path.is_relative_to(ROOT / "sglang_pat")]
+    silent = [
+        _relative(path) for path in modules if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not silent

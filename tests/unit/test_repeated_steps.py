@@ -1,0 +1,85 @@
+"""Steps that the backend does not plan: they are counted as if it had."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from sglang_pat.plan import KvTokens
+from sglang_pat.sglang.repeats import RepeatedSteps
+from sglang_pat.stats import PlanningTime
+
+TOKENS = KvTokens(100, 60, 50)
+
+
+def add(steps: RepeatedSteps, num_rows: int = 4) -> bool:
+    return steps.add(num_rows, time.perf_counter_ns())
+
+
+def test_as_many_steps_as_expected_with_as_many_rows() -> None:
+    steps = RepeatedSteps(lambda planning: None)
+    assert not add(steps)
+    steps.begin(4, 2, TOKENS, 3)
+    assert not add(steps, num_rows=8)
+    assert [add(steps) for _ in range(3)] == [True, True, False]
+    assert steps.end() == 2
+    assert steps.end() == 0
+    steps.begin(4, 2, TOKENS, 3)
+    steps.end()
+    assert not add(steps)
+
+
+def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
+    times: list[PlanningTime] = []
+    steps = RepeatedSteps(times.append)
+    steps.begin(4, 10, TOKENS, 3)
+    for _ in range(2):
+        assert add(steps)
+    for _ in range(2):  # asking twice changes nothing
+        stats = steps.stats()
+        assert (stats.plans_built, stats.plans_reused) == (0, 2)
+        assert stats.kv_tokens_query_centric == 103 + 106
+        assert stats.kv_tokens_planned == 63 + 66
+        assert stats.kv_tokens_lower_bound == 53 + 56
+        assert stats.planning_ns["unchanged"].total() == len(times) == 2
+    assert add(steps)
+    assert steps.end() == 3
+    steps.begin(4, 1, KvTokens(10, 10, 10), 1)
+    assert add(steps)
+    after = steps.stats()
+    assert after.plans_reused == len(times) == 4
+    assert after.kv_tokens_query_centric == 103 + 106 + 109 + 11
+    assert stats.plans_reused == 2  # a copy
+
+
+def test_other_threads_may_ask_at_any_time() -> None:
+    steps = RepeatedSteps(lambda planning: None)
+    done = threading.Event()
+    seen = [0]
+
+    def ask() -> None:
+        while not done.is_set():
+            seen.append(steps.stats().plans_reused)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    tokens = 0
+    for batch in range(200):
+        steps.begin(4, 5, KvTokens(batch, batch, batch), 1)
+        tokens += sum(batch + i + 1 for i in range(5))
+        assert [add(steps) for _ in range(5)] == [True] * 5
+    done.set()
+    for thread in threads:
+        thread.join()
+    stats = steps.stats()
+    assert (stats.plans_reused, stats.kv_tokens_planned) == (1000, tokens)
+    assert max(seen) <= 1000
+
+
+def test_every_step_is_marked() -> None:
+    marks: list[None] = []
+    steps = RepeatedSteps(lambda planning: None, lambda: marks.append(None))
+    steps.begin(1, 2, TOKENS, 1)
+    assert [add(steps, 1) for _ in range(3)] == [True, True, False]
+    assert len(marks) == 2

@@ -1,0 +1,167 @@
+"""The parts of the checks of SGLang's server that need no server: what they call wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import check_logits  # noqa: E402
+import check_tp  # noqa: E402
+import profile_steps  # noqa: E402
+import soak  # noqa: E402
+from serving.answers import Answer, Candidate, agreement  # noqa: E402
+from serving.memory import Memory  # noqa: E402
+
+# --- answers ---
+
+
+def answer(tokens: list[int], gap: float = 1.0) -> Answer:
+    """Each position has the next token as its second choice, `gap` behind."""
+    return Answer(tokens, [[Candidate(0.0, t), Candidate(-gap, t + 1)] for t in tokens])
+
+
+def test_answers_agree_up_to_a_tie() -> None:
+    one = answer([5, 6, 7], gap=0.001)
+    swapped = Answer([5, 7, 9], answer([5, 7, 9]).candidates)
+    swapped.candidates[1] = [Candidate(0.0, 7), Candidate(-0.001, 6)]
+    found = agreement([one], [swapped], tie=0.01)
+    assert (found.positions, found.errors) == (1, [])
+    assert found.partings[0].position == 1
+    assert found.as_dict()["largest_gap_of_a_tie"] == 0.001
+    assert agreement([one], [swapped], tie=0.0001).errors
+
+
+def test_a_tie_is_what_the_reference_says_and_may_have_others_between() -> None:
+    reference = Answer(
+        [5], [[Candidate(-1.0, 5), Candidate(-1.2, 8), Candidate(-1.5, 6), Candidate(-3.0, 9)]]
+    )
+    far_apart = Answer([6], [[Candidate(-0.1, 6), Candidate(-9.0, 7), Candidate(-9.5, 5)]])
+    (parting,) = agreement([far_apart], [reference], tie=0.5).partings
+    assert parting == (0, 0, (6, 5), 0.5, True)
+    (parting,) = agreement([far_apart], [reference], tie=0.49).errors
+    assert (parting.gap, parting.is_tie) == (0.5, False)
+    assert agreement([Answer([9], far_apart.candidates)], [reference], tie=1.9).errors
+    (parting,) = agreement([Answer([7], far_apart.candidates)], [reference], tie=100.0).errors
+    assert parting.gap is None  # not among the candidates
+
+
+def test_greedy_tokens_part_rightly_within_twice_the_noise_of_others() -> None:
+    def verdict(gap: float) -> dict[str, Any]:
+        triton = run_of(0.0, [4])
+        triton.greedy[0].candidates[0][:] = [Candidate(0.0, 4), Candidate(-gap, 9)]
+        runs = {"pat": run_of(0.0, [9]), "fa3": run_of(0.1, [4]), "triton": triton}
+        return check_logits.judge({name: (run, run) for name, run in runs.items()})
+
+    assert verdict(0.19)["passed"]
+    assert verdict(0.19)["limit"]["gap_of_a_tie"] == pytest.approx(0.2)
+    assert not verdict(0.21)["passed"]
+
+
+def test_other_tokens_that_are_no_tie_are_errors() -> None:
+    assert agreement([answer([5, 6])], [answer([5, 9])], tie=10.0).errors  # not the same two tokens
+    (error,) = agreement([answer([5, 6])], [answer([5])], tie=10.0).errors
+    assert error.tokens == (6, None)
+    assert agreement([answer([5, 6])], [answer([5, 6])], tie=0.0).partings == []
+
+
+def run_of(logits: float, tokens: list[int]) -> check_logits.Run:
+    return check_logits.Run(np.full((1, 2, 3), logits), [answer(tokens)])
+
+
+def test_pat_may_be_off_by_twice_what_others_are() -> None:
+    def verdict(pat: float, again: float | None = None) -> dict[str, Any]:
+        runs = {
+            "pat": (run_of(pat, [4, 5]), run_of(pat if again is None else again, [4, 5])),
+            "fa3": (run_of(0.1, [4, 5]), run_of(0.1, [4, 5])),
+            "triton": (run_of(0.0, [4, 5]), run_of(0.0, [4, 5])),
+        }
+        return check_logits.judge(runs)
+
+    assert verdict(0.19)["passed"]
+    assert not verdict(0.21)["passed"]
+    assert not verdict(0.19, again=0.18)["passed"]
+    assert not verdict(float("nan"))["passed"]
+
+
+def test_pat_must_answer_the_same_tokens() -> None:
+    own = run_of(0.0, [4, 5])
+    off = run_of(0.0, [4, 8])
+    assert check_logits.judge({"pat": (own, own), "triton": (own, own)})["passed"]
+    assert not check_logits.judge({"pat": (off, off), "triton": (own, own)})["passed"]
+    assert not check_logits.judge({"pat": (own, off), "triton": (own, own)})["passed"]
+
+
+def test_ranks_must_agree_and_must_have_been_asked() -> None:
+    run, off, far = (run_of(logits, [4, 5]) for logits in (0.0, 0.5, 1.1))
+    steps, own = check_logits.NUM_TOKENS, (run, off)
+    assert not check_tp.judge({"pat": (run, run), "fa3": own}, steps)["failures"]
+    assert not check_tp.judge({"pat": (run, off), "fa3": own}, steps)["failures"]
+    assert len(check_tp.judge({"pat": (run, far), "fa3": own}, steps)["failures"]) == 2
+    assert check_tp.judge({"pat": (run, run), "fa3": own}, 0)["failures"]
+    other = run_of(0.0, [4, 9])
+    assert check_tp.judge({"pat": (run, other), "fa3": own}, steps)["failures"]
+
+
+# --- soak and profile ---
+
+
+def test_the_soak_repeats_itself_and_does_all_that_it_says() -> None:
+    def first(count: int) -> list[soak.Request]:
+        requests = soak.Workload(3).requests()
+        return [next(requests) for _ in range(count)]
+
+    requests = first(200)
+    assert requests == first(200)
+    assert any(request.sample is not None for request in requests)
+    assert any(request.abort_after is not None for request in requests)
+    assert any("stop_token_ids" in request.sampling for request in requests)
+
+
+def test_growth_of_memory_is_a_failure() -> None:
+    before = Memory({"sglang::scheduler": 1000.0, "server": 500.0}, 8000.0)
+    assert soak.grown(before, Memory({"sglang::scheduler": 1110.0, "server": 9000.0}, 8400.0)) == []
+    (host,) = soak.grown(before, Memory({"sglang::scheduler": 1120.0}, 8000.0))
+    assert host == "memory of schedulers grew from 1,000 to 1,120 MiB"
+    assert len(soak.grown(before, Memory({"sglang::scheduler": 1000.0}, 8500.0))) == 1
+
+
+def test_a_soak_in_which_nothing_was_retracted_proves_nothing() -> None:
+    ended = Counter({"length": 1, "stop token": 1, "abort": 1, "samples compared": 1})
+    assert soak.missing(ended) == ["no retractions"]
+
+
+def test_waits_are_counted_per_graph_launch() -> None:
+    events = [
+        {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
+        {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
+        {"name": "cudaMemcpyAsync", "cat": "cuda_runtime"},
+        {"name": "Memcpy HtoD (Pageable -> Device)", "cat": "gpu_memcpy"},
+        {"name": "Memcpy HtoD (Pinned -> Device)", "cat": "gpu_memcpy"},
+        {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
+        {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
+    ]
+    assert profile_steps.per_step(events) == {
+        "steps": 2.0,
+        "Memcpy HtoD (Pageable -> Device)": 0.5,
+        "cudaEventSynchronize": 1.0,
+    }
+    with pytest.raises(ValueError, match="no decode step"):
+        profile_steps.per_step(events[1:3])
+
+
+def test_only_what_pat_adds_is_a_failure() -> None:
+    fa3 = {"steps": 24.0, "cudaEventSynchronize": 1.0}
+    assert (
+        profile_steps.added({"pat": {"steps": 25.0, "cudaEventSynchronize": 1.05}, "fa3": fa3})
+        == []
+    )
+    pat = {"steps": 24.0, "cudaEventSynchronize": 1.0, "cudaMemcpy": 1.0}
+    assert profile_steps.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]

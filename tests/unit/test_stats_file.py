@@ -1,0 +1,165 @@
+"""StatsFile: when it is written, what the end of a process does to it, and how it is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.sglang.sinks import StatsFile, read_stats
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "stats.json"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_follows_the_steps_and_what_happens_soon_after(path: Path) -> None:
+    counters = {"steps": 0, "events": {"unlock": 0}}
+    file = StatsFile(path, lambda: json.loads(json.dumps(counters)))
+    file.start()
+    assert json.loads(path.read_text()) == counters
+    counters["steps"] = 1
+    file.mark()
+    wait_until(lambda: json.loads(path.read_text())["steps"] == 1)
+    counters["events"] = {"unlock": 3}  # after the step, and no other step follows
+    wait_until(lambda: json.loads(path.read_text()) == counters)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_many_steps_are_few_writes_and_an_unchanged_state_is_none(path: Path) -> None:
+    counters = {"steps": 0}
+    file = StatsFile(path, lambda: dict(counters))
+    file.start()
+    begin = time.monotonic()
+    files = set()
+    for _ in range(300):
+        counters["steps"] += 1
+        file.mark()
+        time.sleep(0.001)
+        files.add(path.stat().st_mtime_ns)
+    assert 1 < len(files) <= (time.monotonic() - begin) / 0.05 + 2
+    assert read_stats(path) == {"steps": 300}
+    written = path.stat()
+    for _ in range(10):
+        file.mark()
+        time.sleep(0.02)
+    assert path.stat() == written  # every write makes a file of its own
+
+
+def test_a_mark_never_waits_for_the_file(path: Path) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def read_counters() -> dict[str, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            writing.set()
+            assert go_on.wait(10)
+        return {}
+
+    file = StatsFile(path, read_counters)
+    file.start()
+    file.mark()
+    assert writing.wait(10)
+    begin = time.perf_counter()
+    for _ in range(1000):
+        file.mark()
+    assert time.perf_counter() - begin < 1
+    go_on.set()
+
+
+def test_an_error_is_logged_and_decode_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters: dict[str, Any] = {}
+    file = StatsFile(path, lambda: dict(counters))
+    file.start()
+    counters["steps"] = object()  # no JSON
+    file.mark()
+    wait_until(lambda: "decode goes on" in caplog.text)
+    assert f"pat writes no more to {path}" in caplog.text
+    assert caplog.records[0].levelno == logging.ERROR
+    counters.clear()
+    file.mark()
+
+
+def _decode(path: Path, lasting_seconds: float, killed: bool) -> None:
+    """A process like SGLang's scheduler: a step, then the end."""
+    counters = {"steps": 0}
+    file = StatsFile(path, lambda: dict(counters))
+    file.start()
+    counters["steps"] = 1
+    file.mark()
+    time.sleep(lasting_seconds)
+    counters["steps"] = 2  # too late for the thread, as it is not marked
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("lasting_seconds", "killed", "steps"), [(0.0, False, 2), (0.0, True, None), (2.0, True, 1)]
+)
+def test_only_a_kill_loses_anything_and_only_the_newest(
+    path: Path, lasting_seconds: float, killed: bool, steps: int | None
+) -> None:
+    # Spawned, as SGLang does it.
+    process = multiprocessing.get_context("spawn").Process(
+        target=_decode, args=(path, lasting_seconds, killed)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if killed else 0)
+    found = json.loads(path.read_text())["steps"]  # whole in any case
+    assert found == steps or (steps is None and found in (0, 1))
+
+
+def test_reading_waits_until_the_file_settles(path: Path) -> None:
+    path.write_text('{"steps": 0}')
+
+    def grow() -> None:
+        for steps in range(1, 8):
+            time.sleep(0.1)
+            new = path.with_name("new")
+            new.write_text(json.dumps({"steps": steps}))
+            new.replace(path)
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    assert read_stats(path) == {"steps": 7}
+    thread.join()
+
+
+def test_a_file_that_goes_on_changing_is_an_error(path: Path) -> None:
+    counters = {"steps": 0}
+    file = StatsFile(path, lambda: dict(counters))
+    file.start()
+    stop = threading.Event()
+
+    def step() -> None:
+        while not stop.wait(0.02):
+            counters["steps"] += 1
+            file.mark()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError, match=r"stats\.json has not stopped changing for 0\.5 s"):
+            read_stats(path, timeout_seconds=0.5)
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,157 @@
+"""StepMetrics in a process of its own, as prometheus_client keeps one registry per process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_pat.attention import PlanStats
+from sglang_pat.stats import read_counters
+
+PUBLISH = """
+import logging, sys, time
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from sglang_pat.sglang import sinks
+from sglang_pat.stats import PlanningTime
+from sglang_pat.sglang.sinks import StepMetrics
+
+logging.basicConfig(stream=sys.stderr)
+sinks.PUBLISH_SECONDS = 0.05
+counters = {
+    "causes": {}, "plans_reused": 0, "kv_tokens_query_centric": 0, "kv_tokens_planned": 0,
+    "kv_tokens_lower_bound": 0, "private_steps": {}, "tree_events": {}, "batch_changes": {},
+}
+
+def read():
+    if counters is None:
+        raise RuntimeError("unreadable")
+    return {name: dict(v) if isinstance(v, dict) else v for name, v in counters.items()}
+
+def page():
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return generate_latest(registry).decode()
+
+def wait_for(text):
+    deadline = time.monotonic() + 10
+    while text not in page():
+        assert time.monotonic() < deadline, page()
+        time.sleep(0.02)
+
+metrics = StepMetrics({"model_name": "m", "tp_rank": "0"}, read)
+"""
+
+
+def published(code: str, folder: Path) -> tuple[dict[str, float], str]:
+    """Samples on the page that `code` prints last, by name and labels; and stderr."""
+    child = subprocess.run(
+        [sys.executable, "-c", PUBLISH + code],
+        capture_output=True,
+        text=True,
+        env={"PROMETHEUS_MULTIPROC_DIR": str(folder), "PATH": ""},
+    )
+    assert child.returncode == 0, child.stderr
+    samples = {}
+    for family in text_string_to_metric_families(child.stdout):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "tp_rank")}
+            assert {"model_name", "tp_rank"} <= sample.labels.keys()
+            samples[" ".join([sample.name, *(labels[name] for name in sorted(labels))])] = (
+                sample.value
+            )
+    return samples, child.stderr
+
+
+def test_counters_grow_to_what_was_counted(tmp_path: Path) -> None:
+    code = """
+counters |= {"causes": {"first": 1}, "kv_tokens_query_centric": 100, "kv_tokens_planned": 60}
+metrics.publish()
+counters |= {
+    "causes": {"first": 1, "tail_growth": 2}, "plans_reused": 7, "kv_tokens_lower_bound": 40,
+    "kv_tokens_query_centric": 300, "kv_tokens_planned": 110, "private_steps": {"no tree": 2},
+    "tree_events": {"insert": 5, "evict": 0}, "batch_changes": {"join": 4, "leave": 1},
+}
+for nanoseconds in (3_000, 5_000, 1_000_000_000):
+    metrics.add_step(PlanningTime("unchanged", nanoseconds))
+metrics.add_step(PlanningTime("changed", 20_000))
+metrics.add_step(PlanningTime("cold", 40_000))
+metrics.publish()
+metrics.publish()  # nothing new
+print(page())
+"""
+    samples, _ = published(code, tmp_path)
+    expected = {
+        "plans_built_total first": 1,
+        "plans_built_total tail_growth": 2,
+        "plans_reused_total": 7,
+        "kv_tokens_query_centric_total": 300,
+        "kv_tokens_read_total": 110,
+        "kv_tokens_lower_bound_total": 40,
+        "private_steps_total no tree": 2,
+        "kv_read_ratio": 0.25,  # (110 - 60) / (300 - 100)
+        "tree_events_total insert": 5,
+        "batch_changes_total join": 4,
+        "batch_changes_total leave": 1,
+        "plan_seconds_count unchanged": 3,
+        "plan_seconds_bucket unchanged 4e-06": 1,
+        "plan_seconds_bucket unchanged 8e-06": 2,
+        "plan_seconds_bucket unchanged +Inf": 3,
+        "plan_seconds_sum changed": 20e-6,
+        "plan_seconds_sum cold": 40e-6,
+    }
+    found = {name: samples.get(f"sglang:pat_{name}") for name in expected}
+    assert found == pytest.approx(expected)
+
+
+def test_the_last_steps_are_published_without_another(tmp_path: Path) -> None:
+    code = """
+metrics.start()
+counters["plans_reused"] = 5
+wait_for('sglang:pat_plans_reused_total{model_name="m",tp_rank="0"} 5.0')
+counters["plans_reused"] = 6
+wait_for('sglang:pat_plans_reused_total{model_name="m",tp_rank="0"} 6.0')
+"""
+    published(code, tmp_path)
+
+
+def test_a_second_backend_in_the_process_goes_on_counting(tmp_path: Path) -> None:
+    code = """
+counters["plans_reused"] = 5
+metrics.publish()
+counters["plans_reused"] = 2
+StepMetrics({"model_name": "m", "tp_rank": "0"}, read).publish()
+print(page())
+"""
+    assert published(code, tmp_path)[0]["sglang:pat_plans_reused_total"] == 7
+
+
+def test_an_error_is_logged_and_decode_goes_on(tmp_path: Path) -> None:
+    code = """
+counters = None
+metrics.start()
+time.sleep(0.3)
+for _ in range(2 * sinks._MAX_WAITING):
+    metrics.add_step(PlanningTime("cold", 1_000))
+assert len(metrics._waiting) == sinks._MAX_WAITING
+"""
+    _, errors = published(code, tmp_path)
+    assert "pat publishes no more metrics; decode goes on" in errors
+    assert "RuntimeError: unreadable" in errors
+
+
+def test_counters_are_summed_and_copied() -> None:
+    eager, captured = PlanStats(plans_built=2), PlanStats(plans_built=3, kv_tokens_planned=7)
+    eager.causes.update({"first": 1, "tail_growth": 1})
+    captured.causes.update({"first": 1})
+    private = {"no tree": 4}
+    counters = read_counters([eager, captured], private_steps=private)
+    captured.causes["first"] += 1
+    private["no tree"] += 1
+    assert counters["plans_built"] == 5
+    assert counters["kv_tokens_planned"] == 7
+    assert counters["causes"] == {"first": 2, "tail_growth": 1}
+    assert counters["private_steps"] == {"no tree": 4}
