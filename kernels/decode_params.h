@@ -15,16 +15,6 @@ struct IndexArray {
   bool is_int64;
 };
 
-// The sections of a plan in device memory (PlanLayout).
-struct PlanView {
-  const PlanHeader* header;
-  const int32_t* ticket_begin;
-  const WorkItem* work_items;
-  const ItemRequest* item_requests;
-  const GatherSpan* gather_spans;
-  const MergeEntry* merges;
-};
-
 // Query row of a work item -> request of the item and query head of the group, without a division.
 struct QueryRows {
   int32_t group_size;

@@ -9,8 +9,8 @@
 #include <cmath>
 #include <optional>
 
-#include "launch.h"
 #include "contract/tile_table.h"
+#include "launch.h"
 
 #if !defined(PAT_NAMESPACE) || !defined(PAT_SCALAR_TYPE) || !defined(PAT_HEAD_DIM)
 #error "PAT_NAMESPACE, PAT_SCALAR_TYPE (Half or BFloat16) and PAT_HEAD_DIM must be defined"
@@ -92,28 +92,27 @@ void check_req_to_token(const at::Tensor& tensor, const at::Tensor& plan) {
                     tensor.strides());
 }
 
-PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
+PlanCapacity plan_capacity(at::IntArrayRef entries) {
+  TORCH_CHECK_VALUE(entries.size() == kNumPlanSections, "capacity must have ", kNumPlanSections,
+                    " entries (PlanCapacity), got ", entries.size());
+  for (const int64_t entry : entries) {
+    TORCH_CHECK_VALUE(entry >= 0 && entry <= INT32_MAX, "capacity must be 0 to ", INT32_MAX,
+                      " entries per section, got ", entries);
+  }
+  return PlanCapacity::from_entries(entries.data());
+}
+
+PlanView plan_view(const at::Tensor& plan, const PlanCapacity& capacity) {
   TORCH_CHECK_VALUE(plan.is_cuda(), "plan must be on a CUDA device, got ", plan.device());
   check_type(plan, "plan", at::kInt, 1);
   check_contiguous(plan, "plan");
-  TORCH_CHECK_VALUE(capacity.size() == 5, "capacity must have 5 entries (PlanCapacity), got ",
-                    capacity.size());
-  const PlanLayout layout = PlanLayout::of({.num_tickets = static_cast<int32_t>(capacity[0]),
-                                            .num_work_items = static_cast<int32_t>(capacity[1]),
-                                            .num_item_requests = static_cast<int32_t>(capacity[2]),
-                                            .num_gather_spans = static_cast<int32_t>(capacity[3]),
-                                            .num_merges = static_cast<int32_t>(capacity[4])});
+  const PlanLayout layout = PlanLayout::of(capacity);
   TORCH_CHECK_VALUE(plan.size(0) >= layout.size, "plan must hold ", layout.size,
-                    " entries for capacity ", capacity, ", got ", plan.size(0));
+                    " entries for its capacity, got ", plan.size(0));
   const int32_t* base = plan.const_data_ptr<int32_t>();
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(base) % kAlignment == 0, "plan must be aligned to ",
                     kAlignment, " bytes, got address ", reinterpret_cast<uintptr_t>(base));
-  return {.header = reinterpret_cast<const PlanHeader*>(base + layout.header),
-          .ticket_begin = base + layout.ticket_begin,
-          .work_items = reinterpret_cast<const WorkItem*>(base + layout.work_items),
-          .item_requests = reinterpret_cast<const ItemRequest*>(base + layout.item_requests),
-          .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
-          .merges = reinterpret_cast<const MergeEntry*>(base + layout.merges)};
+  return PlanView::at(base, layout);
 }
 
 // Copies the plan from `host`, records the cudaEvent_t `copied` behind that, and gathers the plan's shared slots.
@@ -125,7 +124,7 @@ void load_plan(const at::Tensor& host, int64_t copied, at::Tensor& plan, at::Int
   check_contiguous(shared_slots, "shared_slots");
   check_device(shared_slots, "shared_slots", plan);
   const GatherParams params{
-      .plan = plan_view(plan, capacity),
+      .plan = plan_view(plan, plan_capacity(capacity)),
       .req_to_token = req_to_token.const_data_ptr<int32_t>(),
       .req_to_token_stride = req_to_token.stride(0),
       .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
@@ -188,11 +187,12 @@ Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
 }
 
 void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-            const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& shared_slots,
+            const at::Tensor& plan, at::IntArrayRef entries, const at::Tensor& shared_slots,
             const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
             const at::Tensor& seq_lens, at::Tensor& out, const std::optional<at::Tensor>& out_lse,
             at::Tensor& partial_out, at::Tensor& partial_lse, at::Tensor& num_draws,
             double sm_scale, double logit_cap) {
+  const PlanCapacity capacity = plan_capacity(entries);
   const PlanView view = plan_view(plan, capacity);
   check_type(q, "q", kElement, 3);
   check_type(k_cache, "k_cache", kElement, 3);
@@ -243,7 +243,7 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .partial_out = outputs.partial_out,
       .partial_lse = outputs.partial_lse,
       .num_draws = num_draws.mutable_data_ptr<int32_t>(),
-      .max_tickets = static_cast<int32_t>(capacity[0]),
+      .max_tickets = capacity.num_tickets,
       .num_kv_heads = static_cast<int32_t>(num_kv_heads),
       .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
       .logit_scale = LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
@@ -255,7 +255,7 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                                  .out_lse = outputs.out_lse,
                                  .num_draws = decode_params.num_draws,
                                  .num_q_heads = static_cast<int32_t>(num_q_heads),
-                                 .max_merges = static_cast<int32_t>(capacity[4])};
+                                 .max_merges = capacity.num_merges};
   const c10::cuda::CUDAGuard guard(plan.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   check_launch(launch_pack_decode(decode_params, stream), "pack_decode");
