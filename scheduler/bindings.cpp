@@ -250,6 +250,7 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("OPEN_END") = pat::kOpenEnd;
   m.attr("SHARED_KV") = pat::kSharedKv;
   m.attr("DIRECT_STORE") = pat::kDirectStore;
+  m.attr("MAX_PACKS_PER_REQUEST") = pat::kMaxPacksPerRequest;
   m.attr("MAX_GROUP_SIZE") = pat::kMaxGroupSize;
   py::list tiles;
   for (const pat::TileConfig& tile : pat::kTileTable) {

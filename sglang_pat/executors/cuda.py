@@ -15,7 +15,7 @@ import torch
 from sglang_pat._scheduler import PackScheduler
 from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig, load_operators
-from sglang_pat.plan import CAPACITY_FIELDS, BufferSizes, DecodePlan, write_plan
+from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 
 
 class DeviceBuffers(NamedTuple):
@@ -208,7 +208,7 @@ class CudaExecutor:
         floats = partial(torch.empty, dtype=torch.float32, device=self._device)
         self.buffers = DeviceBuffers(
             plan=integers(plan_size),
-            capacity=[getattr(sizes.plan, name) for name in CAPACITY_FIELDS],
+            capacity=[*sizes.plan.entries().values()],
             shared_slots=integers(sizes.num_shared_slots),
             partial_out=floats((*rows, head_dim)),
             partial_lse=floats(rows),

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sglang_pat import DecodeBatch, DecodePlan, PathNode, PrefixPaths
-from sglang_pat._scheduler import TILE_TABLE, PackScheduler
+from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 from sglang_pat.plan import copy_plan
 
 # Around the sizes at which something changes: tiles, cut granularity, shortest piece.
@@ -105,7 +105,13 @@ def three_level_case(
 
 
 def make_scheduler(
-    group_size: int = 4, num_workers: int = 33, policy: str = "memory", max_block_q: int = 0
+    group_size: int = 4,
+    num_workers: int = 33,
+    policy: str = "memory",
+    max_block_q: int = 0,
+    *,
+    growth_tokens: int = 256,
+    cost: CostModel | None = None,
 ) -> PackScheduler:
     return PackScheduler(
         group_size=group_size,
@@ -113,7 +119,8 @@ def make_scheduler(
         max_block_q=max_block_q or TILE_TABLE[-1][0],
         policy=policy,
         min_piece_tokens=128,
-        growth_tokens=256,
+        growth_tokens=growth_tokens,
+        cost=cost or CostModel(),
     )
 
 

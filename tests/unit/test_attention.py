@@ -27,20 +27,15 @@ class Steps:
         case = make_case([(-1, 300), (0, 40)], [(1, 10), (1, 20), (0, 30)], spare_tokens=spare)
         self.paths = PrefixPaths.from_lists(case.paths)
         self.lens = case.seq_lens
-        self.reads = 0
         self.attention = make_attention(**kwargs)
         self.tables = {
             "req_to_token": torch.from_numpy(case.tokens),
             "req_pool_indices": torch.arange(3),
         }
 
-    def read(self) -> PrefixPaths:
-        self.reads += 1
-        return self.paths
-
     def step(self, grown: int, key: object = "batch") -> None:
         lens = self.lens + np.int32(grown)
-        batch = DecodeBatch(lens, self.read, key)
+        batch = DecodeBatch(lens, self.paths, key)
         self.attention.plan(batch, seq_lens=torch.from_numpy(lens), **self.tables)
 
 
@@ -48,13 +43,13 @@ def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> Non
     steps = Steps(growth_tokens=100)
     for grown in range(101):
         steps.step(grown)
-    assert steps.reads == 1
+    assert steps.attention.stats.plans_built == 1
     steps.step(101)
     steps.step(102, key="another batch")
     steps.step(103, key="another batch")
     steps.step(90, key="another batch")  # shorter than planned
     stats = steps.attention.stats
-    assert steps.reads == stats.plans_built == 4
+    assert stats.plans_built == 4
     assert stats.plans_reused == 101
     assert stats.causes == {"first": 1, "tail_growth": 2, "batch_changed": 1}
 
