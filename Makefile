@@ -23,11 +23,13 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f)
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test lint lint-ruff lint-format lint-mypy lint-clang-format format bench-scheduler clean
+.PHONY: help setup demo test test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-clang-format format bench-scheduler clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
 	@echo 'make test             everything that runs without a GPU (ARGS="..." goes to pytest)'
+	@echo 'make test-cpp         the scheduler's C++ tests, under ASan and UBSan (ARGS="name" runs some)'
+	@echo 'make fuzz             10,000 random plans and a million forest operations (minutes)'
 	@echo 'make lint             ruff, mypy, clang-format'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
@@ -39,6 +41,22 @@ demo: setup
 
 test: setup
 	$(RUN) -m pytest $(ARGS)
+
+# With the compiler and CMake of the host, else with the CMake of the environment.
+CPP_TESTS := build/cpp-tests
+CMAKE := $(shell command -v cmake || echo $(VENV)/bin/cmake)
+
+test-cpp: $(CPP_TESTS)/scheduler_tests
+	$(CPP_TESTS)/scheduler_tests $(ARGS)
+	$(CPP_TESTS)/scheduler_fuzz --plans 300 --operations 10000
+
+fuzz: $(CPP_TESTS)/scheduler_tests
+	$(CPP_TESTS)/scheduler_fuzz --plans 10000 --operations 1000000 $(ARGS)
+
+$(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
+	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null
+	@MAKEFLAGS= $(CMAKE) --build $(CPP_TESTS) --parallel 2
+	@touch $@
 
 lint:  # all of them, even if one fails
 	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-clang-format

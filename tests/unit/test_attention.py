@@ -156,7 +156,7 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 64), {"dtype": torch.float64}, "float64; supported: float16"),
         ((8, 2, 64), {"policy": "greedy"}, "packing policy = greedy; supported: memory"),
         ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
-        ((8, 2, 64), {"num_workers": 0}, "num_workers must be at least 1, got 0"),
+        ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
     ],
 )
@@ -257,7 +257,7 @@ def good_step() -> dict[str, Any]:
         ),
         (
             "batch",
-            DecodeBatch(np.array([4, 5], np.int32), lambda: [[(1, 0, 4)], []]),  # type: ignore
+            DecodeBatch(np.array([4, 5], np.int32), [[(1, 0, 4)], []]),  # type: ignore
             r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
         ),
     ],
