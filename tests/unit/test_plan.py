@@ -18,6 +18,7 @@ from sglang_pat._scheduler import (
     PlanCapacity,
     row_lengths,
 )
+from sglang_pat.attention import new_scheduler
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, copy_plan, write_plan
 
 SECTIONS = ("num_tickets", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
@@ -96,14 +97,45 @@ def test_a_plan_is_written_if_no_size_is_too_small(short: str) -> None:
     assert f"{size} {short.removeprefix('num_')}" in str(needed)
 
 
-def test_a_reservation_has_room_for_paths_of_five_nodes() -> None:
+def test_a_reservation_bounds_shared_slots_as_it_is_told() -> None:
     scheduler = make_scheduler(num_workers=33)
     nodes = [(-1 if depth == 0 else depth - 1, 300) for depth in range(5)]
     plan_case(scheduler, make_case(nodes, [(4, 200)] * 64))
-    for max_shared_slots, fits in ((1500, True), (1, False)):
+    for max_shared_slots, fits in ((1500, True), (1499, False), (1, False)):
         sizes = BufferSizes.for_requests(64, max_shared_slots, num_workers=33, group_size=4)
         out = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
         assert (write_plan(scheduler, sizes, out) is not None) == fits
+
+
+def test_a_reservation_stays_small() -> None:
+    """Of 256 requests of Llama-3-8B, 60 MB of partials."""
+    sizes = BufferSizes.for_requests(256, 1 << 20, num_workers=33, group_size=4)
+    assert sizes.num_partials == 12 * 256 + 33 * 16
+    assert sizes.num_partials * 32 * (128 + 1) * 4 < 60e6
+    assert sizes.plan.layout()["size"] * 4 < 120e3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 5, 33, 4), "max_requests must be at least 1, got 0"),
+        ((1, 5, 0, 4), "num_workers must be 1 to 65536, got 0"),
+        ((1, 5, 33, 17), "group_size must be 1 to 16 query heads per KV head, got 17"),
+        ((1 << 30, 5, 33, 4), "max_requests 1073741824 is too large"),
+    ],
+)
+def test_bad_reservations(arguments: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BufferSizes.for_requests(*arguments)
+
+
+def test_a_plan_serves_256_more_tokens() -> None:
+    """PackAttention's default; each growth beyond it costs a plan of 30 us at batch 256."""
+    scheduler = new_scheduler(group_size=4, num_workers=33)
+    case = make_case([], [(-1, 5), (-1, 600)])
+    plan_case(scheduler, case)
+    assert scheduler.check_lengths(case.seq_lens + np.int32(256))[0]
+    assert not scheduler.check_lengths(case.seq_lens + np.int32(257))[0]
 
 
 def test_a_plan_begins_with_magic_and_version() -> None:
