@@ -110,7 +110,7 @@ def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]
     A copy. May be called by another thread than the one that counts.
     """
     counters: Counters = {}
-    for name in (field.name for field in fields(PlanStats)):
+    for name in (each.name for each in fields(PlanStats)):
         values = [getattr(each, name) for each in stats]
         if isinstance(values[0], PlanningTimes):
             counters[name] = reduce(add, values, PlanningTimes())
