@@ -20,16 +20,18 @@ UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
 
-CPP_SOURCES := $(shell find scheduler kernels/contract -type f)
+CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*')
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-clang-format format bench-scheduler clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
 	@echo 'make test             everything that runs without a GPU (ARGS="..." goes to pytest)'
-	@echo 'make test-cpp         the scheduler's C++ tests, under ASan and UBSan (ARGS="name" runs some)'
-	@echo 'make fuzz             10,000 random plans and a million forest operations (minutes)'
+	@echo 'make test-fast        tests/unit only: no SGLang, under a minute'
+	@echo 'make test-sglang      what depends on SGLang: the adapter, and one file of engine tests'
+	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
+	@echo 'make fuzz             10,000 random plans and a million forest operations'
 	@echo 'make lint             ruff, mypy, clang-format'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
@@ -39,8 +41,17 @@ help:
 demo: setup
 	@$(RUN) -m sglang_pat demo $(ARGS)
 
+# Two processes: one runs the tests that start engines, in turn, the other one all the rest.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadgroup
+
 test: setup
-	$(RUN) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: setup
+	$(PYTEST) tests/unit $(ARGS)
+
+test-sglang: setup
+	$(PYTEST) tests/sglang tests/engine/test_engine.py $(ARGS)
 
 # With the compiler and CMake of the host, else with the CMake of the environment.
 CPP_TESTS := build/cpp-tests
@@ -53,13 +64,13 @@ test-cpp: $(CPP_TESTS)/scheduler_tests
 fuzz: $(CPP_TESTS)/scheduler_tests
 	$(CPP_TESTS)/scheduler_fuzz --plans 10000 --operations 1000000 $(ARGS)
 
-$(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
+$(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
 	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null
 	@MAKEFLAGS= $(CMAKE) --build $(CPP_TESTS) --parallel 2
 	@touch $@
 
 lint:  # all of them, even if one fails
-	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-clang-format
+	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format
 
 lint-ruff: setup
 	$(RUN) -m ruff check --quiet
@@ -69,6 +80,9 @@ lint-format: setup
 
 lint-mypy: setup
 	$(RUN) -m mypy
+
+lint-imports: setup
+	$(VENV)/bin/lint-imports --no-logo
 
 lint-clang-format: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)

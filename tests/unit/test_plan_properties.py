@@ -28,7 +28,7 @@ from sglang_pat._scheduler import (
 from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
-many = settings(suppress_health_check=list(HealthCheck))  # how many: the profile says
+many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def serves(scheduler: PackScheduler, seq_lens: np.ndarray) -> bool:
