@@ -34,10 +34,7 @@ class PlanningTimes(dict[str, Counter[int]]):
     kept, or all when a request outgrew its plan. "cold": a plan was built from paths that were all
     new. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
     `+`, and are JSON as they are.
-    last: what was recorded last, as it was.
     """
-
-    last: PlanningTime | None = None
 
     def record(self, kind: StepKind, nanoseconds: int) -> None:
         shift = max(nanoseconds.bit_length() - 5, 0)
@@ -46,7 +43,6 @@ class PlanningTimes(dict[str, Counter[int]]):
         if histogram is None:
             histogram = self[kind] = Counter()
         histogram[bound] += 1
-        self.last = PlanningTime(kind, nanoseconds)
 
     def since(self, before: PlanningTimes) -> PlanningTimes:
         """The times that these histograms have beyond those of an earlier reading."""

@@ -184,6 +184,7 @@ class ReferenceExecutor:
     name = "reference"
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
@@ -197,6 +198,10 @@ class ReferenceExecutor:
         self._shared_slots = gather_slots(self._plan, step.req_to_token, step.req_pool_indices)
         self.reuse_plan(step)
         return self._plan
+
+    def sibling(self) -> ReferenceExecutor:
+        """One for other plans. They share nothing."""
+        return ReferenceExecutor(self._device)
 
     def reuse_plan(self, step: Step) -> None:
         """The last plan serves this step too: its tensors are read from now on."""

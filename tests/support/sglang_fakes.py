@@ -49,7 +49,12 @@ def layers(count: int = 2, **change: Any) -> torch.nn.ModuleList:
 
 
 def server_arguments(**change: Any) -> Any:
-    defaults = dict.fromkeys(REFUSED_ARGUMENTS) | {"dcp_size": 1, "page_size": 1}
+    defaults = dict.fromkeys(REFUSED_ARGUMENTS) | {
+        "dcp_size": 1,
+        "page_size": 1,
+        "pp_size": 1,
+        "pp_async_batch_depth": 0,
+    }
     backends = {"get_attention_backends": lambda: ("pat", "pat")}
     return SimpleNamespace(**(defaults | backends | change))
 
