@@ -65,8 +65,7 @@ bench-scheduler: setup
 	@$(RUN) benchmarks/bench_scheduler.py $(ARGS)
 
 docs: $(VENV)/.docs-installed  # parses the sources: needs neither SGLang nor a compiler
-	$(RUN) -m mkdocs build --strict --quiet
-	@echo 'build/site/index.html'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 clean:
 	rm -rf build .venv .venv-*

@@ -133,7 +133,8 @@ def test_graphs_of_all_sizes_and_eager_steps_take_turns(
 
 
 def test_reads_of_shared_rows_end_where_sglang_assumes(backend: PatAttnBackend) -> None:
-    # 0.5.17 does not ask, and takes them to end before a replay; see docs/design.md.
+    # 0.5.17 does not ask, and takes them to end before a replay; see
+    # docs/design/decisions/0008-gathered-slots.md.
     if hasattr(AttentionBackend, "shared_read_ends"):
         assert backend.shared_read_ends(ForwardMode.DECODE).name == "IN_REPLAY"
 
