@@ -78,7 +78,8 @@ format: setup
 bench-scheduler: setup
 	@$(RUN) benchmarks/bench_scheduler.py $(ARGS)
 
-docs: $(VENV)/.docs-installed  # parses the sources: needs neither SGLang nor a compiler
+# Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
+docs: $(VENV)/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 clean:
