@@ -35,7 +35,7 @@ def _any_of(values: tuple[object, ...]) -> str:
 
 
 _MATRIX = (
-    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "refused if one of the hooks finds no target"),
+    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "start-up fails if a hook cannot be installed"),
     SupportRow("Python", "3.11, 3.12", "refused by pip"),
     SupportRow(
         "device",
