@@ -14,6 +14,7 @@ KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernel
 HEAD_DIMS = (64, 128)
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
+GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
