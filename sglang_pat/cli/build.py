@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         action="append",
+        type=_arch,
         metavar="X.Y",
         help="compute capability, e.g. 9.0; may be repeated (default: that of the GPUs here)",
     )
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cache",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="where kernels are kept (default: $SGLANG_PAT_KERNEL_CACHE, else sglang-pat in "
         "$XDG_CACHE_HOME or ~/.cache)",
@@ -58,43 +59,54 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
+    archs = arguments.arch or _archs_here()
+    if not archs:
+        oldest = _name(support.OLDEST_CAPABILITY)
+        return _fail(2, f"no GPU with compute capability {oldest} or newer here: use --arch X.Y")
     try:
         import torch
 
         from sglang_pat.executors import jit, kernel_cache
     except Exception as error:  # a broken installation may raise anything
         return _fail(1, f"torch cannot be imported ({error}): install it: pip install torch")
-
     try:
         cache = arguments.cache or kernel_cache.default_cache()
-        if cache.exists() and not cache.is_dir():
-            raise ValueError(f"--cache {cache} is a file; name a folder")
-        configs = [
-            jit.KernelConfig(getattr(torch, dtype), head_dim, arch)
-            for arch, dtype, head_dim in product(
-                [jit.parse_arch(text) for text in arguments.arch or _archs_here()],
-                arguments.dtype or [DEFAULT_DTYPE],
-                arguments.head_dim or [DEFAULT_HEAD_DIM],
-            )
-        ]
     except ValueError as error:
         return _fail(2, str(error))
+    variants = product(
+        archs, arguments.dtype or [DEFAULT_DTYPE], arguments.head_dim or [DEFAULT_HEAD_DIM]
+    )
+    options = {"cache": cache, "verbose": arguments.verbose, "force": arguments.force}
     try:
-        for config in configs:
-            print(jit.build(config, cache=cache, verbose=arguments.verbose, force=arguments.force))
+        for arch, dtype, head_dim in variants:
+            print(jit.build(jit.KernelConfig(getattr(torch, dtype), head_dim, arch), **options))
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
         return _fail(1, str(error))
     return 0
 
 
-def _archs_here() -> list[str]:
-    archs = sorted({gpu.arch for gpu in find_gpus() if gpu.capability >= support.OLDEST_CAPABILITY})
-    if not archs:
-        raise ValueError(
-            "no GPU with compute capability 8.0 or newer found here: name one to compile for, "
-            "e.g. --arch 9.0"
-        )
-    return archs
+def _arch(text: str) -> tuple[int, int]:
+    """`9.0` -> (9, 0)."""
+    archs = {_name(arch): arch for arch in support.OLDEST_NVCC}
+    if text not in archs:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
+    return archs[text]
+
+
+def _name(arch: tuple[int, int]) -> str:
+    return f"{arch[0]}.{arch[1]}"
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if not text or (path.exists() and not path.is_dir()):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
+    return path
+
+
+def _archs_here() -> list[tuple[int, int]]:
+    found = {gpu.capability for gpu in find_gpus()}
+    return sorted(arch for arch in found if arch >= support.OLDEST_CAPABILITY)
 
 
 def _fail(status: int, message: str) -> int:

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+
 _NVIDIA_SMI_TIMEOUT_S = 60
 
 
@@ -26,6 +28,8 @@ class Gpu:
 def find_gpus() -> list[Gpu]:
     """The GPUs that torch can use. If torch can use none, or is missing: those of nvidia-smi."""
     known = ask_nvidia_smi()
+    if not cuda_driver_is_present():  # spares the import of torch
+        return known
     try:
         import torch
     except Exception:  # a broken installation may raise anything; `doctor` reports it

@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `sglang-pat`. Every subcommand sets `run`, a function of its arguments."""
     parser = _Parser(prog="sglang-pat", description="Prefix-shared decode attention for SGLang.")
     parser.add_argument("--version", action=_PrintVersion)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in (
         ("doctor", doctor),
         ("build", build),
@@ -35,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     description = "print what is supported, as a Markdown table"
     matrix = commands.add_parser("support", help=description, description=description)
     matrix.set_defaults(run=_support)
+    names = ", ".join(commands.choices)
+    parser.set_defaults(run=lambda _: parser.error(f"give a command: {names}"))
     return parser
 
 
@@ -68,10 +70,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            options = [
-                max(action.option_strings) for action in self._actions if action.option_strings
-            ]
-            allowed = ", ".join(options)
+            options = [action.option_strings for action in self._actions if action.option_strings]
+            allowed = ", ".join(max(names, key=len) for names in options)
             self.error(f"unknown argument {unknown[0]!r}; allowed: {allowed}")
         return namespace, unknown
 

@@ -106,30 +106,6 @@ class KernelConfig:
         return 10 * self.arch[0] + self.arch[1]
 
 
-def parse_arch(text: str) -> tuple[int, int]:
-    """`9.0` -> (9, 0). ValueError if the kernels are not built for this compute capability."""
-    major, _, minor = text.partition(".")
-    arch = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-    if arch not in _OLDEST_NVCC or text != f"{arch[0]}.{arch[1]}":
-        known = ", ".join(f"{major}.{minor}" for major, minor in _OLDEST_NVCC)
-        raise ValueError(f"no compute capability {text!r}; allowed: {known}")
-    return arch
-
-
-# Architecture -> the oldest nvcc for it. 12.3 is the first with C++20 and programmatic dependent
-# launch in graphs; the later ones are the first to know the architecture.
-_OLDEST_NVCC = {
-    (8, 0): (12, 3),
-    (8, 6): (12, 3),
-    (8, 7): (12, 3),
-    (8, 9): (12, 3),
-    (9, 0): (12, 3),
-    (10, 0): (12, 8),
-    (10, 3): (12, 9),
-    (11, 0): (13, 0),
-    (12, 0): (12, 8),
-    (12, 1): (12, 9),
-}
 _CUDA_SOURCES = (
     "pack_decode/launch_pack_decode.cu",
     "pack_decode/launch_pack_decode_soft_cap.cu",
@@ -338,8 +314,8 @@ class Toolchain:
 def _oldest_nvcc(arch: tuple[int, int] | None) -> tuple[int, int]:
     """The oldest nvcc for an architecture. One that is not known is newer than all that are."""
     if arch is None:
-        return min(_OLDEST_NVCC.values())
-    return _OLDEST_NVCC.get(arch, max(_OLDEST_NVCC.values()))
+        return min(support.OLDEST_NVCC.values())
+    return support.OLDEST_NVCC.get(arch, max(support.OLDEST_NVCC.values()))
 
 
 def _find_cxx() -> tuple[str, ...]:

@@ -56,6 +56,7 @@ def test_a_gpu_that_is_too_old() -> None:
 
 def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "ask_nvidia_smi", lambda: [V100, H100])
+    monkeypatch.setattr(gpus, "cuda_driver_is_present", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)

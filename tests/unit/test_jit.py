@@ -25,7 +25,6 @@ from sglang_pat.executors.jit import (
     cache_key,
     compiler_of,
     load_operators,
-    parse_arch,
     source_folder,
 )
 from sglang_pat.executors.kernel_cache import KernelCacheError
@@ -341,15 +340,3 @@ def test_no_cxx(toolchain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unsupported_configs(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KernelConfig(*arguments)
-
-
-@pytest.mark.parametrize("text", ["9", "90", "9.x", "sm_90", "9.10", "9.00", "8.5", "7.5", ""])
-def test_bad_arch(text: str) -> None:
-    message = rf"no compute capability '{text}'; allowed: 8\.0, 8\.6, .*9\.0.*12\.0"
-    with pytest.raises(ValueError, match=message):
-        parse_arch(text)
-
-
-def test_arch() -> None:
-    assert parse_arch("9.0") == (9, 0)
-    assert parse_arch("12.0") == (12, 0)

@@ -99,5 +99,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _request_count(text: str) -> int:
     if not text.isdecimal() or int(text) < MIN_REQUESTS:
-        raise argparse.ArgumentTypeError(f"{text!r}; a number from {MIN_REQUESTS} is allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number from {MIN_REQUESTS}")
     return int(text)
