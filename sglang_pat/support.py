@@ -14,7 +14,7 @@ KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernel
 HEAD_DIMS = (64, 128)
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 # Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
-# C++20 and programmatic dependent launch in graphs; later ones are the first to know the capability.
+# C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
 OLDEST_NVCC = {
     (8, 0): (12, 3),
     (8, 6): (12, 3),

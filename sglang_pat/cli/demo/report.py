@@ -117,7 +117,11 @@ class Report:
         query_centric, planned, lower_bound = (
             self.stats[f"kv_tokens_{name}"] for name in ("query_centric", "planned", "lower_bound")
         )
-        table = Table(title=f"pat against {self.own_backend}, the same requests")
+        table = Table(
+            title=f"pat against {self.own_backend}, the same requests",
+            caption="Tokens are the same in every run. Steps, plans and KV tokens depend on when "
+            "the requests arrive, and vary a little.",
+        )
         table.add_column("")
         table.add_column("count", justify="right")
         table.add_column("", style="dim")
