@@ -391,16 +391,3 @@ def test_report_and_exit_status(
     for check in checks:
         assert check.topic in table
     assert "[x] found" in table
-
-
-def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
-    script = Path(sys.executable).parent / "sglang-pat"
-    report = tmp_path / "report.json"
-    child = subprocess.run(
-        [script, "doctor", "--json", report], capture_output=True, text=True, timeout=120
-    )
-    checks = {each["topic"]: each for each in json.loads(report.read_text())["checks"]}
-    assert child.returncode == (1 if "failed" in {c["status"] for c in checks.values()} else 0)
-    for topic in ("C++ scheduler", "SGLang", "entry point", "registration", "hooks"):
-        assert checks[topic]["status"] == "ok", child.stdout
-    assert child.stderr == ""
