@@ -23,6 +23,8 @@ descriptor = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_CREAT)
 os.ftruncate(descriptor, 4096)
 memory = mmap.mmap(descriptor, 4096)
 os.close(descriptor)
+os.link(f"/dev/shm/{name}", f"/dev/shm/{name}_linked")
+os.unlink(f"/dev/shm/{name}")
 pid = os.fork()
 with open(os.path.join(folder, str(os.getpid())), "w") as file:
     file.write(os.environ["TMPDIR"])
@@ -44,7 +46,8 @@ sys.exit(main.main(["demo"]))
 def shared_memory() -> str:
     name = f"sglang_pat_test_{os.getpid()}"
     yield name
-    (SHARED_MEMORY / name).unlink(missing_ok=True)
+    for path in SHARED_MEMORY.glob(f"{name}*"):
+        path.unlink()
 
 
 def is_alive(pid: int) -> bool:
@@ -69,7 +72,8 @@ def test_a_signal_ends_all_and_leaves_nothing(
     while len([p for p in tmp_path.iterdir() if p.read_text()]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert (SHARED_MEMORY / shared_memory).exists()
+    memory = SHARED_MEMORY / f"{shared_memory}_linked"  # mapped under another name
+    assert memory.exists()
     pids = [int(path.name) for path in tmp_path.iterdir()]
     temporary = Path(next(tmp_path.iterdir()).read_text())
     assert (temporary / "temporary").exists()
@@ -80,7 +84,7 @@ def test_a_signal_ends_all_and_leaves_nothing(
     assert error == ("sglang-pat: interrupted\n" if number == signal.SIGINT else "")
     assert not any(map(is_alive, pids))
     assert not temporary.exists()
-    assert not (SHARED_MEMORY / shared_memory).exists()
+    assert not memory.exists()
 
 
 @pytest.mark.parametrize(

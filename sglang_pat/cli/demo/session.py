@@ -40,7 +40,7 @@ def run_in_session(command: Sequence[str]) -> int:
         This process got SIGTERM or SIGHUP.
     """
     existing = _shared_memory_files()
-    used: set[Path] = set()
+    used: set[int] = set()
     with tempfile.TemporaryDirectory(prefix="sglang-pat-demo-") as folder, _signals_raise():
         process = subprocess.Popen(
             command, start_new_session=True, env=os.environ | {"TMPDIR": folder}
@@ -54,8 +54,9 @@ def run_in_session(command: Sequence[str]) -> int:
             with _deaf_to_ctrl_c():
                 used |= _shared_memory_of(process.pid)
                 _end(process)
-                for path in used - existing:
-                    path.unlink(missing_ok=True)
+                for inode, path in _shared_memory_files().items():
+                    if inode in used and inode not in existing:
+                        path.unlink(missing_ok=True)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -84,22 +85,28 @@ def _members(session: int) -> list[int]:
     return members
 
 
-def _shared_memory_files() -> set[Path]:
-    return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
+def _shared_memory_files() -> dict[int, Path]:
+    """The files in shared memory by inode. A semaphore is mapped under a name that is gone."""
+    found = {}
+    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
+        with suppress(FileNotFoundError):
+            found[path.stat().st_ino] = path
+    return found
 
 
-def _shared_memory_of(session: int) -> set[Path]:
-    """Files in shared memory that processes of the session have mapped or opened."""
+def _shared_memory_of(session: int) -> set[int]:
+    """Inodes of the files in shared memory that processes of a session have mapped or opened."""
     found = set()
     for pid in _members(session):
-        with suppress(OSError):
+        with suppress(OSError):  # the process may just have ended
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                found.add(line.partition("/")[1] + line.partition("/")[2])
-        with suppress(OSError):
+                _, _, _, _, inode, *name = line.split(maxsplit=5)
+                if name and name[0].startswith(f"{SHARED_MEMORY}/"):
+                    found.add(int(inode))
             for link in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):
-                    found.add(str(link.readlink()))
-    return {Path(text) for text in found if Path(text).parent == SHARED_MEMORY}
+                if str(link.readlink()).startswith(f"{SHARED_MEMORY}/"):
+                    found.add(link.stat().st_ino)
+    return found
 
 
 @contextmanager
