@@ -1,8 +1,8 @@
 """Entry point of the plug-in: makes `pat` one of SGLang's attention backends.
 
-SGLang calls `register()` in each of its processes, whether or not `pat` is chosen. So it registers a
-name, and one hook that does nothing unless `pat` is chosen. Everything else is imported, and hooked
-into SGLang, when SGLang builds the backend.
+SGLang calls `register()` in each of its processes, whether or not `pat` is chosen. So it registers
+a name, and one hook that does nothing unless `pat` is chosen. Everything else is imported, and
+hooked into SGLang, when SGLang builds the backend.
 """
 
 from __future__ import annotations
