@@ -41,9 +41,21 @@ _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """dtype: of queries and KV, float16 or bfloat16. head_dim: 64 or 128. arch: compute capability.
+    """One variant of the kernels.
 
-    ValueError, naming the value and what is supported, for anything else.
+    Attributes
+    ----------
+    dtype
+        Of queries and KV cache: float16 or bfloat16.
+    head_dim
+        64 or 128.
+    arch
+        Compute capability, 8.0 or newer.
+
+    Raises
+    ------
+    ValueError
+        Names the value and what is supported.
     """
 
     dtype: torch.dtype
@@ -248,10 +260,20 @@ def source_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """The compilers, and what they are given.
+    """The compilers, and where headers and libraries are.
 
-    nvcc: its path. cxx: the words of the command that compiles C++. cuda_home: the CUDA toolkit.
-    torch: the folder of torch, with headers and libraries. release: nvcc's, like `13.0, V13.0.88`.
+    Attributes
+    ----------
+    nvcc
+        Its path.
+    cxx
+        The words of the command that compiles C++.
+    cuda_home
+        The folder of the CUDA toolkit.
+    torch
+        The folder of torch.
+    release
+        Of nvcc, like `13.0, V13.0.88`.
     """
 
     nvcc: Path
