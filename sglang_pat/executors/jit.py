@@ -41,6 +41,7 @@ _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
     """dtype: of queries and KV, float16 or bfloat16. head_dim: 64 or 128. arch: compute capability.
+    force_mma_sync: on Hopper too, the bodies that other architectures run; for tests of these.
 
     ValueError, naming the value and what is supported, for anything else.
     """
@@ -48,6 +49,7 @@ class KernelConfig:
     dtype: torch.dtype
     head_dim: int
     arch: tuple[int, int]
+    force_mma_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ELEMENTS:
@@ -69,7 +71,8 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """Short name, usable in identifiers and file names: `bf16_d128_sm90`."""
-        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}"
+        suffix = "_mma" if self.force_mma_sync else ""
+        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def namespace(self) -> str:
@@ -86,6 +89,7 @@ class KernelConfig:
             f"-DPAT_HEAD_DIM={self.head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",
             f"-DPAT_NAMESPACE={self.namespace}",
+            *(["-DPAT_FORCE_MMA_SYNC"] if self.force_mma_sync else []),
         ]
 
     @property
