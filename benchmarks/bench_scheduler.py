@@ -34,7 +34,7 @@ from sglang_pat.batch import Step
 from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 REQUESTS = (16, 64, 256, 1024, 4096)
 SYSTEM_TOKENS, DOCUMENT_TOKENS, TURN_TOKENS, GENERATED_TOKENS = 1024, 2048, 128, 100
@@ -147,7 +147,7 @@ class Steps:
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.perf_counter_ns()
-            step = self.reader.read(forward_batch)
+            step = self.reader.read(self._hooks.CHANNEL.acknowledge(), forward_batch)
             read = time.perf_counter_ns()
             self.attention.plan(
                 step, req_to_token=self._table, req_pool_indices=rows, seq_lens=lens

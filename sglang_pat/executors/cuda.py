@@ -6,6 +6,9 @@ in order with the kernels of the last plan, and the host never waits for them.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -142,6 +145,13 @@ class PlanOverflowError(ValueError):
     """A plan needs more than the buffers that were reserved. Nothing was launched."""
 
 
+@dataclass(slots=True)
+class _InBuffers:
+    """Whose plan lies in the buffers. Siblings share it."""
+
+    executor: CudaExecutor | None = None
+
+
 class CudaExecutor:
     """Executes plans with the kernels of one (dtype, head_dim) on one device.
 
@@ -163,6 +173,7 @@ class CudaExecutor:
         self._device = device
         self._reserved = reservation is not None
         self.step: Step | None = None
+        self._loaded: StagingBuffer | None = None  # where the last plan lies on the host
         self._allocate(reservation or BufferSizes())
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
@@ -174,12 +185,30 @@ class CudaExecutor:
             self._make_room(scheduler)
             staging, plan = self._write(scheduler)
         assert plan is not None
-        self.kernels.load_plan(staging, self.buffers, step)
-        self.step = step
+        self._send(staging, step)
         return plan
 
     def reuse_plan(self, step: Step) -> None:
-        """The plan in force serves this step too: its tensors are read from now on."""
+        """The last plan serves this step too: its tensors are read from now on."""
+        if self._in_buffers.executor is self:
+            self.step = step
+        else:
+            assert self._loaded is not None
+            self._send(self._loaded, step)
+
+    def sibling(self) -> CudaExecutor:
+        """One for other plans, executed in the same buffers. ValueError without a reservation."""
+        if not self._reserved:
+            raise ValueError("only buffers that never move can be shared: pass max_requests")
+        sibling = copy.copy(self)
+        sibling.step = sibling._loaded = None
+        sibling._ring = self._new_ring(self._sizes)
+        return sibling
+
+    def _send(self, staging: StagingBuffer, step: Step) -> None:
+        self.kernels.load_plan(staging, self.buffers, step)
+        self._loaded = staging
+        self._in_buffers.executor = self
         self.step = step
 
     def run(self, layer: LayerInputs) -> None:
@@ -214,5 +243,10 @@ class CudaExecutor:
             loaded=torch.full((4,), -1, dtype=torch.int64),  # no plan, no stream
         )
         # Earlier ones may be dropped while they are being copied: load_plan() keeps their memory.
-        self._ring = cycle([StagingBuffer(plan_size, self._device) for _ in range(_RING)])
+        self._ring = self._new_ring(sizes)
         self._sizes = sizes
+        self._in_buffers = _InBuffers()
+
+    def _new_ring(self, sizes: BufferSizes) -> Iterator[StagingBuffer]:
+        plan_size = sizes.plan.layout()["size"]
+        return cycle([StagingBuffer(plan_size, self._device) for _ in range(_RING)])
