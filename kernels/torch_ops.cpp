@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 
 #include "contract/tile_table.h"
@@ -137,7 +138,7 @@ LoadedPlan& loaded_plan(at::Tensor& tensor) {
 // Makes `stream` wait for what the last stream has done with the buffers so far. Not in a graph, which is replayed
 // on streams unknown here.
 void take_over(LoadedPlan& loaded, const c10::cuda::CUDAStream& stream,
-               std::initializer_list<at::Tensor> buffers) {
+               std::initializer_list<const at::Tensor*> buffers) {
   const auto handle = reinterpret_cast<int64_t>(stream.stream());
   if (loaded.stream == handle) return;
   if (loaded.stream != kNoStream) {
@@ -148,7 +149,7 @@ void take_over(LoadedPlan& loaded, const c10::cuda::CUDAStream& stream,
     cudaEventDestroy(event);  // once it has happened
     check_launch(error, "waiting for the stream of the plan");
     // So that their memory, should they be freed, is not handed out again before this stream is done with it.
-    for (const at::Tensor& buffer : buffers) buffer.record_stream(stream);
+    for (const at::Tensor* buffer : buffers) buffer->record_stream(stream);
   }
   loaded.stream = handle;
 }
@@ -175,7 +176,7 @@ void load_plan(const at::Tensor& host, int64_t copied, at::Tensor& plan, at::Int
   LoadedPlan& loaded = loaded_plan(loaded_tensor);
   const c10::cuda::CUDAGuard guard(plan.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  take_over(loaded, stream, {plan, shared_slots});
+  take_over(loaded, stream, {&plan, &shared_slots});
   loaded.num_requests = -1;  // none, until all is launched
   void* source = host.data_ptr();
   check_launch(cudaMemcpyAsync(plan.mutable_data_ptr(), source, host.nbytes(),
@@ -292,7 +293,8 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   const c10::cuda::CUDAGuard guard(plan.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const std::optional<uint64_t> capture = capture_of(stream);
-  if (!capture) take_over(loaded, stream, {plan, shared_slots, partial_out, partial_lse, counters});
+  if (!capture)
+    take_over(loaded, stream, {&plan, &shared_slots, &partial_out, &partial_lse, &counters});
   // The first entry is partials_owner, the second the counter of launches outside of graphs.
   auto* const tickets = reinterpret_cast<TicketCounter*>(counters.mutable_data_ptr<int32_t>());
   const int64_t counter = capture ? 2 + *capture % (counters.size(0) - 2) : 1;
