@@ -144,43 +144,41 @@ def test_the_counter_is_back_at_zero_without_a_merge() -> None:
         assert not step.executor.buffers.counters[1:].any()
 
 
+class TwoPlans:
+    """One step that is given the plans of two batches of equal size, and two streams."""
+
+    def __init__(self) -> None:
+        self.tensors = [Tensors.make(case, HEADS) for case in CASES]
+        self.step = planned_step(HEADS)
+        self.streams = [torch.cuda.Stream() for _ in CASES]
+        self.write(0)
+        torch.cuda.synchronize()
+
+    def write(self, index: int) -> None:
+        case, each = CASES[index], self.tensors[index]
+        self.step.write(case.batch(), each.req_to_token, each.req_pool_indices, each.seq_lens)
+
+
 def test_a_run_waits_for_the_plan_of_another_stream() -> None:
-    tensors, step = [Tensors.make(case, HEADS) for case in CASES], planned_step(HEADS)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def write(index: int) -> None:
-        each = tensors[index]
-        step.write(CASES[index].batch(), each.req_to_token, each.req_pool_indices, each.seq_lens)
-
-    write(0)
-    check(*run(step, tensors[0]), tensors[0])
-    torch.cuda.synchronize()
-    with torch.cuda.stream(streams[0]):
+    plans = TwoPlans()
+    with torch.cuda.stream(plans.streams[0]):
         torch.cuda._sleep(200_000_000)  # clock cycles
-        write(1)
-    with torch.cuda.stream(streams[1]):
-        result = run(step, tensors[1])
+        plans.write(1)
+    with torch.cuda.stream(plans.streams[1]):
+        result = run(plans.step, plans.tensors[1])
     torch.cuda.synchronize()
-    check(*result, tensors[1])
+    check(*result, plans.tensors[1])
 
 
 def test_a_plan_waits_for_the_run_on_another_stream() -> None:
-    tensors, step = [Tensors.make(case, HEADS) for case in CASES], planned_step(HEADS)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def write(index: int) -> None:
-        each = tensors[index]
-        step.write(CASES[index].batch(), each.req_to_token, each.req_pool_indices, each.seq_lens)
-
-    write(0)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(streams[0]):
+    plans = TwoPlans()
+    with torch.cuda.stream(plans.streams[0]):
         torch.cuda._sleep(200_000_000)  # clock cycles
-        result = run(step, tensors[0])
-    with torch.cuda.stream(streams[1]):
-        write(1)
+        result = run(plans.step, plans.tensors[0])
+    with torch.cuda.stream(plans.streams[1]):
+        plans.write(1)
     torch.cuda.synchronize()
-    check(*result, tensors[0])
+    check(*result, plans.tensors[0])
 
 
 def test_lengths_beyond_the_table_end_with_it() -> None:
