@@ -20,8 +20,7 @@ from sglang_step_recorder import FILE, WAIT_FOR, described, install
 
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.planning import StepPlanner
-from sglang_pat.replay.simulator import Simulator
+from sglang_pat.replay.simulate import Simulator
 from sglang_pat.replay.trace import TokenPrompt, Trace, TraceErrors, TraceRequest
 from sglang_pat.sglang.replay_tree import ReplayRequest, ReplayTree, new_tree
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_pat.replay.capacity import Capacity, PoolUse, capacity
-from sglang_pat.replay.generators import generate
+from sglang_pat.replay.capacity import Capacity, PoolUse, TokenTree, capacity
+from sglang_pat.replay.formats import open_trace
+from sglang_pat.replay.generate import generate
 from sglang_pat.replay.models import MODEL_NAMES, ModelShape, model_shape
-from sglang_pat.replay.prefix_tree import PrefixTree
-from sglang_pat.replay.readers import open_trace
 from sglang_pat.replay.trace import Segment, TraceRequest
 
 DATA = Path(__file__).parents[1] / "support" / "data"
@@ -175,7 +174,7 @@ def test_without_sharing_shared_is_paged():
 
 def test_prefix_tree_equals_comparing_with_every_earlier_sequence():
     rng = random.Random(1)
-    tree, before = PrefixTree(), []
+    tree, before = TokenTree(), []
     for _ in range(300):
         tokens = np.array(rng.choices([1, 2], weights=[4, 1], k=rng.randrange(1, 12)))
         same = [np.flatnonzero(a[: len(tokens)] != tokens[: len(a)]) for a in before]

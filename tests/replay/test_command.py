@@ -14,8 +14,8 @@ import pytest
 
 from sglang_pat.cli import replay as command
 from sglang_pat.cli.main import main
+from sglang_pat.replay.options import PRESETS
 from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree, figure_10_trace
-from sglang_pat.replay.presets import PRESETS
 from sglang_pat.replay.session import Replay
 
 TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.replay.generators import WORKLOADS, generate
-from sglang_pat.replay.mooncake import write_mooncake
-from sglang_pat.replay.readers import REORDER_WINDOW, open_trace
+from sglang_pat.replay.formats import REORDER_WINDOW, open_trace, write_mooncake
+from sglang_pat.replay.generate import WORKLOADS, generate
 from sglang_pat.replay.trace import (
     Segment,
     TokenPrompt,

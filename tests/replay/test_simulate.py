@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from sglang_pat.attention import new_scheduler
-from sglang_pat.replay.generators import generate
+from sglang_pat.replay.formats import open_trace
+from sglang_pat.replay.generate import generate
 from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.planning import StepPlanner
-from sglang_pat.replay.readers import open_trace
 from sglang_pat.replay.result import TIMING_KEYS, Result
 from sglang_pat.replay.session import Replay
-from sglang_pat.replay.simulator import Simulator
+from sglang_pat.replay.simulate import Simulator
 from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
 from sglang_pat.sglang.replay_tree import ReplayRequest, ReplayTree, new_tree
 

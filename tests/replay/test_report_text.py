@@ -11,14 +11,16 @@ import pytest
 import replay_results
 from rich.console import Console
 
-from sglang_pat.replay.capacity_rows import capacity_rows
+from sglang_pat.replay.charts import extremes
 from sglang_pat.replay.compare import compared, differences, print_comparison, read_result
-from sglang_pat.replay.downsample import extremes
-from sglang_pat.replay.flat import flatten
-from sglang_pat.replay.result import Result
-from sglang_pat.replay.step_csv import write_csv
-from sglang_pat.replay.summary import headline, key_numbers, policy_rows
-from sglang_pat.replay.tables import print_result
+from sglang_pat.replay.report_text import (
+    capacity_rows,
+    headline,
+    key_numbers,
+    policy_rows,
+    print_result,
+)
+from sglang_pat.replay.result import Result, flatten, write_csv
 
 
 def _console() -> tuple[Console, StringIO]:

@@ -11,11 +11,9 @@ import plotly.graph_objects as go
 import pytest
 import replay_results
 
-from sglang_pat.replay.downsample import MAX_POINTS
-from sglang_pat.replay.report import render, write_report
+from sglang_pat.replay.charts import MAX_POINTS, time_charts, total_charts
+from sglang_pat.replay.report_html import render, write_report
 from sglang_pat.replay.result import Result
-from sglang_pat.replay.step_charts import time_charts
-from sglang_pat.replay.total_charts import total_charts
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 NASTY = "</script><script>window.injected = 1</script><img src=x onerror='window.injected=1'>&amp;"
