@@ -189,6 +189,7 @@ def _kv_reads(result: Result) -> Chart:
         values = {QUERY_CENTRIC: lambda step: step["kv_tokens"]["query_centric"], **values}
     values[LOWER_BOUND] = lambda step: step["kv_tokens"]["lower_bound"]
     figure = go.Figure(_merged_lines(result, axis, values, _SAME_LINE))
+    figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(title="KV tokens")
     figure.update_xaxes(title=axis.title)
     figure.update_layout(hovermode="x unified", showlegend=True)
@@ -625,34 +626,27 @@ def _power_of_two_bin(lower: int) -> str:
 # --- the capacity study ---
 
 _SCHEME_COLORS = {"contiguous": GREY, "paged": ORANGE, "shared": BLUE}
-_CAPACITY_CAPTION = (
-    "Left: requests that fit at once, the mean of several fills of the pool, and the range. Right: "
-    "the part of the memory handed out that no token will use. A contiguous pool reserves the "
-    "longest length for each request, a paged one whole pages; a shared one holds the pages of a "
-    "prefix once."
-)
 
 
-def capacity_chart(capacity: Mapping[str, Any]) -> Chart | None:
-    """Requests at once and waste, by scheme and page size; None without a study."""
+def capacity_charts(capacity: Mapping[str, Any]) -> list[Chart]:
+    """Requests at once and waste, by scheme and page size. None without a study."""
     uses = capacity.get("uses", [])
     if not uses:
-        return None
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1)
+        return []
+    requests, waste = go.Figure(), go.Figure()
     for scheme, fill in _SCHEME_COLORS.items():
         chosen = [use for use in uses if use["scheme"] == scheme]
-        sizes = [page_size(use) for use in chosen]
         look: dict[str, Any] = {
             "name": scheme,
             "marker": {"color": fill, "line": {"width": 0}},
-            "x": sizes,
+            "x": [page_size(use) for use in chosen],
         }
         if scheme == "contiguous":  # alone at its place, so in the middle of it
             look |= {"offset": -0.2, "width": 0.4}
-        requests = [use["requests"] for use in chosen]
-        figure.add_bar(
+        means = [use["requests"] for use in chosen]
+        requests.add_bar(
             **look,
-            y=requests,
+            y=means,
             error_y={
                 "array": [use["most"] - use["requests"] for use in chosen],
                 "arrayminus": [use["requests"] - use["fewest"] for use in chosen],
@@ -661,31 +655,40 @@ def capacity_chart(capacity: Mapping[str, Any]) -> Chart | None:
                 "width": 3,
             },
             hovertemplate="%{y:,.1f} requests",
-            row=1,
-            col=1,
         )
         wasted = [
             use["wasted_bytes"] / use["reserved_bytes"] if use["reserved_bytes"] else 0.0
             for use in chosen
         ]
-        figure.add_bar(
-            **look, y=wasted, showlegend=False, hovertemplate="%{y:.1%} wasted", row=1, col=2
-        )
-    figure.update_layout(barmode="group", hovermode="x unified")
-    figure.update_xaxes(title="page size, tokens", type="category", showgrid=False)
-    figure.update_yaxes(title="requests at once", row=1, col=1)
-    figure.update_yaxes(title="wasted", tickformat=".0%", row=1, col=2)
+        waste.add_bar(**look, y=wasted, hovertemplate="%{y:.1%} wasted")
+    for figure in (requests, waste):
+        figure.update_layout(barmode="group", hovermode="x unified", showlegend=True)
+        figure.update_xaxes(title="page size, tokens", type="category", showgrid=False)
+    requests.update_yaxes(title="requests at once")
+    waste.update_yaxes(title="wasted", tickformat=".0%")
     best = max(uses, key=lambda use: (use["requests"], use["scheme"]))
-    return Chart(
-        "capacity",
-        f"Capacity of a pool of {capacity['pool_bytes'] / 2**30:,.1f} GiB for {capacity['model']}",
-        _CAPACITY_CAPTION,
-        f"Most requests fit {best['scheme']}, page size {page_size(best)}: "
-        f"{best['requests']:,.1f} in the mean.",
-        styled(figure, 360),
-        _capacity_notes(capacity),
-        wide=True,
-    )
+    worst = max(uses, key=lambda use: use["wasted_bytes"])
+    return [
+        Chart(
+            "capacity",
+            f"Requests in a pool of {capacity['pool_bytes'] / 2**30:,.1f} GiB for "
+            f"{capacity['model']}",
+            "Requests that fit at once: the mean of several fills of the pool, and the range. A "
+            "contiguous pool reserves the longest length for each request, a paged one whole "
+            "pages. A shared one holds the pages of a prefix once.",
+            f"Most requests fit {best['scheme']}, page size {page_size(best)}: "
+            f"{best['requests']:,.1f} in the mean.",
+            styled(requests, 340),
+            _capacity_notes(capacity),
+        ),
+        Chart(
+            "capacity-waste",
+            "Memory that is wasted",
+            "The part of the memory handed out that no token will use.",
+            f"Most memory is wasted {worst['scheme']}, page size {page_size(worst)}.",
+            styled(waste, 340),
+        ),
+    ]
 
 
 def _capacity_notes(capacity: Mapping[str, Any]) -> list[str]:

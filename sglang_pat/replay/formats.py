@@ -206,13 +206,14 @@ def _parse_openai(line: bytes, errors: TraceErrors) -> TraceRequest:
     time = next(times, None)
     if time is None:
         raise ValueError(f"no time: one of {', '.join(_OPENAI_TIMES)} is needed")
+    output_length = _openai_output(asked, answer)
     prompt = asked.get("prompt")
     if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
         tokens = np.array(prompt, dtype=np.int64)
     else:
         tokens = text_tokens(_openai_text(asked))
         errors.estimated += 1
-    return TraceRequest(_seconds(time), TokenPrompt(tokens), _openai_output(asked, answer))
+    return TraceRequest(_seconds(time), TokenPrompt(tokens), output_length)
 
 
 def _nested(record: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:

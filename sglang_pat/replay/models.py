@@ -71,6 +71,7 @@ class Gpu:
     """
 
     name: str
+    memory_bytes: int
     num_sms: int
     ctas_per_sm: int
     bytes_per_second: float
@@ -81,16 +82,17 @@ class Gpu:
         return max(1, self.num_sms * self.ctas_per_sm // num_kv_heads)
 
 
+_GB = 10**9
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 132, 2, 3.35e12, 989e12),
-        Gpu("H200", 132, 2, 4.8e12, 989e12),
-        Gpu("H20", 78, 2, 4.0e12, 148e12),
-        Gpu("B200", 148, 2, 8.0e12, 2250e12),
-        Gpu("A100", 108, 2, 2.039e12, 312e12),
-        Gpu("L40S", 142, 1, 0.864e12, 362e12),
-        Gpu("L4", 58, 1, 0.300e12, 121e12),
+        Gpu("H100", 80 * _GB, 132, 2, 3.35e12, 989e12),
+        Gpu("H200", 141 * _GB, 132, 2, 4.8e12, 989e12),
+        Gpu("H20", 96 * _GB, 78, 2, 4.0e12, 148e12),
+        Gpu("B200", 180 * _GB, 148, 2, 8.0e12, 2250e12),
+        Gpu("A100", 80 * _GB, 108, 2, 2.039e12, 312e12),
+        Gpu("L40S", 48 * _GB, 142, 1, 0.864e12, 362e12),
+        Gpu("L4", 24 * _GB, 58, 1, 0.300e12, 121e12),
     )
 }
 DEFAULT_GPU = "H100"

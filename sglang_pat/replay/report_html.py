@@ -13,9 +13,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from sglang_pat.replay.charts import capacity_chart, time_charts, total_charts
+from sglang_pat.replay.charts import capacity_charts, time_charts, total_charts
 from sglang_pat.replay.forest_chart import forest_chart, largest_table
 from sglang_pat.replay.report_text import (
+    basis,
     capacity_table,
     fact_groups,
     headline,
@@ -52,6 +53,7 @@ def render(result: Result) -> str:
         result=result,
         verdict=verdict(result),
         headline=headline(result),
+        basis=basis(result),
         key_numbers=key_numbers(result),
         configuration=settings(result["config"]),
         environment=settings(_without_command(result["meta"])),
@@ -63,7 +65,7 @@ def render(result: Result) -> str:
         total_charts=total_charts(result),
         forest=forest_chart(result["forest"]),
         largest=largest_table(result["forest"]),
-        capacity=capacity_chart(result["capacity"]),
+        capacity_charts=capacity_charts(result["capacity"]),
         capacity_table=capacity_table(result["capacity"]),
     )
 

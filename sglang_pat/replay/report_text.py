@@ -54,18 +54,18 @@ class FactGroup(NamedTuple):
 
 
 class PolicyRow(NamedTuple):
-    """One way to read KV, over all decode steps; every field is ready to print.
+    """One way to read KV, over all decode steps. Every field is ready to print.
 
     saving: times fewer KV tokens than query-centric. partials: their share of the bytes. tail: the
-    longest worker's work over the mean, mean and maximum over the plans.
+    work of the slowest worker over the mean of all, as the mean and the maximum over the plans.
     """
 
     name: str
-    kv_tokens: str
-    over_bound: str
     saving: str
+    over_bound: str
     total_bytes: str
     partials: str
+    kv_tokens: str
     packs: str
     work_items: str
     split_pieces: str
@@ -74,11 +74,11 @@ class PolicyRow(NamedTuple):
 
 POLICY_COLUMNS = PolicyRow(
     name="policy",
-    kv_tokens="KV tokens",
-    over_bound="vs bound",
     saving="saving",
+    over_bound="vs bound",
     total_bytes="bytes",
     partials="partials",
+    kv_tokens="KV tokens",
     packs="packs",
     work_items="work items",
     split_pieces="pieces",
@@ -124,14 +124,14 @@ def words(name: str) -> str:
 
 def shown(value: Any) -> str:
     """A value of the configuration or of the metadata on one line; objects in it as JSON."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return ", ".join(map(shown, value)) or "none"
     if value is None:
         return "not set"
     if isinstance(value, str):
         return value
     if isinstance(value, float):
-        return f"{value:,.6g}"
+        return f"{value:,.0f}" if value.is_integer() else f"{value:,.6g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return json.dumps(value, ensure_ascii=False)
@@ -155,7 +155,7 @@ def verdict(result: Result) -> Verdict:
     if policy is None or policy not in step_ms:
         return Verdict("unknown", headline(result))
     before, after = step_ms["query_centric"], step_ms[policy]
-    saved = 1 - after / before
+    saved = round(1 - after / before, 2)  # as it is shown
     kind, opening = next(entry for least, *entry in _VERDICTS if saved >= least)
     moved = totals["bytes"]
     return Verdict(
@@ -187,6 +187,19 @@ def headline(result: Result) -> str:
         f"Over {totals['steps']:,} decode steps, policy {policy} reads "
         f"{times(kv_tokens['query_centric'], read)} fewer KV tokens than query-centric attention. "
         f"That is {over_bound(read, kv_tokens['lower_bound'])} the lower bound."
+    )
+
+
+def basis(result: Result) -> str:
+    """What the verdict is estimated from, in a sentence or two."""
+    config = result["config"]
+    gpu, model = config.get("gpu"), config.get("model")
+    if not (isinstance(gpu, dict) and isinstance(model, dict)):
+        return "Times are estimated from the bytes that a step moves."
+    gpus = gpu["name"] if config["tp"] == 1 else f"each of {config['tp']} {gpu['name']}"
+    return (
+        f"Times are estimates for {model['name']} on {gpus}, from the bytes that a step moves. "
+        "No kernel ran for them."
     )
 
 
@@ -226,6 +239,7 @@ def warnings(result: Result) -> list[str]:
             f"The prompts of {trace['estimated']:,} requests are text. 4 bytes count as one token."
         )
     found += _limit_warnings(result)
+    found += _memory_warnings(result["config"])
     latency = totals.get("latency")
     if latency and latency["overloaded"]:
         found.append(
@@ -254,6 +268,21 @@ def _limit_warnings(result: Result) -> Iterator[str]:
     if truncated:
         were = "answer was" if truncated == 1 else "answers were"
         yield f"{truncated:,} {were} cut where the model's context or the KV pool ends."
+
+
+def _memory_warnings(config: Mapping[str, Any]) -> Iterator[str]:
+    """Whether weights and KV pool fit into the memory of the GPU."""
+    gpu, model = config.get("gpu"), config.get("model")
+    if not (isinstance(gpu, dict) and isinstance(model, dict)):
+        return
+    weights = model["weight_bytes"]
+    per_token = 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"]
+    pool = config["kv_tokens"] * per_token * model["dtype_bytes"]
+    if weights + pool > gpu["memory_bytes"]:
+        yield (
+            f"No such server can be built: {decimal(weights)} of weights and {decimal(pool)} of KV "
+            f"pool do not fit into the {decimal(int(gpu['memory_bytes']))} of one {gpu['name']}."
+        )
 
 
 def _context_length(config: Mapping[str, Any]) -> str:
@@ -287,15 +316,14 @@ def policy_rows(result: Result) -> list[PolicyRow]:
 
     def row(name: str, key: str, tokens: int, **plans: str) -> PolicyRow:
         in_bytes = totals["bytes"].get(key)
-        details = dict.fromkeys(PolicyRow._fields[5:], NONE) | plans
-        return PolicyRow(
-            name,
-            count(tokens),
-            over_bound(tokens, least),
-            times(most, tokens),
-            NONE if in_bytes is None else decimal(in_bytes, precision=2),
-            **details,
+        row = PolicyRow(*[NONE] * len(PolicyRow._fields))._replace(
+            name=name,
+            saving=times(most, tokens),
+            over_bound=over_bound(tokens, least),
+            kv_tokens=count(tokens),
+            **plans,
         )
+        return row if in_bytes is None else row._replace(total_bytes=decimal(in_bytes, precision=2))
 
     # Replayed as a policy, it has plans, and a row like any other.
     replayed = QUERY_CENTRIC in kv_tokens["policies"]
