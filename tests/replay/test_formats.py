@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from sglang_pat.replay.generators import WORKLOADS, generate
-from sglang_pat.replay.mooncake import write_mooncake
-from sglang_pat.replay.readers import REORDER_WINDOW, open_trace
+from sglang_pat.replay.formats import REORDER_WINDOW, open_trace, write_mooncake
+from sglang_pat.replay.generate import WORKLOADS, generate
 from sglang_pat.replay.trace import (
     Segment,
     TokenPrompt,
@@ -65,7 +65,7 @@ def test_mooncake_prompt_of_whole_blocks(tmp_path):
         (mooncake_line(input_length=512), "2 hash_ids, but input_length 512 is 1 blocks"),
         (mooncake_line(input_length=0, hash_ids=[]), "input_length"),
         (mooncake_line(output_length=0), "output_length"),
-        (mooncake_line(timestamp=-1), "timestamp"),
+        (mooncake_line(timestamp=-1), "-1.0 is no time: a number from 0 or ISO 8601 is needed"),
         (mooncake_line(hash_ids=["a", "b"]), "hash_ids"),
         (mooncake_line(segments=[[1, 699]]), "segments of 699 tokens, but input_length is 700"),
         (mooncake_line(segments=[[1, 700], [2, 0]]), "segments"),
@@ -116,8 +116,8 @@ def test_burstgpt_columns_are_found_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("x,ChatGPT,472,18,490,log", "could not convert string to float: 'x'"),
-        ("nan,ChatGPT,472,18,490,log", "Timestamp is 'nan'"),
+        ("x,ChatGPT,472,18,490,log", "Timestamp: 'x' is no time: a number or ISO 8601"),
+        ("nan,ChatGPT,472,18,490,log", "Timestamp: 'nan' is no time: a number from 0"),
         ("5,ChatGPT,472.5,18,490,log", "'472.5'"),
         ("5,ChatGPT,0,18,18,log", "Request tokens is 0"),
         ("5,ChatGPT,472,-1,471,log", "Response tokens is -1"),
@@ -153,7 +153,7 @@ def test_gzip_is_read_and_damage_is_reported(tmp_path, line):
     assert (len(requests), trace.errors.count) == (1, 1)
 
     path.write_bytes(path.read_bytes()[:-20_000])
-    with pytest.raises(TraceError, match=r"trace\.gz:\d+: damaged gzip data"):
+    with pytest.raises(TraceError, match=r"trace\.gz:\d+: damaged compressed data"):
         read(path)
 
 
@@ -197,8 +197,13 @@ def test_reading_holds_only_the_reorder_window(tmp_path):
     [
         ("", "auto", "empty"),
         ("\n \n", "auto", "empty"),
-        ("prompt,answer\n1,2\n", "auto", "no format known.*mooncake.*tokens.*burstgpt"),
-        ('{"prompt": "hello"}\n', "auto", "no format known"),
+        (
+            "prompt,answer\n1,2\n",
+            "auto",
+            r"its columns are prompt, answer\. Known: .*mooncake.*tokens.*openai.*burstgpt.*azure",
+        ),
+        ('{"question": 1, "answer": 2}\n', "auto", "JSON object has the keys question, answer"),
+        ("[\n1]\n", "auto", r"its first line is b'\[\\n'"),
         ("prompt,answer\n1,2\n", "burstgpt", "no column 'Timestamp'; there are: prompt, answer"),
         (mooncake_line(), "csv", "format 'csv'; allowed: auto, mooncake"),
         (mooncake_line(), "sglang-dump", "not a pickle"),
@@ -236,6 +241,108 @@ def test_trace_without_a_single_request_is_an_error(tmp_path, lines):
 def test_detection_passes_over_malformed_first_lines(tmp_path):
     _, trace = read(write(tmp_path / "trace.jsonl", ["not json", "[3]", mooncake_line()]))
     assert (trace.format, trace.errors.count) == ("mooncake", 2)
+
+
+# --- Azure, ISO times, OpenAI's API, zstd. ---
+
+
+def test_azure_rows_have_iso_times(tmp_path):
+    """The header and the first rows of both of Azure's traces, of 2023 and of 2024."""
+    rows = [
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,396,109",
+        "2023-11-16 18:16:46.680590+00:00,879,55",
+        "noon,1,1",
+    ]
+    requests, trace = read(write(tmp_path / "azure.csv", rows))
+    assert trace.format == "azure"
+    assert [(r.arrival, r.input_length, r.output_length) for r in requests] == [
+        (0.0, 374, 44),
+        (pytest.approx(4.314579, abs=2e-6), 396, 109),
+        (pytest.approx(60.0, abs=2e-6), 879, 55),
+    ]
+    assert "TIMESTAMP: 'noon' is no time" in trace.errors.first[0].reason
+
+
+@pytest.mark.parametrize("zone", ["Z", "+02:00", ""])
+def test_iso_times_in_every_format(tmp_path, zone):
+    moments = [f"2024-05-10T00:00:0{second}.25{zone}" for second in (0, 3)]
+    tokens = {"input_ids": [1], "output_length": 2}
+    files = {
+        "mooncake": [mooncake_line(moment) for moment in moments],
+        "tokens": [json.dumps({"timestamp": moment, **tokens}) for moment in moments],
+        "burstgpt": [BURSTGPT_HEADER, *(f"{moment},m,5,6,11,log" for moment in moments)],
+    }
+    for name, lines in files.items():
+        requests, trace = read(write(tmp_path / name, lines), strict=True)
+        assert trace.format == name
+        assert [request.arrival for request in requests] == [0.0, 3.0]
+
+
+SYSTEM = {"role": "system", "content": "You answer in one word, always."}
+
+
+def chat(text: str, **more: object) -> dict[str, object]:
+    return {"messages": [SYSTEM, {"role": "user", "content": text}], **more}
+
+
+def test_openai_logs(tmp_path):
+    usage = {"usage": {"prompt_tokens": 20, "completion_tokens": 7}}
+    answer = {"choices": [{"message": {"content": "abcdefgh"}}]}
+    lines = [
+        {"created": 10, **chat("what is it?"), **usage},
+        {"timestamp": "1970-01-01T00:00:12Z", "request": chat("who?"), "response": answer},
+        {"time": 13.5, "body": chat("when?", max_tokens=9)},
+        {"time": 14, "response": {"body": usage}, "body": {"prompt": "Once upon a time"}},
+        {"time": 15, "prompt": [1, 2, 3], "max_tokens": 4},
+        {"time": 16, **chat("how?")},
+        {**chat("why?"), **usage},
+        {"time": 17, "messages": [], **usage},
+    ]
+    requests, trace = read(write(tmp_path / "log.jsonl", map(json.dumps, lines)))
+    assert trace.format == "openai"
+    assert [(r.arrival, r.output_length) for r in requests] == [
+        (0.0, 7),
+        (2.0, 2),
+        (3.5, 9),
+        (4.0, 7),
+        (5.0, 4),
+    ]
+    prompts = [token_ids(request.prompt).tolist() for request in requests]
+    shared = len("<|system|>\nYou answer in one word, always.\n<|user|>\n") // 4
+    assert prompts[0][:shared] == prompts[1][:shared] == prompts[2][:shared]
+    assert prompts[0] != prompts[1]
+    assert (len(prompts[3]), prompts[4]) == (4, [1, 2, 3])
+    reasons = [error.reason for error in trace.errors.first]
+    assert "the answer has None tokens" in reasons[0]
+    assert "no time: one of timestamp, created" in reasons[1]
+    assert "neither messages nor a prompt" in reasons[2]
+    assert trace.errors.estimated == 4
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_zstd_is_read_and_damage_is_reported(tmp_path, frames):
+    content = [
+        "".join(mooncake_line(1000 * frame + i) + "\n" for i in range(500)).encode()
+        + os.urandom(50_000).hex().encode()
+        + b"\n"
+        for frame in range(frames)
+    ]
+    path = tmp_path / "trace"  # the name says nothing
+    path.write_bytes(b"".join(map(zstandard.compress, content)))
+    requests, trace = read(path)
+    assert (trace.format, trace.requests) == ("mooncake", None)
+    assert (len(requests), trace.errors.count) == (500 * frames, frames)
+    assert [r.arrival for r in requests] == sorted(r.arrival for r in requests)
+
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20_000])
+    with pytest.raises(TraceError, match=r"trace:\d+: damaged compressed data"):
+        read(path)
+    path.write_bytes(whole[:-30_000] + bytes(30_000))
+    with pytest.raises(TraceError, match=r"trace:\d+: damaged compressed data"):
+        read(path)
 
 
 # --- SGLang's request dump. tests/test_sglang_request_dump.py reads one of SGLang's own. ---
@@ -278,7 +385,6 @@ def test_malformed_record_of_a_dump(tmp_path):
         answered([1, 2]),
         answered([[1], [2, 3]]),
         answered([1.5]),
-        answered(None, text="hello"),
         answered(None),
         answered([1], arrival="noon"),
         answered([1], new_tokens=0),
@@ -286,14 +392,17 @@ def test_malformed_record_of_a_dump(tmp_path):
     ]
     requests, trace = read(dump(tmp_path / "one.pkl", records))
     assert len(requests) == 1
-    assert [error.line for error in trace.errors.first] == [2, 3, 4, 5, 6, 7, 8]
-    assert "no tokenizer is given" in trace.errors.first[2].reason
+    assert [error.line for error in trace.errors.first] == [2, 3, 4, 5, 6, 7]
+    assert "neither input_ids nor text" in trace.errors.first[2].reason
 
 
-def test_dumped_text_is_tokenized(tmp_path):
-    path = dump(tmp_path / "one.pkl", [answered(None, text="abc")])
-    requests, _ = read(path, tokenize=lambda text: [ord(c) for c in text])
-    assert token_ids(requests[0].prompt).tolist() == [97, 98, 99]
+def test_dumped_text_counts_a_token_per_four_bytes(tmp_path):
+    records = [answered(None, text=text) for text in ("abcdefgh", "abcdXYZ")]
+    requests, trace = read(dump(tmp_path / "one.pkl", records))
+    first, second = (token_ids(request.prompt).tolist() for request in requests)
+    assert (len(first), len(second)) == (2, 2)
+    assert first[0] == second[0] != second[1]
+    assert trace.errors.estimated == 2
 
 
 def test_unanswered_request_counts_with_the_tokens_it_had(tmp_path):
@@ -326,7 +435,7 @@ def test_nothing_in_a_dump_is_executed(tmp_path):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_written_trace_reads_back_exactly(tmp_path, name, suffix):
     path = tmp_path / f"trace{suffix}"
     requests = list(generate(name, requests=40, seed=3).stream)

@@ -1,6 +1,6 @@
 """The HTML report of a replay: one file that needs no network, with charts to hover and zoom.
 
-Behind the simulation: from a `Result` to a page. The charts are Plotly's, whose script (5 MB) is
+From a `Result` to a page. The charts are Plotly's, whose script (5 MB) is
 part of the file: a chart over 100,000 decode steps is of little use if one cannot look into it.
 """
 
@@ -13,21 +13,21 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from sglang_pat.replay.capacity_chart import capacity_chart
-from sglang_pat.replay.capacity_rows import capacity_table
+from sglang_pat.replay.charts import capacity_charts, time_charts, total_charts
 from sglang_pat.replay.forest_chart import forest_chart, largest_table
-from sglang_pat.replay.result import Result
-from sglang_pat.replay.step_charts import time_charts
-from sglang_pat.replay.summary import (
+from sglang_pat.replay.report_text import (
+    basis,
+    capacity_table,
     fact_groups,
     headline,
     key_numbers,
     main_policy,
     policy_tables,
     settings,
+    verdict,
     warnings,
 )
-from sglang_pat.replay.total_charts import total_charts
+from sglang_pat.replay.result import Result
 
 _FOLDER = Path(__file__).parent
 
@@ -51,7 +51,9 @@ def render(result: Result) -> str:
         css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
         result=result,
+        verdict=verdict(result),
         headline=headline(result),
+        basis=basis(result),
         key_numbers=key_numbers(result),
         configuration=settings(result["config"]),
         environment=settings(_without_command(result["meta"])),
@@ -63,7 +65,7 @@ def render(result: Result) -> str:
         total_charts=total_charts(result),
         forest=forest_chart(result["forest"]),
         largest=largest_table(result["forest"]),
-        capacity=capacity_chart(result["capacity"]),
+        capacity_charts=capacity_charts(result["capacity"]),
         capacity_table=capacity_table(result["capacity"]),
     )
 

@@ -1,29 +1,29 @@
-"""Serves a trace the way SGLang's scheduler does, on a clock that is computed: no model runs.
+"""Serves a trace as SGLang's scheduler does, on a clock that is computed: no model runs.
 
-First stage of the replay: prefills before decodes, admission while the KV pool is expected to
+Second stage of the replay: prefills before decodes, admission while the KV pool is expected to
 suffice, eviction when it is short, retraction when that does not help. The prefix cache is SGLang's
-own (`sglang/replay_tree.py`); every decode step goes to `planning.py`. Chunks of a long prompt are
-prefilled back to back, as SGLang does without mixed chunks, so they count as one prefill.
+own, and the backend's reader keeps the paths (`sglang/replay_tree.py`). Every decode step goes to
+`account.py`. Chunks of a long prompt are prefilled back to back, as SGLang does without mixed
+chunks, so they count as one prefill.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_pat._scheduler import PrefixForest
-from sglang_pat.batch import IntArray, PrefixPaths
+from sglang_pat.batch import DecodeBatch, IntArray
+from sglang_pat.replay.account import Account, Durations, Planned
 from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.planning import StepPlan, StepPlanner
 from sglang_pat.replay.trace import Segment, Trace, TraceRequest, token_ids
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.replay_tree import ReplayRequest, ReplayTree
+    from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree
 
 # SGLang's defaults. The share of its remaining answer that a running request is expected to need
 # of the pool falls from step to step, and rises again when requests had to be retracted.
@@ -35,15 +35,18 @@ _RETRACT_STEPS = 20
 _ANSWERS = 0x5EED << 48  # contents of the answers' segments: out of the way of small numbers
 
 
-class Step(NamedTuple):
-    """One decode step, after it was planned. Borrowed until the next one."""
+# Tokens that a prompt must leave for the answer.
+_SPARE_FOR_ANSWER = 5
+
+
+class RunningBatch(NamedTuple):
+    """The batch of one decode step, planned. Borrowed until the next one."""
 
     number: int
     time: float  # simulated seconds, at the beginning of the step
     reqs: list[ReplayRequest]
-    seq_lens: IntArray
-    read_paths: Callable[[], PrefixPaths]
-    plan: StepPlan
+    batch: DecodeBatch
+    planned: Planned
     held_tokens: int  # of the pool
 
 
@@ -54,13 +57,19 @@ class Served:
     steps: int = 0
     arrived: int = 0
     finished: int = 0
-    refused: int = 0
+    refused_context: int = 0
+    refused_pool: int = 0
+    truncated: int = 0
     retracted: int = 0
     decode_tokens: int = 0
     prompt_tokens: int = 0
     prompt_tokens_found: int = 0  # in the tree
     input_tokens: int = 0  # of the trace, refused requests included
     output_tokens: int = 0
+    queue: Durations = field(default_factory=Durations)  # simulated, as are all of these
+    ttft: Durations = field(default_factory=Durations)
+    tpot: Durations = field(default_factory=Durations)
+    service: Durations = field(default_factory=Durations)
 
 
 class _Waiting(NamedTuple):
@@ -78,16 +87,27 @@ class Simulator:
         self,
         trace: Trace,
         tree: ReplayTree,
-        planner: StepPlanner,
+        reader: ReplayReader,
+        account: Account,
         options: ReplayOptions,
         new_request: Callable[[int, array[int], int, int], ReplayRequest],
     ) -> None:
-        """new_request: of a number, its tokens, the length of its prompt, and a row."""
+        """
+        Parameters
+        ----------
+        tree, reader
+            The prefix cache, empty, and what reads the paths of running requests from it.
+        account
+            Plans each decode step.
+        new_request
+            Makes a request of its number, its tokens, the length of its prompt, and a row.
+        """
         self.served = Served()
         self.now = 0.0
         self.stop = False
         self._tree = tree
-        self._planner = planner
+        self._reader = reader
+        self._account = account
         self._options = options
         self._new_request = new_request
         self._arrivals = self._numbered(iter(trace.stream))
@@ -100,15 +120,14 @@ class Simulator:
         self._until_finish = 0  # steps until a request of the batch finishes
         self._is_full = False  # no request is admitted before one leaves
         self._leaving = 0  # finished, but still in the batch as SGLang sees it
-        self._prefills = 0
-        self._forest = PrefixForest()
-        self._has_changed = False  # since the last step, other than in its lengths
+        # When each running request was admitted and had its first token.
+        self._started: dict[int, tuple[float, float]] = {}
         self._new_token_ratio = _NEW_TOKEN_RATIO_INIT
         model, time = options.model, options.time
         self._decode_base, self._decode_per_token = time.decode_seconds(model)
         self._prefill_base, self._prefill_per_token = time.prefill_seconds(model)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[RunningBatch]:
         """Every decode step, in order. Ends when the trace is served, or soon after `stop`."""
         while not self.stop:
             if self._prefill():
@@ -134,18 +153,37 @@ class Simulator:
             length = traced.input_length
             served.input_tokens += length
             served.output_tokens += traced.output_length
-            if not self._can_ever_run(length, traced.output_length):
-                served.refused += 1
+            answer_length = self._answer_length(length, traced.output_length)
+            if answer_length == 0:
                 continue
             tokens = array("q", token_ids(traced.prompt).tobytes())
-            answer = (Segment(_ANSWERS + number, traced.output_length),)
+            answer = (Segment(_ANSWERS + number, answer_length),)
             tokens.frombytes(token_ids(answer).tobytes())
             request = self._new_request(number, tokens, length, 0)
             yield _Waiting(traced.arrival / options.time_scale, request, 0)
 
-    def _can_ever_run(self, input_length: int, output_length: int) -> bool:
-        page = self._tree.pool.page_size
-        return input_length > 0 and input_length + output_length + 2 * page < self._tree.pool.size
+    def _answer_length(self, input_length: int, output_length: int) -> int:
+        """Tokens of the answer that a request gets; 0, and counted, if it is refused.
+
+        As in SGLang: the model's context and the pool limit a request. A prompt that leaves hardly
+        a token for the answer is refused, a longer answer is cut.
+        """
+        pool, context, served = self._tree.pool, self._options.model.context_length, self.served
+        longest = min(context, pool.size) - 1
+        if input_length >= longest - _SPARE_FOR_ANSWER:
+            if context <= pool.size:
+                served.refused_context += 1
+            else:
+                served.refused_pool += 1
+            return 0
+        # The pool holds a page more for every request than its tokens.
+        in_pool = pool.size - input_length - 2 * pool.page_size - 1
+        if input_length == 0 or in_pool < 1:
+            served.refused_pool += 1
+            return 0
+        allowed = min(longest - input_length - 1, in_pool)
+        served.truncated += allowed < output_length
+        return min(output_length, allowed)
 
     def _head(self) -> _Waiting | None:
         """The request that has waited longest."""
@@ -169,7 +207,7 @@ class Simulator:
         if self._is_full:
             return False
         pool = self._tree.pool
-        admitted: list[ReplayRequest] = []
+        heads: list[_Waiting] = []
         new_tokens = 0
         allocated = 0  # of the pool, for these requests
         reserved = float(np.minimum(self._steps_left, _CLIP_NEW_TOKENS).sum())
@@ -178,7 +216,7 @@ class Simulator:
             head = self._head()
             if head is None or head.since > self.now:
                 break
-            if len(self._batch) + self._leaving + len(admitted) >= self._options.max_batch:
+            if len(self._batch) + self._leaving + len(heads) >= self._options.max_batch:
                 self._is_full = True
                 break
             found = self._try_admit(head, allocated + reserved)
@@ -187,7 +225,7 @@ class Simulator:
                 break
             self._pop_head(head)
             request = head.request
-            admitted.append(request)
+            heads.append(head)
             new_tokens += request.kv_len - found
             allocated += pool.pages(request.kv_len - found)
             reserved += min(len(request.tokens) - request.kv_len, _CLIP_NEW_TOKENS)
@@ -195,15 +233,21 @@ class Simulator:
             if head.generated == 0:
                 self.served.prompt_tokens += request.kv_len
                 self.served.prompt_tokens_found += found
-        if not admitted:
+        if not heads:
             return False
+        admitted = [head.request for head in heads]
         # Only now, when all their prefixes are locked. As in SGLang, a page more for each request.
         spare = 0 if pool.page_size == 1 else pool.page_size * len(admitted)
         self._tree.make_room(allocated + spare)
         pool.take(allocated)
+        begun = self.now
         self.now += self._prefill_base + new_tokens * self._prefill_per_token
-        self._prefills += 1
-        self._has_changed = True
+        for head in heads:
+            if head.generated == 0:
+                self._started[head.request.rid] = begun, self.now
+                self.served.queue.add(_nanoseconds(begun - head.since))
+                self.served.ttft.add(_nanoseconds(self.now - head.since))
+        self._reader.prefilled(admitted)
         self._start_decoding(admitted)
         return True
 
@@ -245,7 +289,7 @@ class Simulator:
 
     # --- decode ---
 
-    def _decode(self) -> Step:
+    def _decode(self) -> RunningBatch:
         self._forget_leaving()
         tree, pool = self._tree, self._tree.pool
         needed = _tokens_needed(self._seq_lens, pool.page_size)
@@ -256,23 +300,21 @@ class Simulator:
             tree.make_room(pool.page_size * len(self._batch))
         pool.take(needed)
         self._seq_lens += 1
-        read_key = self._read_key if self._has_changed else None
-        self._has_changed = False
         served = self.served
-        plan = self._planner.step(read_key, self._read_forest, self._seq_lens)
-        step = Step(
+        batch = self._reader.read(self._batch, self._seq_lens)
+        planned = self._account.step(batch)
+        running = RunningBatch(
             number=served.steps,
             time=self.now,
             reqs=self._batch,
-            seq_lens=self._seq_lens,
-            read_paths=self._read_paths,
-            plan=plan,
+            batch=batch,
+            planned=planned,
             held_tokens=pool.size - pool.available,
         )
         served.steps += 1
         served.decode_tokens += len(self._batch)
-        self.now += self._decode_base + plan.kv_tokens * self._decode_per_token
-        return step
+        self.now += self._decode_base + planned.kv_tokens * self._decode_per_token
+        return running
 
     def _after_decode(self) -> None:
         """Each request has got one more token."""
@@ -309,6 +351,7 @@ class Simulator:
             request = self._batch[index]
             request.kv_len = int(self._seq_lens[index])
             self._tree.release(request)
+            self._reader.retracted(request)
             self._free_rows.append(request.req_pool_idx)
             self._retracted.append(_Waiting(self.now, request, int(answers[index])))
             self.served.retracted += 1
@@ -327,7 +370,13 @@ class Simulator:
     def _finish(self, request: ReplayRequest) -> None:
         self._tree.cache_finished(request)
         self._free_rows.append(request.req_pool_idx)
-        self.served.finished += 1
+        served = self.served
+        served.finished += 1
+        admitted, first_token = self._started.pop(request.rid)
+        served.service.add(_nanoseconds(self.now - admitted))
+        if request.num_output_tokens > 1:
+            more = request.num_output_tokens - 1
+            served.tpot.add(_nanoseconds((self.now - first_token) / more))
 
     def _keep(self, indices: np.ndarray) -> None:
         """Leave only these requests in the batch, in order."""
@@ -338,20 +387,6 @@ class Simulator:
 
     def _batch_changed(self) -> None:
         self._until_finish = int(self._steps_left.min()) if self._batch else 0
-        self._has_changed = True
-
-    def _read_key(self) -> Hashable:
-        # As in an engine: a request that was retracted may return with all that the tree's own key
-        # looks at unchanged, by way of another prefill.
-        return self._prefills, self._tree.source.key(self._batch)
-
-    def _read_forest(self) -> PrefixForest:
-        """The paths of the batch, read anew."""
-        self._forest.update([], self._batch, set(), self._tree.source.read)
-        return self._forest
-
-    def _read_paths(self) -> PrefixPaths:
-        return self._tree.source.paths(self._batch, len(self._batch))
 
 
 def _tokens_needed(seq_lens: IntArray, page_size: int) -> int:
@@ -359,3 +394,7 @@ def _tokens_needed(seq_lens: IntArray, page_size: int) -> int:
     if page_size == 1:
         return len(seq_lens)
     return page_size * int(np.count_nonzero(seq_lens % page_size == 0))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -10,9 +10,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from sglang_pat.replay.draws import Draws, zipf
-from sglang_pat.replay.generators import WORKLOADS, generate
-from sglang_pat.replay.prefix_tree import PrefixTree
+from sglang_pat.replay.capacity import TokenTree
+from sglang_pat.replay.generate import WORKLOADS, Draws, generate, zipf
 from sglang_pat.replay.trace import TraceRequest, token_ids
 
 # The first 64 requests of seed 0, hashed. They change when a workload does, and only then: not with
@@ -34,7 +33,7 @@ def requests_of(name: str, requests: int, seed: int = 0, **options: float) -> li
 
 def hit_rate(requests: list[TraceRequest]) -> float:
     """Prompt tokens found in a cache that never evicts."""
-    tree = PrefixTree()
+    tree = TokenTree()
     found = sum(tree.insert(token_ids(request.prompt)) for request in requests)
     return found / sum(request.input_length for request in requests)
 

@@ -11,11 +11,10 @@ import plotly.graph_objects as go
 import pytest
 import replay_results
 
-from sglang_pat.replay.downsample import MAX_POINTS
-from sglang_pat.replay.report import render, write_report
+from sglang_pat.replay.charts import MAX_POINTS, time_charts, total_charts
+from sglang_pat.replay.report_html import render, write_report
+from sglang_pat.replay.report_text import verdict
 from sglang_pat.replay.result import Result
-from sglang_pat.replay.step_charts import time_charts
-from sglang_pat.replay.total_charts import total_charts
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 NASTY = "</script><script>window.injected = 1</script><img src=x onerror='window.injected=1'>&amp;"
@@ -130,7 +129,7 @@ def test_what_is_missing_is_said() -> None:
     assert "No step's prefix forest was recorded." in nothing.text
     assert "The replay was interrupted" in Page(render(odd["interrupted"])).text
     assert "The replay was interrupted" not in Page(render(odd["plain"])).text
-    assert "no packing policy was replayed" in Page(render(odd["no policy"])).text
+    assert "were replayed, but no packing policy" in Page(render(odd["no policy"])).text
 
 
 def test_malformed_lines_are_shown() -> None:
@@ -166,17 +165,81 @@ def test_same_result_same_page() -> None:
 
 def test_long_trace_keeps_its_peak() -> None:
     result = replay_results.result(steps=20_000, policies=["memory"])
-    result["steps"][12_345]["kv_tokens"]["policies"]["memory"] = 10**9
-    result["steps"][6_789]["kv_tokens"]["policies"]["memory"] = 1
+    steps = result["steps"]
+    steps[12_345]["kv_tokens"]["policies"]["memory"] = 10**9
+    steps[6_789]["kv_tokens"]["policies"]["memory"] = 1
     chart = time_charts(result)[0]
-    (drawn,) = (trace for trace in chart.figure.data if trace.name == "memory" and trace.showlegend)
+    (drawn,) = (trace for trace in chart.figure.data if trace.name == "memory")
     points = dict(zip(drawn.x, drawn.y, strict=True))
-    assert points[12_345] == 10**9
-    assert points[6_789] == 1
-    assert {0, 19_999} <= points.keys()
+    assert chart.figure.layout.xaxis.title.text == "simulated time, minutes"
+    minutes = [round(step["time"] / 60, 6) for step in steps]
+    assert points[minutes[12_345]] == 10**9
+    assert points[minutes[6_789]] == 1
+    assert {minutes[0], minutes[-1]} <= points.keys()
     assert len(points) <= MAX_POINTS + 2
     assert any("of 1,500 intervals" in note for note in chart.notes)
     assert not time_charts(replay_results.result(steps=MAX_POINTS))[0].notes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "title"),
+    [(0.1, "seconds"), (2.0, "minutes"), (200.0, "hours")],
+)
+def test_time_is_in_the_unit_that_fits(seconds: float, title: str) -> None:
+    result = replay_results.result(steps=100)
+    for row in result["steps"]:
+        row["time"] = row["step"] * seconds
+    for chart in time_charts(result):
+        titles = [axis.title.text for axis in chart.figure.select_xaxes()]
+        assert f"simulated time, {title}" in titles
+
+
+def test_a_server_that_was_mostly_idle_is_shown_by_steps() -> None:
+    result = replay_results.result(steps=100)
+    for row in result["steps"][50:]:
+        row["time"] += 1e6
+    figure = time_charts(result)[0].figure
+    assert figure.layout.xaxis.title.text == "decode step"
+    assert list(figure.data[0].x) == list(range(100))
+
+
+def test_lines_that_nobody_could_tell_apart_are_one() -> None:
+    result = replay_results.result(steps=50, policies=["paper", "memory", "per-node", "compute"])
+    for row in result["steps"]:
+        tokens = row["kv_tokens"]
+        tokens["lower_bound"] = 100_000
+        tokens["policies"] = {
+            "paper": 100_400,  # within a percent of memory
+            "memory": 100_000,
+            "per-node": 100_000,
+            "compute": 150_000,
+        }
+    reads, over = time_charts(result)[:2]
+    assert [trace.name for trace in reads.figure.data] == [
+        "memory, paper, per-node, lower bound",
+        "query-centric",
+        "compute",
+    ]
+    merged = reads.figure.data[0]
+    assert set(merged.y) == {100_000}
+    assert merged.zorder == 1
+    # Over the bound, where the scale is another, 0.4% is to be seen.
+    assert [trace.name for trace in over.figure.data] == ["memory, per-node", "paper", "compute"]
+
+
+def test_the_page_opens_with_the_verdict() -> None:
+    result = replay_results.result(steps=40)
+    text = Page(render(result)).text
+    assert verdict(result).sentence in text
+    assert text.index(verdict(result).sentence) < text.index("KV read, by policy")
+    assert "estimates for llama-3.1-8b on H100" in text
+
+
+def test_cells_name_their_columns() -> None:
+    """On a phone, where rows are blocks."""
+    page = Page(render(replay_results.result(steps=40)))
+    labels = page.attributes("data-label")
+    assert {"saving", "bytes", "partials", "packs", "tail"} <= set(labels)
 
 
 def test_sampling_is_said() -> None:
@@ -200,7 +263,7 @@ def test_shares_of_plans_add_up() -> None:
     first = chart.figure.data[0]
     ends = [x + width / 2 for x, width in zip(first.x, first.width, strict=True)]
     begins = [x - width / 2 for x, width in zip(first.x, first.width, strict=True)]
-    assert ends[:-1] == begins[1:]
+    assert ends[:-1] == pytest.approx(begins[1:])
     assert list(shares.values()) == pytest.approx([1] * len(shares))
 
 

@@ -11,14 +11,19 @@ import pytest
 import replay_results
 from rich.console import Console
 
-from sglang_pat.replay.capacity_rows import capacity_rows
+from sglang_pat.replay.charts import extremes
 from sglang_pat.replay.compare import compared, differences, print_comparison, read_result
-from sglang_pat.replay.downsample import extremes
-from sglang_pat.replay.flat import flatten
-from sglang_pat.replay.result import Result
-from sglang_pat.replay.step_csv import write_csv
-from sglang_pat.replay.summary import headline, key_numbers, policy_rows
-from sglang_pat.replay.tables import print_result
+from sglang_pat.replay.report_text import (
+    capacity_rows,
+    headline,
+    key_numbers,
+    policy_rows,
+    print_result,
+    verdict,
+)
+from sglang_pat.replay.result import Result, flatten, write_csv
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
 
 
 def _console() -> tuple[Console, StringIO]:
@@ -51,6 +56,47 @@ def test_policies_are_measured_against_both_ends() -> None:
     assert (last.name, last.over_bound, last.saving) == ("lower bound", "1.000x", "3.00x")
     assert "2.40x fewer" in headline(result)
     assert "1.250x the lower bound" in headline(result)
+
+
+@pytest.mark.parametrize(
+    ("after", "kind", "words"),
+    [
+        (8.0, "pays", "pat pays for this traffic: a decode step would take about 20% less time"),
+        (9.0, "pays", "about 10% less time (9.0 instead of 10.0 ms)"),
+        (9.5, "pays-a-little", "pat pays a little for this traffic: a decode step would take"),
+        (9.8, "does-not-pay", "pat does not pay for this traffic: a decode step would take"),
+        (10.5, "does-not-pay", "about 5% more time (10.5 instead of 10.0 ms)"),
+    ],
+)
+def test_the_verdict_follows_the_time_of_a_step(after: float, kind: str, words: str) -> None:
+    result = replay_results.result(steps=10, policies=["memory"])
+    totals = result["totals"]
+    totals["step_ms"] = {"query_centric": 10.0, "memory": after, "lower_bound": 5.0}
+    totals["bytes"] = {"query_centric": 10 * 7_000_000_000, "memory": 10 * 3_500_000_000}
+    found = verdict(result)
+    assert found.kind == kind
+    assert words in found.sentence
+    # 7 GB a step at 2.8 TB/s are 2.5 ms of 10.
+    assert "moves 2.00x fewer bytes, and it is 25% of a step" in found.sentence
+    assert found.sentence in " ".join(_printed(result).split())
+
+
+def test_nothing_can_be_said_of_older_or_empty_results() -> None:
+    empty = replay_results.result(steps=0)
+    assert verdict(empty) == ("unknown", "No decode step was replayed.")
+    older = replay_results.result(steps=10)
+    del older["totals"]["step_ms"], older["totals"]["latency"]
+    older["config"] = {"policies": ["memory"], "kv_tokens": 400_000}
+    assert verdict(older).kind == "unknown"
+    assert "fewer KV tokens than query-centric attention" in verdict(older).sentence
+    assert "Latency" not in _printed(older)
+
+
+def test_latency_is_printed_in_readable_units() -> None:
+    printed = " ".join(_printed(replay_results.result(steps=10)).split())
+    assert "waiting for admission │ 500.0 ms" in printed
+    assert "from admission to the last token │ 6.0 s" in printed
+    assert "median 4.0 s, 99th percentile 31.0 s" in printed
 
 
 def test_query_centric_as_a_policy_has_one_row() -> None:
@@ -97,12 +143,20 @@ def test_doubtful_results_are_marked() -> None:
     result = replay_results.result(steps=5)
     result["meta"]["interrupted"] = True
     result["trace"] |= {"name": "[bold]x", "malformed": 1, "errors": ["x:2: no [length]"]}
-    result["totals"]["refused"] = 7
-    printed = _printed(result)
-    assert printed.count("WARNING") == 3
+    result["trace"]["estimated"] = 5
+    result["totals"] |= {"refused": 8, "refused_by": {"context": 7, "pool": 1}, "truncated": 2}
+    result["totals"]["latency"] |= {"overloaded": True}
+    result["config"]["gpu"] |= {"memory_bytes": 24 * 10**9}
+    printed = " ".join(_printed(result).split())
+    assert printed.count("WARNING") == 8
     assert "[bold]x" in printed
     assert "1 malformed line was skipped: x:2: no [length]" in printed
-    assert "7 requests were refused" in printed
+    assert "7 requests were refused: longer than the model's context of 131,072 tokens" in printed
+    assert "1 request was refused: longer than the KV pool of 400,000 tokens" in printed
+    assert "2 answers were cut" in printed
+    assert "The prompts of 5 requests are text" in printed
+    assert "overloaded: a request waits 500.0 ms and is then served in 6.0 s" in printed
+    assert "16.1 GB of weights and 52.4 GB of KV pool do not fit into the 24.0 GB" in printed
 
 
 def test_capacity_of_a_short_trace_is_a_bound() -> None:
@@ -146,7 +200,7 @@ def test_differences_are_named() -> None:
     right["meta"] |= {"seconds": 99.0, "steps_per_second": 1.0}
     assert not differences(left, right)
     right["config"]["max_batch"] = 256
-    right["config"]["time"] = {"overhead": 1}
+    right["config"]["time"] = {**right["config"]["time"], "overhead": 1}
     right["meta"]["versions"]["sglang"] = "0.5.17"
     assert differences(left, right) == [
         ("config: max batch", 64, 256),
@@ -184,6 +238,23 @@ def test_comparison_is_printed(tmp_path: Path) -> None:
     console, written = _console()
     print_comparison(left, left, console)
     assert "Trace, configuration and versions are equal." in written.getvalue()
+
+
+@pytest.mark.parametrize("name", ["12", "14-conversation", "14-toolagent"])
+def test_kept_results_can_be_compared(name: str, tmp_path: Path) -> None:
+    kept = RESULTS / f"replay-pat-figure-{name}.json"
+    console, written = _console()
+    print_comparison(kept, kept, console)
+    assert "1.00x" in written.getvalue()
+    # One of an older version: no latency, and no partials of query-centric attention.
+    older = read_result(kept)
+    for key in ("latency", "step_ms", "refused_by", "truncated"):
+        del older["totals"][key]
+    del older["totals"]["partial_bytes"]["query_centric"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    console, written = _console()
+    print_comparison(tmp_path / "older.json", kept, console)
+    assert "Only one of the two charges query-centric attention" in written.getvalue()
 
 
 @pytest.mark.parametrize(

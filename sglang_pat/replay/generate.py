@@ -1,18 +1,24 @@
-"""Traces without a file: workloads of the papers, made up from a seed.
+"""Traces without a file: the workloads of the papers, made from a seed.
 
-First stage of the replay, beside `readers.py`. A generator yields bursts, requests that arrive
-together; `generate` gives them their times. The same name, seed and options make the same trace on
-every machine. Lengths are in tokens. What a paper does not say is our choice, and said to be.
+A workload yields bursts: requests that arrive together. `generate` gives them their times. The same
+name, seed and options make the same trace on every machine and in every version of Python. Lengths
+are in tokens. The docstrings say which numbers are a paper's and which are our choice.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist
+from typing import NamedTuple, TypeVar
 
-from sglang_pat.replay.draws import Draws, zipf
 from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
+
+T = TypeVar("T")
+
+_NORMAL = NormalDist()
 
 # Means over all of BurstGPT; that lengths are log-normal, and the sigma, is our choice.
 _PROMPT_MEAN, _ANSWER_MEAN = 621, 126
@@ -220,3 +226,54 @@ def _content(*names: str | int) -> int:
     """The content of shared text, by its name: 62 bits."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
+
+
+class Draws:
+    """A stream of independent draws. ValueError if the seed is negative.
+
+    Of `random.Random`, only seeding with an integer and `random()` are promised to stay as they
+    are. Everything else is computed from `random()` here.
+    """
+
+    def __init__(self, seed: int) -> None:
+        if seed < 0:
+            raise ValueError(f"seed {seed}; 0 or more is allowed")
+        self._uniform = random.Random(seed).random
+
+    def below(self, end: int) -> int:
+        """An integer from 0 to end - 1, all equally probable."""
+        return int(self._uniform() * end)
+
+    def exponential(self, mean: float) -> float:
+        return -mean * math.log(1.0 - self._uniform())
+
+    def length(self, mean: float, sigma: float, longest: int) -> int:
+        """A log-normal length of about this mean (before it is cut to 1..longest).
+
+        sigma: of its logarithm; the median is mean / exp(sigma^2 / 2).
+        """
+        # inv_cdf is open at 0, random() is not.
+        normal = _NORMAL.inv_cdf(max(self._uniform(), 1e-12))
+        exponent = sigma * normal - sigma * sigma / 2
+        return min(max(round(mean * math.exp(exponent)), 1), longest)
+
+    def ranked(self, cumulated: Sequence[float]) -> int:
+        """An index, by the cumulated weights that `zipf` gives."""
+        wanted = self._uniform() * cumulated[-1]
+        return next(i for i, weight in enumerate(cumulated) if wanted < weight)
+
+    def shuffled(self, values: Sequence[T]) -> list[T]:
+        """The values in a random order."""
+        order = list(values)
+        for last in range(len(order) - 1, 0, -1):
+            other = self.below(last + 1)
+            order[last], order[other] = order[other], order[last]
+        return order
+
+
+def zipf(count: int) -> list[float]:
+    """Cumulated weights of `count` ranks, rank k being 1/k as probable as the first."""
+    cumulated = [0.0]
+    for rank in range(1, count + 1):
+        cumulated.append(cumulated[-1] + 1.0 / rank)
+    return cumulated[1:]
