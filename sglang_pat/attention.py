@@ -24,13 +24,13 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
+from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
 
 # Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
 _CPU_WORKERS = 32
 MIN_PIECE_TOKENS = 256
-GROWTH_TOKENS = 256
 _INTS = (torch.int64, torch.int32)
 
 
