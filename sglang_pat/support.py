@@ -51,7 +51,7 @@ def _any_of(values: tuple[object, ...]) -> str:
 
 
 _MATRIX = (
-    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "refused if one of the hooks finds no target"),
+    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "start-up fails if a hook cannot be installed"),
     SupportRow("Python", _any_of(PYTHON_VERSIONS), "refused by pip"),
     SupportRow(
         "device",

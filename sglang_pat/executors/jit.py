@@ -51,6 +51,8 @@ class KernelConfig:
         64 or 128.
     arch
         Compute capability, 8.0 or newer.
+    force_mma_sync
+        On Hopper too, the bodies that other architectures run: for their tests.
 
     Raises
     ------
@@ -61,6 +63,7 @@ class KernelConfig:
     dtype: torch.dtype
     head_dim: int
     arch: tuple[int, int]
+    force_mma_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ELEMENTS:
@@ -82,7 +85,8 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """Short name, usable in identifiers and file names: `bf16_d128_sm90`."""
-        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}"
+        suffix = "_mma" if self.force_mma_sync else ""
+        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def namespace(self) -> str:
@@ -105,6 +109,7 @@ class KernelConfig:
             f"-DPAT_HEAD_DIM={self.head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",
             f"-DPAT_NAMESPACE={self.namespace}",
+            *(["-DPAT_FORCE_MMA_SYNC"] if self.force_mma_sync else []),
         ]
 
     @property

@@ -47,7 +47,8 @@ class BatchReader:
 
     A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
     retraction is what can give a running request another last node or another row, or a row other
-    slots (docs/design.md). The forest keeps it in between, until the request leaves.
+    slots (docs/design/decisions/0010-kept-paths.md). The forest keeps it in between, until the
+    request leaves.
 
     private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
     requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),

@@ -12,7 +12,7 @@ import replay_results
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from sglang_pat.replay.report import write_report
+from sglang_pat.replay.report_html import write_report
 from sglang_pat.replay.result import Result
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

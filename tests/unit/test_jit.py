@@ -74,8 +74,12 @@ def test_compiles_once(toolchain: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "compiling CUDA kernels for bf16_d128_sm90" in capfd.readouterr().err
     assert build(CONFIG, cache=tmp_path / "cache") == first
     assert links(toolchain) == 1
-    other = KernelConfig(torch.float16, 128, (9, 0))
-    assert build(other, cache=tmp_path / "cache") != first
+    for other in (
+        KernelConfig(torch.float16, 128, (9, 0)),
+        KernelConfig(torch.bfloat16, 128, (9, 0), force_mma_sync=True),
+    ):
+        assert other.namespace != CONFIG.namespace
+        assert build(other, cache=tmp_path / "cache") != first
 
 
 def test_a_changed_source_is_compiled_anew(toolchain: Path, sources: Path, tmp_path: Path) -> None:

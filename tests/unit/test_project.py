@@ -24,6 +24,7 @@ from sglang_pat.sglang.env import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs/guide.md").read_text()
 PAGES = {
     path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
@@ -58,7 +59,7 @@ def _imported(path: Path) -> set[str]:
     return names
 
 
-# --- README ---
+# --- README and documentation ---
 
 
 def test_the_support_table_is_documented_once() -> None:
@@ -86,8 +87,12 @@ def test_the_support_table_holds_every_row() -> None:
         assert supported[topic] == ", ".join(map(str, values))
 
 
-def test_readme_example_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+def test_readme_names_the_supported_sglang_versions() -> None:
+    assert f"| SGLang | {', '.join(support.SGLANG_VERSIONS)} |" in README
+
+
+def test_example_of_the_guide_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code[1], names)
@@ -106,7 +111,25 @@ def test_readme_names_only_make_targets_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     mentioned = set(re.findall(r"make ([a-z-]+)", README))
-    assert {"demo", "test", "lint"} <= mentioned <= targets
+    assert {"demo", "test", "test-fast", "lint"} <= mentioned <= targets
+
+
+def test_relative_links_lead_somewhere() -> None:
+    """Those of the files that the documentation's own strict build does not see."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text()
+        links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+        assert not [link for link in links if not (ROOT / link).exists()], name
+
+
+def test_documentation_quotes_existing_results() -> None:
+    """Files below benchmarks/results/ that a page names are there."""
+    for page in ("docs/results.md", "docs/when-it-does-not-pay.md", "docs/related-work.md"):
+        text = (ROOT / page).read_text()
+        quoted = set(re.findall(r"`(?:benchmarks/results/)?((?:h100|h200|cpu)/[\w./*-]+)`", text))
+        assert quoted, page
+        for name in quoted:
+            assert list((ROOT / "benchmarks/results").glob(name)), f"{page}: {name}"
 
 
 def test_every_variable_is_documented() -> None:
