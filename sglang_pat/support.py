@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BACKEND = "pat"  # the name of the attention backend in SGLang
 SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # those that are tested, the oldest and the newest allowed
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -98,10 +99,10 @@ def _name(arch: tuple[int, int]) -> str:
 
 
 def _folder(text: str) -> Path:
-    path = Path(text)
-    if not text or (path.exists() and not path.is_dir()):
+    # os.path: a folder that may not be looked into does not raise here, but in `kernel_cache`.
+    if not text or (os.path.exists(text) and not os.path.isdir(text)):
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
-    return path
+    return Path(text)
 
 
 def _archs_here() -> list[tuple[int, int]]:

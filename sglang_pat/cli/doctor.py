@@ -22,7 +22,7 @@ from typing import Literal
 from sglang_pat import support
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import output_file
-from sglang_pat.sglang.plugin import NAME, missing_registrations
+from sglang_pat.sglang.plugin import missing_registrations
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
@@ -153,10 +153,10 @@ def check_registration() -> Check:
         return Check(
             "registration",
             "failed",
-            f"{NAME} is missing from {' and '.join(missing)}",
+            f"{support.BACKEND} is missing from {' and '.join(missing)}",
             "look for 'Failed to execute general plugin: pat' in SGLang's log, and report it",
         )
-    return Check("registration", "ok", f"{NAME} can be chosen by --attention-backend")
+    return Check("registration", "ok", f"{support.BACKEND} can be chosen by --attention-backend")
 
 
 def check_hooks() -> Check:
@@ -383,7 +383,7 @@ def check_sglang() -> Check:
 
 def check_entry_point() -> Check:
     """Whether SGLang can see the plug-in."""
-    names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=NAME)]
+    names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=support.BACKEND)]
     if len(names) != 1:
         found = "none" if not names else f"several: {', '.join(names)}"
         advice = "install sglang-pat, once, into the Python that runs SGLang: " + _INSTALL
@@ -395,7 +395,7 @@ def check_white_list() -> Check:
     """Whether SGLANG_PLUGINS lets SGLang load the plug-in."""
     given = os.environ.get("SGLANG_PLUGINS", "")
     allowed = [name.strip() for name in given.split(",") if name.strip()]
-    if allowed and NAME not in allowed:
-        advice = f"add {NAME}: SGLANG_PLUGINS={','.join([*allowed, NAME])}"
+    if allowed and support.BACKEND not in allowed:
+        advice = f"add {support.BACKEND}: SGLANG_PLUGINS={','.join([*allowed, support.BACKEND])}"
         return Check("SGLANG_PLUGINS", "failed", given, advice)
     return Check("SGLANG_PLUGINS", "ok", given or "not set: every plug-in is loaded")

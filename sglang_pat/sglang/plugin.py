@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "pat"
+from sglang_pat.support import BACKEND
 
 
 def register() -> None:
@@ -18,8 +18,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 
-    add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(create_backend)
+    add_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(create_backend)
     method = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # 0.5.17
     target = f"sglang.srt.server_args:ServerArgs.{method}"  # with a colon, as in hooks.py
     HookRegistry.register(target, check_variables, HookType.BEFORE)
@@ -32,7 +32,7 @@ def check_variables(arguments: Any, *rest: object, **named: object) -> None:
     """
     from sglang_pat.sglang.env import Environment
 
-    if NAME in (arguments.attention_backend, arguments.decode_attention_backend):
+    if BACKEND in (arguments.attention_backend, arguments.decode_attention_backend):
         Environment.read()
 
 
@@ -55,4 +55,4 @@ def missing_registrations() -> list[str]:
         "the attention registry": ATTENTION_BACKENDS,
         "the choices of --attention-backend": ATTENTION_BACKEND_CHOICES,
     }
-    return [place for place, names in places.items() if NAME not in names]
+    return [place for place, names in places.items() if BACKEND not in names]

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import entry_points, version
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 import torch
 
@@ -276,6 +278,12 @@ def test_imports_go_in_one_direction() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    graph = grimp.build_graph("sglang_pat", exclude_type_checking_imports=True)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    TopologicalSorter(imports).prepare()  # CycleError names the cycle
 
 
 def test_every_module_says_what_it_is() -> None:
