@@ -33,7 +33,7 @@ help:
 	@echo 'make test-sglang      what depends on SGLang: the adapter, and one file of engine tests'
 	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
 	@echo 'make fuzz             10,000 random plans and a million forest operations'
-	@echo 'make lint             ruff, mypy, clang-format'
+	@echo 'make lint             ruff, mypy, import-linter, clang-format'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
 	@echo 'make docs             build the documentation into build/site, strictly'

@@ -30,6 +30,8 @@ std::optional<UpdateCounts> update_forest(PrefixForest& forest, std::span<const 
   for (int round = 1;; ++round) {
     TreePaths paths{.paths = {.path_begin = kNoPaths}};
     if (!to_read.empty()) paths = reader.read(to_read);
+    const bool only_suspects = round > 1 && outdated.dropped.empty();
+    if (only_suspects && forest.agrees(to_read, paths.paths)) return counts;  // nothing was split
     forest.update(change.kept, paths, outdated);
     if (outdated.dropped.empty() && outdated.suspects.empty()) return counts;
     num_splits_shown += !outdated.dropped.empty();

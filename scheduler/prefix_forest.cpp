@@ -89,6 +89,23 @@ void PrefixForest::update(std::span<const int32_t> kept, const TreePaths& read,
   }
 }
 
+bool PrefixForest::agrees(std::span<const int32_t> requests, const PathsView& paths) const {
+  check_shapes(paths, requests.size());
+  for (size_t path = 0; path < requests.size(); ++path) {
+    int32_t node = last_node_[requests[path]];
+    for (int32_t i = paths.path_begin[path + 1]; i-- > paths.path_begin[path];) {
+      if (node < 0 || path_nodes_[node].id != paths.node_id[i] ||
+          path_nodes_[node].kv_begin != paths.kv_begin[i] ||
+          path_nodes_[node].kv_end != paths.kv_end[i]) {
+        return false;
+      }
+      node = path_nodes_[node].parent;
+    }
+    if (node != kEmptyPath) return false;
+  }
+  return true;
+}
+
 void PrefixForest::clear() {
   path_nodes_.clear();
   free_.clear();

@@ -64,6 +64,10 @@ class PrefixForest {
   // split.
   void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
 
+  // Whether the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
+  // many.
+  bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
+
   // Arranges the batch for the accessors below. Rows behind the last request have an empty path. Throws
   // std::invalid_argument if a request is shorter than its path or has none because it was outdated. Linear
   // in requests + shared nodes.

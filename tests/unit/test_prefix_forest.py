@@ -182,7 +182,7 @@ def test_a_longer_sibling_that_was_not_split_costs_one_request() -> None:
     newcomer = Request([SYSTEM, PathNode(99, 100, 203), PathNode(100, 203, 210)], beside={99})
     assert batches.go_to([*readers, newcomer]) == (1, 0, 0, 4)
     assert batches.reads[1] == [id(reader) for reader in readers[4 * 16 :: 16]]
-    assert batches.forest.num_kept == len(readers) + 1 - 4
+    assert batches.forest.num_kept == len(readers)
     batches.check()
 
 
