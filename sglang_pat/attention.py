@@ -6,10 +6,12 @@ backend, or any code that has radix paths and a paged KV pool.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Hashable
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol, overload
 
 import numpy as np
 import torch
@@ -19,16 +21,17 @@ from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, Pre
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
 from sglang_pat.executors.cuda import CudaExecutor, DecodeKernels
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
-from sglang_pat.stats import PlanStats, StepKind
+from sglang_pat.stats import PlanningTime, PlanStats, StepKind
+from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
-_CPU_WORKERS = 32
+# Workers per KV head where plain torch executes: enough for long ranges to be cut in tests.
+_TORCH_WORKERS = 32
 MIN_PIECE_TOKENS = 256
-GROWTH_TOKENS = 256
 _INTS = (torch.int64, torch.int32)
 
 
@@ -45,16 +48,9 @@ class Executor(Protocol):
 
     def reuse_plan(self, step: Step) -> None: ...
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> None: ...
+    def sibling(self) -> Executor: ...
+
+    def run(self, layer: LayerInputs) -> None: ...
 
 
 class PackAttention:
@@ -84,19 +80,36 @@ class PackAttention:
     ) -> None:
         """Refuse what is unsupported, and size everything else from the device.
 
-        num_qo_heads, num_kv_heads, head_dim: heads of this rank; num_qo_heads is a multiple of
-        num_kv_heads.
-        dtype: of queries and KV. device: of all tensors. policy: how packs are formed (README).
-        num_workers: how many CTAs share the work of one KV head; None: from the device.
-        growth_tokens: a plan is made anew when a request has grown by more tokens than this.
-        executor: "cuda" runs the kernels, "reference" plain torch; "auto" takes the kernels on a
-        CUDA device unless dtype is float32, which they do not have. max_requests, max_shared_slots:
-        with max_requests, the buffers of the kernels are allocated here and never move, so that
-        run() can be captured in a CUDA graph: plan(), then replay, with other plans. A plan that
-        needs more raises PlanOverflowError. max_shared_slots bounds the KV tokens of all shared
-        ranges of a batch. Without max_requests, buffers grow.
+        Parameters
+        ----------
+        num_qo_heads, num_kv_heads : int
+            Heads of this rank. `num_qo_heads` is a multiple of `num_kv_heads`.
+        head_dim : int
+            Of queries, keys and values.
+        dtype : torch.dtype
+            Of queries and KV.
+        device : torch.device or str
+            Of all tensors.
+        policy : str
+            How packs are formed: `memory`, `paper` (PAT, Algorithm 1), `compute`, `per-node` or
+            `query-centric`.
+        num_workers : int, optional
+            How many CTAs share the work of one KV head. Default: from the device.
+        growth_tokens : int
+            A plan is made anew when a request has grown by more tokens than this.
+        executor : {"auto", "cuda", "reference"}
+            `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
+            device, unless dtype is float32, for which there are none.
+        max_requests : int, optional
+            Allocate the kernels' buffers here, for batches of that size. They never move, so run()
+            can be captured in a CUDA graph and replayed with other plans. Default: buffers grow.
+        max_shared_slots : int
+            With `max_requests`: KV tokens of all shared ranges of a batch, at most.
 
-        Raises ValueError, naming the value and what is supported, for anything unsupported.
+        Raises
+        ------
+        ValueError
+            For anything unsupported. Names the value and what is supported.
         """
         _check_heads(num_qo_heads, num_kv_heads)
         if head_dim not in support.HEAD_DIMS:
@@ -111,21 +124,29 @@ class PackAttention:
         self.dtype = dtype
         self.device = _canonical_device(device)
         self.policy = policy
-        self.stats = PlanStats()
+        kernels = self._load_kernels(executor)
         if num_workers is None:
-            num_workers = default_workers(self.device, num_kv_heads)
-        self._scheduler = new_scheduler(
+            num_workers = default_workers(kernels, self.device, num_kv_heads)
+        self._new_scheduler = partial(
+            new_scheduler,
             group_size=num_qo_heads // num_kv_heads,
             num_workers=num_workers,
             policy=policy,
             growth_tokens=growth_tokens,
         )
-        self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
+        self._executor = self._make_executor(kernels, num_workers, max_requests, max_shared_slots)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without a plan, and nothing counted."""
+        self.stats = PlanStats()
+        self._scheduler = self._new_scheduler()
         self._plan: DecodePlan | None = None
         self._num_requests = 0  # of the plan
         self._key: Hashable = None
         # Of the last step.
         self.step_tokens = KvTokens(0, 0, 0)
+        self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
         self._checked_table: torch.Tensor | None = None  # the req_to_token of the last step
         self._table_width = 0
@@ -140,16 +161,32 @@ class PackAttention:
     ) -> DecodePlan:
         """Prepare the next run()s: reuse the last plan, or build one. Host work only.
 
-        batch: the step as host data. req_to_token: int32 `[num_rows, max_context_len]`, the KV slot
-        of every position of every row. req_pool_indices: int64 or int32 `[num_requests]`, the row
-        of each request.
-        seq_lens: int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The tensors lie on
-        `device`, are borrowed until the next plan(), and must not change before the last run() of
-        the step.
+        The tensors lie on `device`. They are borrowed until the next plan(), and must not change
+        before the last run() of the step.
 
-        The plan returned is a view, valid until the next plan() builds one. ValueError or TypeError
-        on bad input; the last plan then stays in force. PlanOverflowError if a reservation is too
-        small; there is no plan then.
+        Parameters
+        ----------
+        batch : DecodeBatch
+            The step as host data.
+        req_to_token : torch.Tensor
+            int32 `[num_rows, max_context_len]`: the KV slot of every position of every row.
+        req_pool_indices : torch.Tensor
+            int64 or int32 `[num_requests]`: the row of each request.
+        seq_lens : torch.Tensor
+            int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The kernels read it in each
+            run(), so that a captured graph sees the lengths of its replay.
+
+        Returns
+        -------
+        DecodePlan
+            A view, valid until the next plan() builds one.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On bad input. The last plan stays in force.
+        PlanOverflowError
+            If a reservation is too small. There is no plan then.
         """
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
@@ -182,8 +219,35 @@ class PackAttention:
         self.step_tokens = KvTokens(total, planned.planned + growth, planned.lower_bound + growth)
         self.seq_lens = batch.seq_lens
         stats.add_tokens(self.step_tokens)
-        stats.planning_ns.record(kind, time.perf_counter_ns() - begun_ns)
+        self.step_time = PlanningTime(kind, time.perf_counter_ns() - begun_ns)
+        stats.planning_ns.record(*self.step_time)
         return self._plan
+
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = ...,
+        sm_scale: float | None = ...,
+        logit_cap: float = ...,
+        return_lse: Literal[False] = ...,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        out: torch.Tensor | None = ...,
+        sm_scale: float | None = ...,
+        logit_cap: float = ...,
+        return_lse: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,
@@ -198,15 +262,36 @@ class PackAttention:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the last plan.
 
-        q: `[num_requests, num_qo_heads, head_dim]`. k_cache, v_cache: `[num_slots, num_kv_heads,
-        head_dim]`, SGLang's pool layout, this step's token already written. out: like q, written;
-        allocated if None.
-        sm_scale: softmax scale, `head_dim ** -0.5` if None. logit_cap: `cap * tanh(logit / cap)` if
-        positive. All of dtype `dtype` on `device`.
+        Tensors are of dtype `dtype` on `device`.
 
-        Returns out, with `return_lse` also the float32 natural-log LSE `[num_requests,
-        num_qo_heads]`, with which results over disjoint KV can be merged. ValueError on bad input,
-        RuntimeError without a plan; nothing is written then.
+        Parameters
+        ----------
+        q : torch.Tensor
+            `[num_requests, num_qo_heads, head_dim]`.
+        k_cache, v_cache : torch.Tensor
+            `[num_slots, num_kv_heads, head_dim]`, SGLang's pool layout. This step's token has been
+            written.
+        out : torch.Tensor, optional
+            Like `q`; written. Allocated by default.
+        sm_scale : float, optional
+            Scale of the logits. Default: `head_dim ** -0.5`.
+        logit_cap : float
+            If positive, logits become `logit_cap * tanh(logit / logit_cap)`.
+        return_lse : bool
+            Whether to return the LSE too. Results over disjoint KV can be merged with it.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            `out`; with `return_lse` also the natural-log LSE, float32 `[num_requests,
+            num_qo_heads]`.
+
+        Raises
+        ------
+        ValueError
+            On bad input. Nothing is written.
+        RuntimeError
+            Without a plan. Nothing is written.
         """
         if self._plan is None:
             raise RuntimeError("run() needs a plan: call plan() first")
@@ -228,8 +313,19 @@ class PackAttention:
         lse = None
         if return_lse:
             lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
-        self._executor.run(q, k_cache, v_cache, out, lse, scale, logit_cap)
+        self._executor.run(LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap))
         return out if lse is None else (out, lse)
+
+    def sibling(self) -> PackAttention:
+        """Another one, for other batches, which executes its plans in the buffers of this one.
+
+        One captured CUDA graph then serves both. A plan is sent to the device again when the
+        sibling's was there in between. Needs `max_requests`.
+        """
+        sibling = copy.copy(self)
+        sibling._executor = self._executor.sibling()
+        sibling._begin()
+        return sibling
 
     def steps_left(self) -> int:
         """How many more steps the plan serves in which each request of the last step, padding
@@ -242,29 +338,36 @@ class PackAttention:
         """What runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
-    def _make_executor(
-        self, name: str, num_workers: int, max_requests: int | None, max_shared_slots: int
-    ) -> Executor:
+    def _load_kernels(self, name: str) -> DecodeKernels | None:
+        """The kernels that the executor `name` runs; None: plain torch does."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
         if name == "cuda" and not on_gpu:
             raise ValueError(f"executor cuda needs a CUDA device, got device {self.device}")
-        if max_requests is not None and max_requests < 1:
-            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
         if name == "auto" and on_gpu and self.dtype == torch.float32:
             logger.warning("no CUDA kernels for float32: decode runs in plain torch, slowly")
             name = "reference"
         if name == "reference" or not on_gpu:
+            return None
+        return DecodeKernels.load(KernelConfig.for_device(self.dtype, self.head_dim, self.device))
+
+    def _make_executor(
+        self,
+        kernels: DecodeKernels | None,
+        num_workers: int,
+        max_requests: int | None,
+        max_shared_slots: int,
+    ) -> Executor:
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        if kernels is None:
             return ReferenceExecutor(self.device)
         reservation = None
         if max_requests is not None:
             reservation = BufferSizes.for_requests(
                 max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
             )
-        kernels = DecodeKernels.load(
-            KernelConfig.for_device(self.dtype, self.head_dim, self.device)
-        )
         return CudaExecutor(kernels, self.num_qo_heads, self.device, reservation)
 
     def _build(
@@ -375,12 +478,13 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def default_workers(device: torch.device, num_kv_heads: int) -> int:
-    """CTAs that share the work of one KV head: two per SM, over all KV heads."""
-    if device.type == "cpu":
-        return _CPU_WORKERS
-    num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, num_ctas // num_kv_heads)
+def default_workers(kernels: DecodeKernels | None, device: torch.device, num_kv_heads: int) -> int:
+    """CTAs that share the work of one KV head: those that the device runs at the same time, over
+    all KV heads.
+    """
+    if kernels is None:
+        return _TORCH_WORKERS
+    return max(1, kernels.num_ctas(device) // num_kv_heads)
 
 
 def _paths_key(paths: PrefixPaths) -> Hashable:

@@ -34,10 +34,7 @@ class PlanningTimes(dict[str, Counter[int]]):
     kept, or all when a request outgrew its plan. "cold": a plan was built from paths that were all
     new. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
     `+`, and are JSON as they are.
-    last: what was recorded last, as it was.
     """
-
-    last: PlanningTime | None = None
 
     def record(self, kind: StepKind, nanoseconds: int) -> None:
         shift = max(nanoseconds.bit_length() - 5, 0)
@@ -46,7 +43,6 @@ class PlanningTimes(dict[str, Counter[int]]):
         if histogram is None:
             histogram = self[kind] = Counter()
         histogram[bound] += 1
-        self.last = PlanningTime(kind, nanoseconds)
 
     def since(self, before: PlanningTimes) -> PlanningTimes:
         """The times that these histograms have beyond those of an earlier reading."""
@@ -108,24 +104,23 @@ class PlanStats:
 Counters = dict[str, Any]
 
 
-def read_counters(stats: Sequence[PlanStats], **more: Mapping[str, int]) -> Counters:
-    """The sum of `stats`, field by field, and what is given by name.
+def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
+    """The sum of `stats`, field by field, and of what is given by name.
 
     A copy. May be called by another thread than the one that counts.
     """
-    counters: Counters = {
-        field.name: _sum([getattr(each, field.name) for each in stats])
-        for field in fields(PlanStats)
-    }
-    return counters | {name: dict(numbers) for name, numbers in more.items()}
+    counters: Counters = {}
+    for name in (each.name for each in fields(PlanStats)):
+        values = [getattr(each, name) for each in stats]
+        if isinstance(values[0], PlanningTimes):
+            counters[name] = reduce(add, values, PlanningTimes())
+        else:
+            counters[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
+    return counters | {name: _sum(values) for name, values in more.items()}
 
 
-def _sum(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], PlanningTimes):
-        return reduce(add, values, PlanningTimes())
-    if not isinstance(values[0], Mapping):
-        return sum(values)
+def _sum(mappings: Sequence[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for numbers in values:
+    for numbers in mappings:
         total.update(dict(numbers))  # copied at once: it may grow while it is being iterated over
     return dict(total)

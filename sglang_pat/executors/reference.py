@@ -1,9 +1,8 @@
-"""Executes a decode plan in plain torch, on any device: the oracle of the kernels, and the backend
-of machines without a GPU.
+"""Executes a decode plan in plain torch, on any device.
 
-It reads the plan and nothing else: slots of shared ranges through the plan's slot buffer, private
-ranges live, partials and merges as the plan says. `dense_attention` knows no plan: the oracle of
-the oracle.
+This is the oracle of the kernels, and the backend on machines without a GPU. Everything comes from
+the plan: shared ranges through its slot buffer, private ranges live, partials and merges. The
+oracle of this oracle is `dense_attention`, which knows no plan.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
 from sglang_pat.batch import Step
+from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import DecodePlan, copy_plan
 
 _Int64Array = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ def gather_slots(
 ) -> torch.Tensor:
     """The plan's slot buffer: int64 `[num_shared_slots]`, the slots of all shared ranges.
 
-    Done when the plan is made, not when it runs: see GatherSpan in plan_format.h.
+    Gathered when the plan is made, not when it runs (GatherSpan in plan_format.h).
     """
     slots = torch.empty(plan.header.num_shared_slots, dtype=torch.int64, device=req_to_token.device)
     for request, kv_begin, num_tokens, slot_begin in plan.gather_spans.tolist():
@@ -128,18 +128,12 @@ class PlanExecution:
             partial_slot=to_device(partial_slots[valid & ~is_direct]),
         )
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer: output `[num_requests, num_qo_heads, head_dim]` and natural-log
         LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
-        float64 inputs).
+        float64 inputs). Does not write the layer's `out` and `lse`.
         """
+        q, k_cache, v_cache, _, _, sm_scale, logit_cap = layer
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
         out = q.new_zeros((num_requests, num_qo_heads, head_dim), dtype=dtype)
@@ -184,6 +178,7 @@ class ReferenceExecutor:
     name = "reference"
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
@@ -198,30 +193,25 @@ class ReferenceExecutor:
         self.reuse_plan(step)
         return self._plan
 
+    def sibling(self) -> ReferenceExecutor:
+        """One for other plans. They share nothing."""
+        return ReferenceExecutor(self._device)
+
     def reuse_plan(self, step: Step) -> None:
         """The last plan serves this step too: its tensors are read from now on."""
         self._step = step
         self._execution = None
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> None:
-        """One layer; writes `out`, and `lse` if given."""
+    def run(self, layer: LayerInputs) -> None:
+        """One layer; writes its `out`, and `lse` if given."""
         assert self._plan is not None
         assert self._step is not None
         if self._execution is None:
             self._execution = PlanExecution(self._plan, self._shared_slots, self._step)
-        result, result_lse = self._execution.run(q, k_cache, v_cache, sm_scale, logit_cap)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(result_lse)
+        out, lse = self._execution.run(layer)
+        layer.out.copy_(out)
+        if layer.lse is not None:
+            layer.lse.copy_(lse)
 
 
 def _attend(

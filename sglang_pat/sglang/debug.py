@@ -8,7 +8,7 @@ device: they are for tests and for hunting a suspected error.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,9 +19,65 @@ import torch
 import torch.distributed as dist
 
 from sglang_pat._scheduler import PrefixForest
+from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.radix import RadixSource, Request, RequestFields
+from sglang_pat.sglang.reader import BatchReader
+
+
+class DebugChecks:
+    """All checks of a step, made after it has been planned."""
+
+    def __init__(self, ranks: RankChecker) -> None:
+        self._ranks = ranks
+        self._steps: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
+        # By reader: who planned its last step, and for which lengths.
+        self._before: dict[BatchReader, tuple[PackAttention, IntArray]] = {}
+
+    @classmethod
+    def of_sglang(cls) -> DebugChecks:
+        """For this rank of SGLang's."""
+        return cls(RankChecker.of_sglang())
+
+    @property
+    def ranks_alike(self) -> Counter[str]:
+        """In how many steps all ranks had the same plan."""
+        return self._ranks.checked
+
+    def check(
+        self,
+        attention: PackAttention,
+        plan: DecodePlan,
+        reader: BatchReader,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> None:
+        """Raise RuntimeError, naming the request, if anything is not as it must be.
+
+        Parameters
+        ----------
+        attention : PackAttention
+            Which has planned the step just now.
+        plan : DecodePlan
+            The plan of the step.
+        reader : BatchReader
+            Which has read the step just now.
+        req_to_token, req_pool_indices : torch.Tensor
+            As given to `attention.plan()`.
+        """
+        self._ranks.check(plan)
+        planner, lens = self._before.get(reader, (None, attention.seq_lens))
+        self._before[reader] = attention, attention.seq_lens
+        # Graphs differ in padding.
+        if reader.repeats_last and planner is attention and len(lens) == len(attention.seq_lens):
+            check_growth(lens, attention.seq_lens)
+        if (shared := reader.last_shared) is not None:
+            plan_is_new = attention.step_time.kind != "unchanged"
+            self._steps[attention].check(
+                *shared, req_to_token, req_pool_indices, plan_is_new=plan_is_new
+            )
+
 
 # The nodes of a path, as (node id, end). The lower part of a node that is split keeps both.
 _Ends = list[tuple[int, int]]

@@ -33,6 +33,10 @@ _ID, _BEGIN, _END = 0, 2, 3
 Path = Sequence[_Node]
 
 
+class PathMismatchError(RuntimeError):
+    """A path does not end where its request's shared KV ends."""
+
+
 class RadixSource(Protocol):
     """Reads one tree, for requests that are running."""
 
@@ -47,7 +51,7 @@ class RadixSource(Protocol):
         """The path of each request.
 
         A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
-        RuntimeError if a path does not end where the request's shared KV ends.
+        PathMismatchError if a path does not end where the request's shared KV ends.
         """
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
@@ -212,7 +216,7 @@ def _checked(reqs: Sequence[Request], paths: Sequence[Path | None]) -> list[Path
         protected_len = RequestFields.of(reqs[0]).protected_len
         for req, path, length in zip(reqs, paths, lengths, strict=True):
             if path is not None and length != protected_len(req):
-                raise RuntimeError(
+                raise PathMismatchError(
                     f"request {req.rid}: its path in the radix tree holds {length} tokens, but its "
                     f"cache_protected_len is {protected_len(req)}; they must be equal"
                 )

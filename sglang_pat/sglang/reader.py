@@ -16,7 +16,7 @@ from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang.events import RadixEvents
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
-from sglang_pat.sglang.radix import RadixSource, Request, radix_source
+from sglang_pat.sglang.radix import PathMismatchError, RadixSource, Request, radix_source
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ NO_REQUESTS = "no requests are known (warm-up)"
 BEAMS = "beam search moves the KV of a request to other rows"
 CUT = "the batch was cut into parts"
 OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
+MISMATCH = "a request's path in the radix tree does not match its cache_protected_len"
 
 # In the order of PrefixForest.update()'s counts.
 _CHANGES = ("join", "leave", "re_anchor", "split")
@@ -46,7 +47,8 @@ class BatchReader:
 
     A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
     retraction is what can give a running request another last node or another row, or a row other
-    slots (docs/design.md). The forest keeps it in between, until the request leaves.
+    slots (docs/design/decisions/0010-kept-paths.md). The forest keeps it in between, until the
+    request leaves.
 
     private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
     requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),
@@ -54,8 +56,18 @@ class BatchReader:
     last cache seen.
     """
 
-    def __init__(self, channel: StepChannel = CHANNEL) -> None:
+    def __init__(self, channel: StepChannel = CHANNEL, *, strict: bool = False) -> None:
+        """
+        Parameters
+        ----------
+        channel : StepChannel
+            Tells which requests have moved.
+        strict : bool
+            Raise PathMismatchError where a path does not match its request. Otherwise that step
+            shares nothing.
+        """
         self._channel = channel
+        self._strict = strict
         self.private_steps: Counter[str] = Counter()
         self.changes: Counter[str] = Counter(dict.fromkeys(_CHANGES, 0))
         self.events: RadixEvents | None = None
@@ -66,6 +78,7 @@ class BatchReader:
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
         self._shares = False
+        self.repeats_last = False  # whether the last step repeated the one before
         channel.subscribe(self)
 
     @property
@@ -75,13 +88,16 @@ class BatchReader:
             return None
         return SharedStep(self._source, self._reqs, self._forest)
 
-    def is_unchanged(self) -> bool:
-        """Whether the step that is being run has the requests of the last one, where they were, and
-        these could share. It is then like the last, but that each request is a token longer.
+    def knows(self, step: StepRequests) -> bool:
+        """Whether the step's first request was in the last step that this reader has read."""
+        return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
+
+    def is_unchanged(self, step: StepRequests | None) -> bool:
+        """Whether a step has the requests of the last one, where they were, and these could share.
+        It is then like the last, but that each request is a token longer.
 
         Nothing has run in between: not even a step in which these requests decoded elsewhere.
         """
-        step = self._channel.acknowledge()
         return (
             step is not None
             and step.reqs is self._reqs
@@ -90,16 +106,34 @@ class BatchReader:
             and not step.has_beams
         )
 
-    def read(self, forward_batch: Any) -> DecodeBatch:
-        """forward_batch: a decode batch in any of SGLang's shapes (see the module's docstring).
+    def read(self, step: StepRequests | None, forward_batch: Any) -> DecodeBatch:
+        """Read a step as host data.
 
-        Rows behind the requests are padding of a graph or of data parallelism: length 0. The paths
-        of the batch are valid until the next read().
+        Parameters
+        ----------
+        step : StepRequests or None
+            The requests of the step. None: they are not known (warm-up, capture).
+        forward_batch : ForwardBatch
+            A decode batch in any of SGLang's shapes (see `hooks.py`). Rows behind the requests are
+            padding of a graph or of data parallelism: they get length 0.
+
+        Returns
+        -------
+        DecodeBatch
+            Its paths are valid until the next read().
+
+        Raises
+        ------
+        PathMismatchError
+            In strict mode, if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
-        step = self._channel.acknowledge()
+        self.repeats_last = self.is_unchanged(step)
         num_rows: int = forward_batch.batch_size
         reason = self._private_reason(step, num_rows)
+        if reason is None:
+            assert step is not None
+            reason = self._update(step.reqs)
         if reason is not None or step is None:
             lens = _host_seq_lens(
                 forward_batch, num_rows - getattr(forward_batch, "num_padding", 0)
@@ -108,8 +142,6 @@ class BatchReader:
                 self.forget()
             batch = DecodeBatch(lens, PrefixPaths.private(num_rows), begun_ns=begun_ns)
             return self.without_sharing(batch, reason or NO_REQUESTS)
-        if step.reqs is not self._reqs or self._moved:
-            self._update(step.reqs)
         self._shares = True
         lens = _host_seq_lens(forward_batch, len(step.reqs))
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
@@ -155,18 +187,28 @@ class BatchReader:
         self._reqs = []
         self._moved.clear()
 
-    def _update(self, reqs: list[Request]) -> None:
-        """Bring the forest from the requests of the last step to these."""
+    def _update(self, reqs: list[Request]) -> str | None:
+        """Bring the forest from the requests of the last step to these. Returns the reason if they
+        cannot share."""
+        if reqs is self._reqs and not self._moved:
+            return None
         assert self._source is not None
         before, moved = self._reqs, self._moved
         self._reqs, self._moved = [], set()  # if reading fails, all paths are read the next time
-        counts = self._forest.update(before, reqs, moved, self._source.read)
+        try:
+            counts = self._forest.update(before, reqs, moved, self._source.read)
+        except PathMismatchError as error:
+            if self._strict:
+                raise
+            if MISMATCH not in self.private_steps:
+                logger.warning("%s", error)
+            return MISMATCH
         self._reqs = reqs
-        if counts is None:
-            return
-        self._version += 1
-        for name, count in zip(_CHANGES, counts, strict=True):
-            self.changes[name] += count
+        if counts is not None:
+            self._version += 1
+            for name, count in zip(_CHANGES, counts, strict=True):
+                self.changes[name] += count
+        return None
 
     def _count_private(self, reason: str) -> None:
         if reason not in self.private_steps and reason != NO_REQUESTS:

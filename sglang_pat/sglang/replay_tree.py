@@ -360,6 +360,6 @@ class ReplayReader:
         self._channel.note(forward, _Batch(reqs, self._tree))
         outer = self._channel.enter(forward)
         try:
-            return self._reader.read(forward)
+            return self._reader.read(self._channel.acknowledge(), forward)
         finally:
             self._channel.leave(outer)

@@ -158,7 +158,7 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
 ) -> None:
     backend = PatAttnBackend(runner())
     planned = []
-    original = backend._eager.plan
+    original = backend._microbatches.current.eager.plan
 
     def plan(batch: Any, **tensors: Any) -> DecodePlan:
         planned.append(batch.read_paths())
@@ -166,11 +166,11 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
             raise PlanOverflowError("too large")
         return original(batch, **tensors)
 
-    monkeypatch.setattr(backend._eager, "plan", plan)
+    monkeypatch.setattr(backend._microbatches.current.eager, "plan", plan)
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
-    assert backend._reader.private_steps[OVERFLOW] == 1
+    assert backend._microbatches.current.reader.private_steps[OVERFLOW] == 1
     assert OVERFLOW in caplog.text
 
 

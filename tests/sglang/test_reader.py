@@ -15,8 +15,8 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang import hooks, reader
-from sglang_pat.sglang.hooks import CHANNEL
-from sglang_pat.sglang.reader import BEAMS, CUT, NO_REQUESTS, BatchReader
+from sglang_pat.sglang.hooks import CHANNEL, StepRequests
+from sglang_pat.sglang.reader import BEAMS, CUT, MISMATCH, NO_REQUESTS, OVERFLOW, BatchReader
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -41,7 +41,7 @@ def read(
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     hooks._after_init_new(launched, object, scheduled)
     result: DecodeBatch = hooks._around_forward(
-        lambda runner, forward_batch: reader.read(view), RUNNER, launched
+        lambda runner, forward_batch: reader.read(CHANNEL.acknowledge(), view), RUNNER, launched
     )
     return result
 
@@ -84,7 +84,7 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
 
 
 def test_an_idle_rank_replays_a_graph_of_padding() -> None:
-    batch = BatchReader().read(batch_of([1, 1], num_padding=2))
+    batch = BatchReader().read(None, batch_of([1, 1], num_padding=2))
     assert batch.seq_lens.tolist() == [0, 0]
 
 
@@ -214,9 +214,9 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
     original, unchanged = reads.reader.read, []
 
-    def note_and_read(view: Any) -> Any:
-        unchanged.append(reads.reader.is_unchanged())
-        return original(view)
+    def note_and_read(step: Any, view: Any) -> Any:
+        unchanged.append(reads.reader.is_unchanged(step))
+        return original(step, view)
 
     monkeypatch.setattr(reads.reader, "read", note_and_read)
     for _ in range(2):
@@ -282,7 +282,27 @@ def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
     assert reads.step([a]) == ["a"]
 
 
-def test_a_path_that_cannot_be_read_leaves_nothing_behind(reads: Reads) -> None:
+def test_a_path_that_does_not_match_costs_sharing_for_that_step(
+    reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
+    reads.step([a])
+    place(b).cache_protected_len = 9
+    for _ in range(2):
+        reads.step([a, b])
+        assert reads.reader.last_shared is None
+    assert reads.reader.private_steps == {MISMATCH: 2}
+    warnings = [line for line in caplog.messages if "cache_protected_len is 9" in line]
+    assert len(warnings) == 1, "logged once"
+    assert "request b: its path" in warnings[0]
+    place(b).cache_protected_len = 2
+    assert reads.step([a, b]) == ["a", "b"]
+    assert reads.reader.last_shared is not None
+    assert reads.reader.private_steps == {MISMATCH: 2}
+
+
+def test_in_strict_mode_a_path_that_does_not_match_is_an_error(reads: Reads) -> None:
+    reads.reader = BatchReader(strict=True)
     a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
     reads.step([a])
     place(b).cache_protected_len = 9
@@ -306,6 +326,18 @@ def test_beam_search(
     assert batch.seq_lens.tolist() == ([6, 5, 6] if reason else [6, 5, 0])
 
 
+def test_a_step_made_private_shares_nothing(tree: Tree, reqs: list[Any]) -> None:
+    reader = BatchReader()
+    batch = read(reader, reqs, tree.cache, batch_of([6, 5]))
+    assert reader.last_shared is not None
+    private = reader.without_sharing(batch, OVERFLOW)
+    assert private.read_paths().path_begin.tolist() == [0, 0, 0]
+    assert reader.last_shared is None, "nothing is left to check or to repeat"
+    again = StepRequests(reader._reqs, tree.cache, has_beams=False)
+    assert not reader.is_unchanged(again)
+    assert reader.private_steps == {OVERFLOW: 1}
+
+
 def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
     reader = BatchReader()
     batch = read(reader, reqs, tree.cache, batch_of([6]))
@@ -316,7 +348,7 @@ def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
 
 def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
     reader = BatchReader()
-    batch = reader.read(batch_of([1, 1, 1]))
+    batch = reader.read(None, batch_of([1, 1, 1]))
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.key is None
     assert reader.private_steps == {NO_REQUESTS: 1}

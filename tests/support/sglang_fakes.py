@@ -16,9 +16,7 @@ QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
 
 
 class KVPool:
-    """Like MHATokenToKVPool, as far as it is used."""
-
-    start_layer = 0
+    """Like MHATokenToKVPool, as far as it is used: layers without attention have no KV."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         shape = (SLOTS, KV_HEADS, HEAD_DIM)
@@ -49,7 +47,12 @@ def layers(count: int = 2, **change: Any) -> torch.nn.ModuleList:
 
 
 def server_arguments(**change: Any) -> Any:
-    defaults = dict.fromkeys(REFUSED_ARGUMENTS) | {"dcp_size": 1, "page_size": 1}
+    defaults = dict.fromkeys(REFUSED_ARGUMENTS) | {
+        "dcp_size": 1,
+        "page_size": 1,
+        "pp_size": 1,
+        "pp_async_batch_depth": 0,
+    }
     backends = {"get_attention_backends": lambda: ("pat", "pat")}
     return SimpleNamespace(**(defaults | backends | change))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from forests import ForestCase, make_case, make_scheduler, plan_case
 
-from sglang_pat.batch import Step
+from sglang_pat.attention import default_workers
+from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors import cuda
 from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
 from sglang_pat.plan import BufferSizes, copy_plan
@@ -25,8 +28,14 @@ class Staging:
     """Like StagingBuffer, of a device that is done only when it is waited for."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.array = np.zeros(size, dtype=np.int32)
+        self.memory = np.zeros(size, dtype=np.int32)
         self.is_busy = False
+
+    @property
+    def array(self) -> IntArray:
+        """Asked for where a plan is written."""
+        assert not self.is_busy, "the memory is written while it is being copied"
+        return self.memory
 
     def wait(self) -> None:
         self.is_busy = False
@@ -41,8 +50,7 @@ class Kernels:
         self.loaded: list[tuple[Staging, Any]] = []
 
     def load_plan(self, staging: Staging, buffers: Any, step: Step) -> None:
-        assert not staging.is_busy, "the memory was written while it was being copied"
-        assert len(staging.array) == len(buffers.plan)
+        assert len(staging.memory) == len(buffers.plan)
         staging.is_busy = True
         self.loaded.append((staging, buffers))
 
@@ -95,3 +103,66 @@ def test_pinned_memory_is_written_again_only_after_it_was_copied(kernels: Kernel
     used = [id(staging) for staging, _ in kernels.loaded]
     assert len(set(used)) == 3
     assert used[:3] * 2 == used[:6]
+
+
+def test_siblings_send_their_plan_again_when_the_other_was_there(kernels: Kernels) -> None:
+    first = make_executor(kernels, BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
+    second = first.sibling()
+    assert second.buffers is first.buffers
+    first.load_plan(planned(SMALL), NO_STEP)
+    second.load_plan(planned(LARGE), NO_STEP)
+    (of_first, _), (of_second, _) = kernels.loaded
+    assert of_first is not of_second
+    written = of_first.memory.copy()
+    second.reuse_plan(NO_STEP)
+    assert len(kernels.loaded) == 2, "its plan is in the buffers"
+    for _ in range(2):
+        first.reuse_plan(NO_STEP)
+    assert [staging for staging, _ in kernels.loaded[2:]] == [of_first]
+    assert np.array_equal(of_first.memory, written)
+    second.reuse_plan(NO_STEP)
+    assert kernels.loaded[-1][0] is of_second
+
+
+def test_buffers_that_may_move_are_not_shared(kernels: Kernels) -> None:
+    with pytest.raises(ValueError, match="pass max_requests"):
+        make_executor(kernels, None).sibling()
+
+
+def test_memory_is_pinned_in_the_context_of_the_executors_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anywhere else it would create a context on the current device, some 500 MB."""
+    current: list[torch.device] = []
+    pinned_on: list[torch.device] = []
+
+    @contextmanager
+    def device_guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def zeros(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        pinned_on.extend(current)
+        return torch.empty(size, dtype=dtype)
+
+    event = SimpleNamespace(record=lambda stream: pinned_on.extend(current), cuda_event=1)
+    monkeypatch.setattr(torch.cuda, "device", device_guard)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    device = torch.device("cuda", 3)
+    cuda.StagingBuffer(16, device)
+    assert pinned_on == [device, device]
+
+
+@pytest.mark.parametrize(("num_ctas", "num_kv_heads", "workers"), [(264, 8, 33), (84, 8, 10)])
+def test_workers_are_the_ctas_that_fit(num_ctas: int, num_kv_heads: int, workers: int) -> None:
+    kernels: Any = SimpleNamespace(num_ctas=lambda device: num_ctas)
+    assert default_workers(kernels, torch.device("cuda", 0), num_kv_heads) == workers
+
+
+def test_more_kv_heads_than_ctas_leave_one_worker() -> None:
+    kernels: Any = SimpleNamespace(num_ctas=lambda device: 30)
+    assert default_workers(kernels, torch.device("cuda", 0), 32) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_problems_are_named(
     Path("dangling").symlink_to("/no/such/f")
     found = problem_with(Path(name))
     assert found == problem.format(folder=tmp_path)
-    with pytest.raises(ArgumentTypeError, match="does not exist|folder|too long|null byte"):
+    with pytest.raises(ArgumentTypeError, match=re.escape(problem.format(folder=tmp_path))):
         output_file(name)
 
 
@@ -101,7 +102,9 @@ def test_an_input_is_never_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("soft").symlink_to(trace)
     os.link(trace, "hard")
     for name in ("trace.jsonl", "./trace.jsonl", str(trace), "soft", "hard"):
-        with pytest.raises(ValueError, match=f"--json {name} would overwrite the input {trace}"):
+        with pytest.raises(
+            ValueError, match=f"--json {Path(name)} would overwrite the input {trace}"
+        ):
             check_outputs({"--csv": None, "--json": Path(name)}, [Path("other"), trace])
     assert trace.read_text() == "a trace"
 
@@ -110,7 +113,9 @@ def test_two_outputs_are_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("new.json")
     for first, second in (("new.json", "./new.json"), ("new.json", "link"), ("x", "x")):
-        with pytest.raises(ValueError, match=f"--save {first} and --json .*are the same file"):
+        with pytest.raises(
+            ValueError, match=f"--save {Path(first)} and --json .*are the same file"
+        ):
             check_outputs({"--save": Path(first), "--json": Path(second)})
     check_outputs({"--save": Path("new.json"), "--json": Path("other.json"), "--csv": None})
     check_outputs({"--save": Path("/dev/null"), "--json": Path("/dev/null")})
