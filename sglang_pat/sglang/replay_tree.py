@@ -343,11 +343,6 @@ class ReplayReader:
         self._channel = StepChannel()
         self._reader = BatchReader(self._channel)
 
-    @property
-    def changes(self) -> Counter[str]:
-        """Requests that joined, left, moved, or were read again because a node was split."""
-        return self._reader.changes
-
     def prefilled(self, reqs: list[ReplayRequest]) -> None:
         """A prefill of these requests has run."""
         self._channel.note(_Forward(_EXTEND), _Batch(reqs, self._tree))

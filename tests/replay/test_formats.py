@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+import time
 import types
 from array import array
 from collections.abc import Iterable
@@ -278,6 +279,20 @@ def test_iso_times_in_every_format(tmp_path, zone):
         requests, trace = read(write(tmp_path / name, lines), strict=True)
         assert trace.format == name
         assert [request.arrival for request in requests] == [0.0, 3.0]
+
+
+def test_a_time_without_a_zone_is_utc(tmp_path, monkeypatch):
+    """Else an hour would be missing where the machine's zone changes to summer time."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        moments = ("2024-03-31T01:30:00", "2024-03-31T03:30:00", "2024-03-31T04:00:00Z")
+        lines = [mooncake_line(moment) for moment in moments]
+        requests, _ = read(write(tmp_path / "trace.jsonl", lines), strict=True)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [request.arrival for request in requests] == [0.0, 7200.0, 9000.0]
 
 
 SYSTEM = {"role": "system", "content": "You answer in one word, always."}

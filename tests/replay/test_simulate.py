@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,25 @@ def test_the_shipped_trace_reads_little_more_than_the_lower_bound() -> None:
 def test_options_that_are_not_allowed_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReplayOptions(**options)
+
+
+def test_eviction_frees_what_is_missing_and_less_than_a_leaf_more() -> None:
+    """The engine test compares every step's free tokens; this one takes no engine."""
+    tree = new_tree(1000, 1)
+    for number in range(10):
+        request = ReplayRequest(
+            number, array("q", range(1000 * number, 1000 * number + 100)), 99, 0
+        )
+        tree.match(request, 99)
+        request.kv_len = 99
+        tree.pool.take(99)
+        tree.cache_prompt(request)
+        tree.cache_finished(request)
+    assert tree.pool.available == 10
+    assert tree.make_room(310)
+    evicted = tree.mutations["evicted_tokens"]
+    assert 300 <= evicted < 300 + 99
+    assert tree.pool.available == 10 + evicted
+    assert tree.make_room(50)
+    assert tree.mutations["evicted_tokens"] == evicted
+    assert not tree.make_room(2000)
