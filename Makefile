@@ -23,11 +23,13 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f)
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test lint lint-ruff lint-format lint-mypy lint-clang-format format bench-scheduler clean
+.PHONY: help setup demo test test-fast test-sglang lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
 	@echo 'make test             everything that runs without a GPU (ARGS="..." goes to pytest)'
+	@echo 'make test-fast        tests/unit only: no SGLang, under a minute'
+	@echo 'make test-sglang      what depends on SGLang: the adapter, and one file of engine tests'
 	@echo 'make lint             ruff, mypy, clang-format'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
@@ -37,11 +39,20 @@ help:
 demo: setup
 	@$(RUN) -m sglang_pat demo $(ARGS)
 
+# Two processes: one runs the tests that start engines, in turn, the other one all the rest.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadgroup
+
 test: setup
-	$(RUN) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: setup
+	$(PYTEST) tests/unit $(ARGS)
+
+test-sglang: setup
+	$(PYTEST) tests/sglang tests/engine/test_engine.py $(ARGS)
 
 lint:  # all of them, even if one fails
-	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-clang-format
+	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format
 
 lint-ruff: setup
 	$(RUN) -m ruff check --quiet
@@ -51,6 +62,9 @@ lint-format: setup
 
 lint-mypy: setup
 	$(RUN) -m mypy
+
+lint-imports: setup
+	$(VENV)/bin/lint-imports --no-logo
 
 lint-clang-format: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)

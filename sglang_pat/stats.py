@@ -104,24 +104,23 @@ class PlanStats:
 Counters = dict[str, Any]
 
 
-def read_counters(stats: Sequence[PlanStats], **more: Mapping[str, int]) -> Counters:
-    """The sum of `stats`, field by field, and what is given by name.
+def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
+    """The sum of `stats`, field by field, and of what is given by name.
 
     A copy. May be called by another thread than the one that counts.
     """
-    counters: Counters = {
-        field.name: _sum([getattr(each, field.name) for each in stats])
-        for field in fields(PlanStats)
-    }
-    return counters | {name: dict(numbers) for name, numbers in more.items()}
+    counters: Counters = {}
+    for name in (each.name for each in fields(PlanStats)):
+        values = [getattr(each, name) for each in stats]
+        if isinstance(values[0], PlanningTimes):
+            counters[name] = reduce(add, values, PlanningTimes())
+        else:
+            counters[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
+    return counters | {name: _sum(values) for name, values in more.items()}
 
 
-def _sum(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], PlanningTimes):
-        return reduce(add, values, PlanningTimes())
-    if not isinstance(values[0], Mapping):
-        return sum(values)
+def _sum(mappings: Sequence[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for numbers in values:
+    for numbers in mappings:
         total.update(dict(numbers))  # copied at once: it may grow while it is being iterated over
     return dict(total)

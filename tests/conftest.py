@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import settings
 
 from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import enable_cpu_engine
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 
 # Before any test module imports SGLang. Does nothing where there is a driver.
 enable_cpu_engine()
+
+
+# Random cases per property. CI runs few of them; `HYPOTHESIS_PROFILE=nightly` runs many.
+settings.register_profile("default", max_examples=100, deadline=None)
+settings.register_profile("nightly", max_examples=800, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start engines run in one process: each of them needs most of the machine."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group("engine"))
 
 
 @pytest.fixture(scope="session")

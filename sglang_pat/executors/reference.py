@@ -1,9 +1,8 @@
-"""Executes a decode plan in plain torch, on any device: the oracle of the kernels, and the backend
-of machines without a GPU.
+"""Executes a decode plan in plain torch, on any device.
 
-It reads the plan and nothing else: slots of shared ranges through the plan's slot buffer, private
-ranges live, partials and merges as the plan says. `dense_attention` knows no plan: the oracle of
-the oracle.
+This is the oracle of the kernels, and the backend on machines without a GPU. Everything comes from
+the plan: shared ranges through its slot buffer, private ranges live, partials and merges. The
+oracle of this oracle is `dense_attention`, which knows no plan.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def gather_slots(
 ) -> torch.Tensor:
     """The plan's slot buffer: int64 `[num_shared_slots]`, the slots of all shared ranges.
 
-    Done when the plan is made, not when it runs: see GatherSpan in plan_format.h.
+    Gathered when the plan is made, not when it runs (GatherSpan in plan_format.h).
     """
     slots = torch.empty(plan.header.num_shared_slots, dtype=torch.int64, device=req_to_token.device)
     for request, kv_begin, num_tokens, slot_begin in plan.gather_spans.tolist():

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -250,14 +248,14 @@ class PatAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no t
         stats = [attention.stats for each in microbatches for attention in each.attentions()]
         stats.append(self._repeats.stats())
         readers = [each.reader for each in microbatches]
-        more = {} if self._checks is None else {"ranks_alike": self._checks.ranks_alike}
-        # None until a step has shown the tree, of which there is one.
-        events = next((each.events for each in readers if each.events is not None), None)
+        more = {} if self._checks is None else {"ranks_alike": [self._checks.ranks_alike]}
+        # One tree, whose events all readers see. None until a step has shown it.
+        events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
             stats,
-            private_steps=sum((each.private_steps for each in readers), Counter()),
-            tree_events={} if events is None else events.counts,
-            batch_changes=_sum_counts([each.changes for each in readers]),
+            private_steps=[each.private_steps for each in readers],
+            tree_events=events,
+            batch_changes=[each.changes for each in readers],
             **more,
         )
 
@@ -272,11 +270,6 @@ def _write_location(forward_batch: Any) -> KVWriteLoc:
 def _num_microbatches(server_args: Any) -> int:
     """How many batches take turns: pipeline parallelism runs several at once."""
     return int(server_args.pp_size) + int(server_args.pp_async_batch_depth)
-
-
-def _sum_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Entry by entry. Keeps entries of 0, which `Counter` addition drops."""
-    return {name: sum(each[name] for each in counts) for name in counts[0]}
 
 
 def _chosen_backends(model_runner: Any) -> tuple[str, str]:

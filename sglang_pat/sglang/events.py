@@ -1,7 +1,7 @@
-"""RadixEvents: the mutations of SGLang's prefix cache, counted, and the requests that they move.
+"""RadixEvents: counts the mutations of SGLang's prefix cache, and reports moved requests.
 
-Beside `sglang/radix.py`, which reads the cache: a path that was read stays right until one of these
-events says otherwise. `sglang/reader.py` watches the cache of the requests that it is shown.
+A path that `radix.py` has read stays right until one of these events invalidates it. `reader.py`
+watches the cache of each step's requests.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _EVENTS = "_sglang_pat_events"  # attribute of a watched cache
 
 
 class _Kind(NamedTuple):
-    """A kind of event and the methods that it happens in: the first that the cache has."""
+    """A kind of event, and the methods it happens in. The first one that the cache has counts."""
 
     name: str
     methods: tuple[str, ...]
 
 
-# 0.5.17 and 0.5.23 name them alike, where not two names are given. All are called through the
-# cache itself, also by its own methods, so that one wrapper sees every call.
+# One name: 0.5.17 and 0.5.23 agree. The cache calls these methods through itself, so one wrapper
+# sees every call.
 _KINDS = (
     _Kind("insert", ("insert",)),
     _Kind("evict", ("_evict", "evict")),
@@ -75,11 +75,20 @@ class RadixEvents:
         on_checkpoint: Callable[[Request], object],
         on_reset: Callable[[], object],
     ) -> RadixEvents:
-        """The events of a cache, which is watched from the first time that it is asked for.
+        """The events of a cache. The first call starts watching it, and sets the callbacks.
 
-        on_checkpoint: called after each checkpoint, with its request. on_reset: called after each
-        reset. Of these, a cache has those that it is first asked for with. RuntimeError, naming the
-        method, if the cache lacks one in which a kind of event happens.
+        Parameters
+        ----------
+        cache : BasePrefixCache
+        on_checkpoint : callable
+            Called with the request after each checkpoint.
+        on_reset : callable
+            Called after each reset.
+
+        Raises
+        ------
+        RuntimeError
+            If the cache lacks a method in which an event happens. Names the method.
         """
         events: RadixEvents | None = vars(cache).get(_EVENTS)
         if events is None:
@@ -101,7 +110,7 @@ class RadixEvents:
         setattr(owner, method, self._watched(getattr(owner, method), kind.name))
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """The method with its calls counted, and told of where somebody listens."""
+        """The method, with its calls counted and reported to the callbacks."""
         counts, on_checkpoint, on_reset = self.counts, self._on_checkpoint, self._on_reset
 
         @wraps(method)

@@ -1,7 +1,6 @@
-"""What `pat` refuses of an SGLang configuration, before a single request is served.
+"""Refuses SGLang configurations that `pat` does not support, before any request is served.
 
-Called once, when SGLang builds the backend. Wrong output is worse than none, so whatever is not
-known to work raises here, naming the value and what is supported.
+Called once, when SGLang builds the backend. Each error names the value and what is supported.
 """
 
 from __future__ import annotations

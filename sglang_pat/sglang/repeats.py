@@ -1,9 +1,9 @@
-"""RepeatedSteps: decode steps that are like the last one, but that each request is a token longer.
+"""RepeatedSteps: decode steps that repeat the last one with each request one token longer.
 
-In front of the pipeline, where CUDA graphs are replayed: nearly all steps of a server are such. The
-graph reads lengths and slots from buffers that SGLang has filled, the plan in force serves
-them, and the host need not even look at the lengths: a step costs it a comparison and an entry in a
-list. What a planned step adds to the statistics is added when somebody asks for them.
+Nearly all steps of a server with CUDA graphs are repeated. The graph reads lengths and slots from
+buffers that SGLang has filled, and the plan in force serves them. The host does not even read the
+lengths: a repeated step costs one comparison and one list entry. The statistics of repeated steps
+are computed when they are read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from sglang_pat.stats import PlanningTime, PlanStats
 
 
 class RepeatedSteps:
-    """Counts the steps that repeat the one it was told of by `begin()`.
+    """Counts the steps that repeat the one given to `begin()`.
 
-    One thread decodes, and calls begin(), end() and add(). Any thread may call stats().
+    The thread that decodes calls begin(), end() and add(). Any thread may call stats().
     """
 
     def __init__(
         self, on_count: Callable[[PlanningTime], None], on_step: Callable[[], None] | None = None
     ) -> None:
-        """on_count: called with the time of each step, by the thread that calls stats() or end().
-        on_step: called in each step, by the thread that decodes.
+        """
+        Parameters
+        ----------
+        on_count : callable
+            Called with the time of each step, by the thread that calls stats() or end().
+        on_step : callable, optional
+            Called in each step, by the thread that decodes.
         """
         self._on_count = on_count
         self._on_step = on_step
@@ -42,9 +47,18 @@ class RepeatedSteps:
         self._stats = PlanStats()
 
     def begin(self, num_rows: int, steps_left: int, tokens: KvTokens, num_growing: int) -> None:
-        """A step has been planned that may be repeated, this many times.
+        """Allow repetitions of the step that has just been planned.
 
-        num_rows: of its graph. tokens: its KV. num_growing: requests that get a token per step.
+        Parameters
+        ----------
+        num_rows : int
+            Rows of its graph.
+        steps_left : int
+            How many steps may repeat it.
+        tokens : KvTokens
+            KV tokens of this step.
+        num_growing : int
+            Requests that get one token per step.
         """
         self.end()
         with self._lock:
@@ -52,7 +66,7 @@ class RepeatedSteps:
             self._num_rows, self._steps_left = num_rows, steps_left
 
     def end(self) -> int:
-        """The next step repeats none. Returns how many did since begin()."""
+        """Allow no more repetitions. Returns how many there were since begin()."""
         self._steps_left = 0
         num_repeated = len(self._times)
         if num_repeated:
@@ -62,9 +76,19 @@ class RepeatedSteps:
         return num_repeated
 
     def add(self, num_rows: int, begun_ns: int) -> bool:
-        """Whether a step with the requests of the last one repeats it; if so, it is counted.
+        """Count a step with the requests of the last one, if it repeats it.
 
-        num_rows: of its graph. begun_ns: `time.perf_counter_ns()` when work on it began.
+        Parameters
+        ----------
+        num_rows : int
+            Rows of the step's graph.
+        begun_ns : int
+            `time.perf_counter_ns()` when work on the step began.
+
+        Returns
+        -------
+        bool
+            Whether the step is a repetition. If not, it must be planned.
         """
         if self._steps_left == 0 or num_rows != self._num_rows:
             return False
@@ -75,7 +99,7 @@ class RepeatedSteps:
         return True
 
     def stats(self) -> PlanStats:
-        """Of all steps up to now. A copy."""
+        """The statistics of all repeated steps so far. A copy."""
         with self._lock:
             self._count()
             return copy.deepcopy(self._stats)

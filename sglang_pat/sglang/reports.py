@@ -1,7 +1,6 @@
-"""StepReports: what a backend tells about its decode steps, and to whom.
+"""StepReports: hands the counters of decode steps to SGLang's log, its metrics and a stats file.
 
-Beside the pipeline, at its end: the stats file, the line in SGLang's log, SGLang's metrics. Which
-of them are wanted, and how they are labelled, is asked of SGLang here.
+SGLang's configuration says which of these sinks are wanted, and how the metrics are labelled.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sglang_pat.stats import Counters, PlanningTime
 
 
 class StepReports:
-    """Called after decode steps; hands them to those that want them."""
+    """Feeds the sinks. Called after decode steps."""
 
     def __init__(
         self,
@@ -46,15 +45,22 @@ class StepReports:
             self._stats_file = StatsFile(environment.stats_file, read_counters)
 
     def start(self) -> None:
-        """Once, when the counters can be read: from now on, other threads read them."""
+        """Start the threads of the sinks. They read the counters from now on."""
         if self._metrics is not None:
             self._metrics.start()
         if self._stats_file is not None:
             self._stats_file.start()
 
     def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
-        """After a decode step that was planned, or whose plan was reused. num_repeated: steps
-        between the last such step and this one."""
+        """Report a decode step that was planned, or that reused its plan.
+
+        Parameters
+        ----------
+        planning : PlanningTime
+            Host time of this step.
+        num_repeated : int
+            Repeated steps since the last call.
+        """
         if self._metrics is not None:
             self._metrics.add_step(planning)
         if self._log is not None:
@@ -63,18 +69,18 @@ class StepReports:
             self._stats_file.mark()
 
     def add_repeated(self, planning: PlanningTime) -> None:
-        """The time of a repeated step, by whatever thread counts it."""
+        """Report the time of a repeated step. Called by the thread that counts it."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """To be called in each repeated step, if anything is to be."""
+        """What to call in each repeated step, if anything."""
         return None if self._stats_file is None else self._stats_file.mark
 
     @property
     def steps_left(self) -> int:
-        """How many steps may be repeated until add_step() has something to say."""
+        """How many steps may be repeated before add_step() must be called for the log."""
         return sys.maxsize if self._log is None else self._log.steps_left
 
 

@@ -133,7 +133,10 @@ def test_graphs_of_all_sizes_and_eager_steps_take_turns(
 
 
 def test_reads_of_shared_rows_end_where_sglang_assumes(backend: PatAttnBackend) -> None:
-    # 0.5.17 does not ask, and takes them to end before a replay; see docs/design.md.
+    # Nothing that a graph replays reads rows of other requests: 0.5.17 does not ask, and takes such
+    # reads to end before a replay.
+    assert "init_forward_metadata_in_graph" not in vars(type(backend))
+    assert "shared_read_ends" not in vars(type(backend))
     if hasattr(AttentionBackend, "shared_read_ends"):
         assert backend.shared_read_ends(ForwardMode.DECODE).name == "IN_REPLAY"
 

@@ -98,8 +98,12 @@ def test_hooks_of_other_plug_ins_on_the_same_method_stay(
 def test_the_hooks_take_hold_in_this_sglang() -> None:
     hooks.install_hooks()
     hooks.check_hooks()
-    for owner, method, _, _ in hooks._HOOKS:
-        assert owner.startswith(
-            ("sglang.srt.model_executor.", "sglang.srt.managers.schedule_batch")
-        )
-        assert method in {"init_new", "_forward_raw", "reset_for_retract"}
+    hooked = {f"{owner}.{method}": hook for owner, method, hook, _ in hooks._HOOKS}
+    assert hooked == {
+        "sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new": hooks._after_init_new,
+        "sglang.srt.model_executor.model_runner:ModelRunner._forward_raw": hooks._around_forward,
+        "sglang.srt.managers.schedule_batch:Req.reset_for_retract": hooks._after_retraction,
+    }
+    for owner, method, hook, _ in hooks._HOOKS:
+        assert hooks._is_hooked(owner, method, hook)
+        assert not hooks._is_hooked(owner, method, lambda: None)

@@ -15,8 +15,8 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang import hooks, reader
-from sglang_pat.sglang.hooks import CHANNEL
-from sglang_pat.sglang.reader import BEAMS, CUT, MISMATCH, NO_REQUESTS, BatchReader
+from sglang_pat.sglang.hooks import CHANNEL, StepRequests
+from sglang_pat.sglang.reader import BEAMS, CUT, MISMATCH, NO_REQUESTS, OVERFLOW, BatchReader
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -324,6 +324,18 @@ def test_beam_search(
     assert list(reader.private_steps) == ([reason] if reason else [])
     # Rows behind the requests are beams, and decode; or else padding.
     assert batch.seq_lens.tolist() == ([6, 5, 6] if reason else [6, 5, 0])
+
+
+def test_a_step_made_private_shares_nothing(tree: Tree, reqs: list[Any]) -> None:
+    reader = BatchReader()
+    batch = read(reader, reqs, tree.cache, batch_of([6, 5]))
+    assert reader.last_shared is not None
+    private = reader.without_sharing(batch, OVERFLOW)
+    assert private.read_paths().path_begin.tolist() == [0, 0, 0]
+    assert reader.last_shared is None, "nothing is left to check or to repeat"
+    again = StepRequests(reader._reqs, tree.cache, has_beams=False)
+    assert not reader.is_unchanged(again)
+    assert reader.private_steps == {OVERFLOW: 1}
 
 
 def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:

@@ -96,6 +96,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: runner(model=layers(1, tp_q_head_num=64)),
         "query heads per KV head = 32; supported: 1 to 16",
     ),
+    "strided pool": (
+        lambda: runner(token_to_kv_pool=strided_pool()),
+        "KV pool = KVPool of torch.float32",
+    ),
     "no attention": (lambda: runner(model=torch.nn.Linear(2, 2)), "no attention layer"),
 }
 
@@ -103,6 +107,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 def pool_of(head_dim: int) -> KVPool:
     pool = KVPool()
     pool.keys = pool.values = [torch.zeros(SLOTS, KV_HEADS, head_dim)]
+    return pool
+
+
+def strided_pool() -> KVPool:
+    """Keys and values of a slot beside each other: right shapes, other strides."""
+    pool = KVPool()
+    both = torch.zeros(SLOTS, 2 * KV_HEADS, pool.keys[0].shape[2])
+    pool.keys, pool.values = [both[:, :KV_HEADS]] * 2, [both[:, KV_HEADS:]] * 2
     return pool
 
 

@@ -16,9 +16,7 @@ QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
 
 
 class KVPool:
-    """Like MHATokenToKVPool, as far as it is used."""
-
-    start_layer = 0
+    """Like MHATokenToKVPool, as far as it is used: layers without attention have no KV."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         shape = (SLOTS, KV_HEADS, HEAD_DIM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,35 @@ def test_without_a_key_the_paths_decide() -> None:
     steps.step(2, None)
     assert steps.attention.stats.causes == {"first": 1, "batch_changed": 1}
     assert steps.attention.stats.plans_reused == 1
+
+
+@pytest.mark.parametrize("field", ["path_begin", "node_id", "kv_begin", "kv_end"])
+def test_without_a_key_each_array_of_the_paths_decides(field: str) -> None:
+    steps = Steps()
+    steps.step(0, None)
+    changed = getattr(steps.paths, field).copy()
+    changed[-1] += 1
+    steps.paths = dataclasses.replace(steps.paths, **{field: changed})
+    with contextlib.suppress(ValueError):  # most single changes are no paths; none may be ignored
+        steps.step(0, None)
+    assert steps.attention.stats.plans_reused == 0
+
+
+def test_without_a_key_a_shorter_shared_range_is_read_as_such() -> None:
+    case = make_case([(-1, 300)], [(0, 10), (0, 20)])
+    problem = Problem(case, HEADS, torch.float32)
+    attention = make_attention()
+    problem.check(attention)
+    # The same requests share 100 tokens fewer; those are now of their own.
+    for row in problem.rows.tolist():
+        problem.req_to_token[row, 200:300] = problem.req_to_token[row, :100]
+    shorter = dataclasses.replace(
+        case, paths=[[(n, b, min(e, 200)) for n, b, e in p] for p in case.paths]
+    )
+    lens = torch.from_numpy(case.seq_lens)
+    plan = attention.plan(shorter.batch(key=None), seq_lens=lens, **problem.tables)
+    assert attention.stats.causes == {"first": 1, "batch_changed": 1}
+    assert plan.kv_tokens.lower_bound == 200 + 110 + 120
 
 
 def test_token_counts_follow_the_growth() -> None:

@@ -25,7 +25,7 @@ from sglang_pat._scheduler import (
 from sglang_pat.plan import DecodePlan
 
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
-many = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def serves(scheduler: PackScheduler, seq_lens: np.ndarray) -> bool:

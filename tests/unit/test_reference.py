@@ -77,6 +77,15 @@ def test_padding_rows_are_zero() -> None:
     assert (lse[[0, 2]] == -math.inf).all()
 
 
+def test_merging_partials_of_any_magnitude() -> None:
+    # exp(100) is no float32: weights must be relative to the largest LSE.
+    lse = torch.tensor([[100.0], [100.0], [-200.0], [300.0]])
+    out = torch.tensor([[[1.0]], [[3.0]], [[5.0]], [[7.0]]])
+    merged, merged_lse = merge_partials(out, lse, torch.tensor([0, 0, 1, 1]), num_merges=2)
+    assert merged.flatten().tolist() == [2.0, 7.0]
+    torch.testing.assert_close(merged_lse.flatten(), torch.tensor([100 + math.log(2), 300.0]))
+
+
 def test_merging_empty_partials() -> None:
     lse = torch.tensor([[-math.inf], [0.0], [-math.inf]])
     out = torch.tensor([[[9.0]], [[2.0]], [[9.0]]])

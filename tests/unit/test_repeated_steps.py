@@ -77,6 +77,30 @@ def test_other_threads_may_ask_at_any_time() -> None:
     assert max(seen) <= 1000
 
 
+def test_counting_is_never_interrupted_by_the_next_step() -> None:
+    entered, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    times: list[PlanningTime] = []
+
+    def count(planning: PlanningTime) -> None:
+        times.append(planning)
+        entered.set()
+        assert go_on.wait(10)
+
+    steps = RepeatedSteps(count)
+    steps.begin(4, 3, TOKENS, 1)
+    assert [add(steps) for _ in range(3)] == [True] * 3
+    asking = threading.Thread(target=steps.stats)
+    asking.start()
+    assert entered.wait(10)
+    ending = threading.Thread(target=lambda: (steps.end(), ended.set()))
+    ending.start()
+    assert not ended.wait(0.2), "end() must wait for the one that counts"
+    go_on.set()
+    asking.join()
+    ending.join()
+    assert len(times) == steps.stats().plans_reused == 3
+
+
 def test_every_step_is_marked() -> None:
     marks: list[None] = []
     steps = RepeatedSteps(lambda planning: None, lambda: marks.append(None))

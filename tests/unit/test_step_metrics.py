@@ -148,7 +148,7 @@ def test_counters_are_summed_and_copied() -> None:
     eager.causes.update({"first": 1, "tail_growth": 1})
     captured.causes.update({"first": 1})
     private = {"no tree": 4}
-    counters = read_counters([eager, captured], private_steps=private)
+    counters = read_counters([eager, captured], private_steps=[private])
     captured.causes["first"] += 1
     private["no tree"] += 1
     assert counters["plans_built"] == 5
