@@ -134,6 +134,20 @@ class _Everywhere:
         assert_begun(received, aborted, [10, 10], expected)
         assert all(len(some) < workload.long_answers[0].num_tokens for some in received[:2])
 
+    def test_flush_between_waves(self, engine: Any, workload: Workload, expected: Expected) -> None:
+        for _ in range(2):
+            flush(engine)
+            # The same names, so that only the tree tells the waves apart.
+            names = [f"wave-{i}" for i in range(len(workload.two_roots))]
+            answers = generate(engine, workload.two_roots, rid=names)
+            assert_same(answers, workload.two_roots, expected)
+            other = generate(engine, workload.no_sharing, rid=names[: len(workload.no_sharing)])
+            assert_same(other, workload.no_sharing, expected)
+
+
+class _Features:
+    """What a request can ask for, and what can happen to it."""
+
     def test_a_storm_of_aborts(self, engine: Any, workload: Workload, expected: Expected) -> None:
         chooser = random.Random(8)
         asked = workload.long_answers + workload.crowd + workload.three_levels
@@ -236,16 +250,6 @@ class _Everywhere:
         if mode == "retract":
             assert min(retracted) > 0
 
-    def test_flush_between_waves(self, engine: Any, workload: Workload, expected: Expected) -> None:
-        for _ in range(2):
-            flush(engine)
-            # The same names, so that only the tree tells the waves apart.
-            names = [f"wave-{i}" for i in range(len(workload.two_roots))]
-            answers = generate(engine, workload.two_roots, rid=names)
-            assert_same(answers, workload.two_roots, expected)
-            other = generate(engine, workload.no_sharing, rid=names[: len(workload.no_sharing)])
-            assert_same(other, workload.no_sharing, expected)
-
 
 class _Sessions:
     """What is said in a session is the prompt of its next turn."""
@@ -305,7 +309,7 @@ class _SmallPool:
         assert stats.new()["tree_events"]["evict"] > 0
 
 
-class TestPageSize1(_Everywhere, _Sessions):
+class TestPageSize1(_Everywhere, _Features, _Sessions):
     """As SGLang starts by default."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
@@ -393,12 +397,12 @@ class TestPageSize16InASmallPool(_Everywhere, _SmallPool):
 
 
 @pytest.mark.nightly
-class TestPageSize64InASmallPool(_Everywhere, _SmallPool):
+class TestPageSize64InASmallPool(_Everywhere, _Features, _Sessions, _SmallPool):
     """Large pages, and another order of prefills and evictions."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 64,
-        "max_total_tokens": 1024,
+        "max_total_tokens": 768,
         "max_running_requests": MAX_RUNNING,
         "schedule_policy": "dfs-weight",
         "radix_eviction_policy": "lfu",
@@ -407,12 +411,12 @@ class TestPageSize64InASmallPool(_Everywhere, _SmallPool):
 
 
 @pytest.mark.nightly
-class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Sessions, _SmallPool):
+class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Sessions, _SmallPool):
     """Sessions that lend their rows to the next turn; requests that push others out."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 1,
-        "max_total_tokens": 1100,
+        "max_total_tokens": 900,
         "max_running_requests": MAX_RUNNING,
         "enable_streaming_session": True,
         "enable_priority_scheduling": True,
@@ -423,7 +427,7 @@ class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Sessions, _Sm
     }
 
     def test_streaming_sessions_with_retraction(
-        self, engine: Any, workload: Workload, expected: Expected, stats: Stats
+        self, engine: Any, workload: Workload, expected: Expected
     ) -> None:
         flush(engine)
         answers = self.talk(engine, workload, expected, streaming=True)

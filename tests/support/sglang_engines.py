@@ -175,7 +175,8 @@ class Expected:
 
 
 def load_weights(engine: Any, model: Path) -> None:
-    """Replace the weights of an idle engine, which empties its cache."""
+    """Replace the weights of an engine that has answered all, which empties its cache."""
+    flush(engine)  # only an engine that is idle by now can
     update = UpdateWeightFromDiskReqInput(model_path=str(model))
     success, message, *_ = run(
         engine, engine.tokenizer_manager.update_weights_from_disk(update, None)
