@@ -68,7 +68,7 @@ fuzz: $(CPP_TESTS)/scheduler_tests
 
 $(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
 	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null
-	@MAKEFLAGS= $(CMAKE) --build $(CPP_TESTS) --parallel 2
+	@MAKEFLAGS=--no-print-directory $(CMAKE) --build $(CPP_TESTS) --parallel 2
 	@touch $@
 
 lint:  # all of them, even if one fails

@@ -76,18 +76,21 @@ TEST(kv_split_of_one_long_tile) {
 
 TEST(kv_split_takes_the_longest_and_largest_input) {
   for (const int32_t cost : {0, 1, CostModel::kLargest}) {
-    SchedulerConfig made = config(16, 3);
-    made.cost = {.partial_row = cost,
-                 .piece = cost,
-                 .query_row = cost,
-                 .shortest = cost,
-                 .rows_at_ridge = std::max(cost, 1)};
     for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {
+      SchedulerConfig made = config(16, 3);
       made.min_piece_tokens = piece;
+      made.cost = {.partial_row = cost,
+                   .piece = cost,
+                   .query_row = cost,
+                   .shortest = cost,
+                   .rows_at_ridge = std::max(cost, 1)};
       const Batch batch =
           make_batch({{-1, 1'000'000'000}, {0, 1'000'000'000}, {-1, 70}},
                      {{1, 1'000}, {1, 147'483'647}, {0, 3}, {2, 5}, {2, 0}, {-1, 0}});
       check_split(split(batch, made), made);
+      // So little that it is one ticket for each worker.
+      made.cost = {};
+      check_split(split(make_batch({{-1, 700}}, {{0, 5}, {0, 3}}), made), made);
     }
   }
 }

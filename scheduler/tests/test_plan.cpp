@@ -72,13 +72,16 @@ TEST(plan_that_is_too_large_leaves_the_last_one_in_force) {
   const Batch small = balanced_batch({1, 4, 16}, 100);
   plan(scheduler, small);
   const std::vector<int32_t> before = plan_bytes(scheduler);
+  const PlanSummary summary = scheduler.summarize();
   constexpr int32_t kLongest = INT32_MAX;
   const Batch large =
       make_batch({{-1, kLongest}, {-1, kLongest}}, {{0, 0}, {1, 0}, {0, 0}, {1, 0}});
   CHECK_THROWS(plan(scheduler, large), "shared slots of this plan do not fit into int32");
   CHECK(plan_bytes(scheduler) == before);
   CHECK(scheduler.check_lengths(small.seq_lens).served);
-  CHECK_EQ(scheduler.summarize().partials, scheduler.last_plan().header().num_partials);
+  CHECK_EQ(scheduler.summarize().packs, summary.packs);
+  CHECK_EQ(scheduler.summarize().partials_before_split, summary.partials_before_split);
+  CHECK_EQ(scheduler.summarize().tail, summary.tail);
   check_plan(scheduler, made, small);
 }
 
