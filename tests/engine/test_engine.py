@@ -8,42 +8,63 @@ All engines run under SGLANG_PAT_DEBUG=1, which checks each step's plan against 
 from __future__ import annotations
 
 import asyncio
+import random
+import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from sglang.srt.managers.io_struct import (
+    CloseSessionReqInput,
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    OpenSessionReqInput,
+    PauseGenerationReqInput,
+)
 from sglang_engines import (
+    HAS_BEAMS,
     Expected,
     Request,
     Stats,
     Workload,
+    beams,
     flush,
     generate,
+    load_weights,
     run,
-    running_engine,
+    running_pat_engine,
     start,
     tokens,
 )
 
+from sglang_pat.sglang.reader import BEAMS
+
 pytestmark = pytest.mark.engine
 
 MAX_RUNNING = 8
+MANY_ADMITTED = {"schedule_conservativeness": 0.05}  # as if answers were short
 
 
 @pytest.fixture(scope="class")
-def stats(tmp_path_factory: pytest.TempPathFactory) -> Stats:
-    return Stats(tmp_path_factory.mktemp("stats") / "stats.json")
+def engine_and_stats(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Stats]]:
+    """The engine of a test class, with the arguments that the class names, and what it counts."""
+    folder = tmp_path_factory.mktemp("stats")
+    with running_pat_engine(tiny_model, folder, **request.cls.ARGUMENTS) as running:
+        yield running
 
 
-@pytest.fixture(scope="class")
-def engine(request: pytest.FixtureRequest, tiny_model: Path, stats: Stats) -> Iterator[Any]:
-    """The engine of a test class, with the arguments that the class names."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_PAT_DEBUG", "1")
-        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
-        with running_engine(tiny_model, "pat", **request.cls.ARGUMENTS) as running:
-            yield running
+@pytest.fixture
+def engine(engine_and_stats: tuple[Any, Stats]) -> Any:
+    return engine_and_stats[0]
+
+
+@pytest.fixture
+def stats(engine_and_stats: tuple[Any, Stats]) -> Stats:
+    return engine_and_stats[1]
 
 
 def assert_same(answers: list[dict[str, Any]], asked: list[Request], expected: Expected) -> None:
@@ -108,26 +129,10 @@ class _Everywhere:
         self, engine: Any, workload: Workload, expected: Expected
     ) -> None:
         aborted, staying = workload.long_answers[:2], workload.long_answers[2:5]
-
-        async def read(request: Request, rid: str) -> list[int]:
-            answer: dict[str, Any] = {"output_ids": []}
-            received: list[int] = []
-            async for answer in await start(engine, request, rid=rid):
-                received = answer["output_ids"]
-                if rid.startswith("aborted") and len(received) == 10:
-                    engine.tokenizer_manager.abort_request(rid=rid)
-            return received
-
-        async def all_of_them() -> list[list[int]]:
-            named = [(request, f"aborted-{i}") for i, request in enumerate(aborted)]
-            named += [(request, f"staying-{i}") for i, request in enumerate(staying)]
-            return await asyncio.gather(*(read(*each) for each in named))
-
-        received = run(engine, all_of_them())
+        received = run(engine, answers_with_aborts(engine, [*aborted, *staying], [10, 10]))
         assert received[2:] == [expected.of(request) for request in staying]
-        for request, some in zip(aborted, received, strict=False):
-            assert 10 <= len(some) < request.num_tokens
-            assert some == expected.of(request)[: len(some)]
+        assert_begun(received, aborted, [10, 10], expected)
+        assert all(len(some) < workload.long_answers[0].num_tokens for some in received[:2])
 
     def test_flush_between_waves(self, engine: Any, workload: Workload, expected: Expected) -> None:
         for _ in range(2):
@@ -140,7 +145,171 @@ class _Everywhere:
             assert_same(other, workload.no_sharing, expected)
 
 
-class TestPageSize1(_Everywhere):
+class _Features:
+    """What a request can ask for, and what can happen to it."""
+
+    def test_a_storm_of_aborts(self, engine: Any, workload: Workload, expected: Expected) -> None:
+        chooser = random.Random(8)
+        asked = workload.long_answers + workload.crowd + workload.three_levels
+        for _ in range(2):
+            chooser.shuffle(asked)
+            after = [chooser.randrange(1, 9) for _ in asked[: len(asked) // 2]]
+            received = run(engine, answers_with_aborts(engine, asked, after))
+            left = len(after)
+            assert received[left:] == [expected.of(request) for request in asked[left:]]
+            assert_begun(received, asked[:left], after, expected)
+            # A short answer may be complete before the abort arrives.
+            cut = [
+                len(some) < request.num_tokens
+                for some, request in zip(received, asked[:left], strict=False)
+            ]
+            assert sum(cut) > left / 2
+
+    def test_several_answers_to_one_prompt(
+        self, engine: Any, workload: Workload, expected: Expected, stats: Stats
+    ) -> None:
+        flush(engine)
+        stats.new()
+        asked = [replace(request, num_answers=3) for request in workload.two_roots]
+        answers = generate(engine, asked)
+        assert tokens(answers) == [
+            expected.of(request) for request in workload.two_roots for _ in range(3)
+        ]
+        counted = stats.new()
+        assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
+
+    @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+    def test_keys_keep_prompts_apart(
+        self, engine: Any, workload: Workload, expected: Expected, stats: Stats, field: str
+    ) -> None:
+        if not hasattr(GenerateReqInput, field):
+            pytest.skip(f"this SGLang has no {field}")
+
+        async def answers_with(keys: list[str]) -> list[dict[str, Any]]:
+            body = GenerateReqInput(
+                input_ids=[request.prompt for request in asked],
+                sampling_params=[request.sampling_params for request in asked],
+                **{field: keys},
+            )
+            answers: list[dict[str, Any]] = await anext(
+                engine.tokenizer_manager.generate_request(body)
+            )
+            return answers
+
+        flush(engine)
+        asked = workload.identical
+        for keys, is_shared in ((["a", "b", "c", "d"], False), (["a", "a", "b", "b"], True)):
+            for _ in range(2):  # fills the tree, then finds everything there
+                stats.new()
+                assert_same(run(engine, answers_with(keys)), asked, expected)
+            counted = stats.new()
+            planned, alone = counted["kv_tokens_planned"], counted["kv_tokens_query_centric"]
+            assert planned < 0.8 * alone if is_shared else planned == alone > 0
+
+    def test_log_probabilities(self, engine: Any, workload: Workload, expected: Expected) -> None:
+        answers = generate(engine, workload.three_levels, return_logprob=True, top_logprobs_num=2)
+        assert_same(answers, workload.three_levels, expected)
+        for request, answer in zip(workload.three_levels, answers, strict=True):
+            found = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+            assert found == pytest.approx(expected.logprobs_of(request), abs=1e-4)
+
+    @pytest.mark.parametrize("mode", ["retract", "in_place"])
+    def test_pause_in_mid_decode(
+        self, engine: Any, workload: Workload, expected: Expected, mode: str
+    ) -> None:
+        asked = workload.long_answers[:4]
+        received = [0] * len(asked)
+
+        async def read(i: int) -> dict[str, Any]:
+            answer: dict[str, Any] = {}
+            async for answer in await start(engine, asked[i]):
+                received[i] = len(answer["output_ids"])
+            return answer
+
+        async def pause() -> tuple[list[int], list[int]]:
+            """How much was received at the beginning and at the end of the pause."""
+            while min(received) < 10:
+                await asyncio.sleep(0.005)
+            manager = engine.tokenizer_manager
+            await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+            await asyncio.sleep(0.3)  # what is under way arrives
+            before = list(received)
+            await asyncio.sleep(0.3)
+            after = list(received)
+            await manager.continue_generation(ContinueGenerationReqInput())
+            return before, after
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(pause(), *map(read, range(len(asked))))
+
+        (before, after), *answers = run(engine, all_of_them())
+        assert before == after
+        assert max(after) < asked[0].num_tokens
+        assert_same(answers, asked, expected)
+        retracted = [answer["meta_info"]["num_retractions"] for answer in answers]
+        if mode == "retract":
+            assert min(retracted) > 0
+
+
+class _Sessions:
+    """What is said in a session is the prompt of its next turn."""
+
+    def talk(
+        self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
+    ) -> list[dict[str, Any]]:
+        """Lead all conversations at once, beside requests that are no sessions. Returns the answers
+        to the turns, which are compared."""
+        manager = engine.tokenizer_manager
+
+        async def lead(turns: list[Request]) -> list[dict[str, Any]]:
+            opened = OpenSessionReqInput(capacity_of_str_len=10_000, streaming=streaming)
+            session = await manager.open_session(opened, None)
+            answers: list[dict[str, Any]] = []
+            rid = None
+            for turn in turns:
+                answer = await engine.async_generate(
+                    input_ids=turn.prompt,
+                    sampling_params=turn.sampling_params,
+                    session_params={"id": session} | ({} if streaming else {"rid": rid}),
+                )
+                answers.append(answer)
+                rid = answer["meta_info"]["id"]
+            await manager.close_session(CloseSessionReqInput(session_id=session), None)
+            return answers
+
+        async def all_of_them() -> list[Any]:
+            beside = answers_together(engine, workload.long_answers)
+            return await asyncio.gather(beside, *map(lead, workload.conversations))
+
+        others, *conversations = run(engine, all_of_them())
+        assert_same(others, workload.long_answers, expected)
+        for turns, answers in zip(workload.conversations, conversations, strict=True):
+            assert_same(answers, expected.in_conversation(turns), expected)
+        return [answer for answers in conversations for answer in answers]
+
+    def test_sessions(
+        self, engine: Any, workload: Workload, expected: Expected, stats: Stats
+    ) -> None:
+        stats.new()
+        self.talk(engine, workload, expected, streaming=False)
+        counted = stats.new()
+        assert counted["kv_tokens_planned"] < 0.9 * counted["kv_tokens_query_centric"]
+
+
+class _SmallPool:
+    """More is admitted than has room until its end."""
+
+    def test_retraction(
+        self, engine: Any, workload: Workload, expected: Expected, stats: Stats
+    ) -> None:
+        stats.new()
+        answers = generate(engine, workload.long_answers)
+        assert_same(answers, workload.long_answers, expected)
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+        assert stats.new()["tree_events"]["evict"] > 0
+
+
+class TestPageSize1(_Everywhere, _Features, _Sessions):
     """As SGLang starts by default."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
@@ -149,8 +318,42 @@ class TestPageSize1(_Everywhere):
         "max_running_requests": MAX_RUNNING,
     }
 
+    def test_other_weights(
+        self,
+        engine: Any,
+        workload: Workload,
+        expected: Expected,
+        expected_of_other_model: Expected,
+        tiny_model: Path,
+        other_model: Path,
+    ) -> None:
+        asked = workload.three_levels
+        load_weights(engine, other_model)
+        try:
+            for _ in range(2):
+                assert_same(generate(engine, asked), asked, expected_of_other_model)
+        finally:
+            load_weights(engine, tiny_model)
+        assert_same(generate(engine, asked), asked, expected)
 
-class TestPageSize16InASmallPool(_Everywhere):
+    def test_beams_share_nothing(
+        self, engine: Any, workload: Workload, expected: Expected, stats: Stats
+    ) -> None:
+        if not HAS_BEAMS:
+            pytest.skip("this SGLang has no beam search")
+        asked = [workload.beams, *workload.long_answers]
+        stats.new()
+        searched, *answers = run(engine, answers_together(engine, asked))
+        assert_same(answers, workload.long_answers, expected)
+        assert beams([searched]) == expected.beams
+        counted = stats.new()
+        assert counted["private_steps"][BEAMS] > 0
+        # When the beams have ended, the others share again.
+        assert counted["private_steps"][BEAMS] < counted["plans_built"] + counted["plans_reused"]
+        assert counted["kv_tokens_planned"] < counted["kv_tokens_query_centric"]
+
+
+class TestPageSize16InASmallPool(_Everywhere, _SmallPool):
     """Pages, a pool too small for what is admitted, and prompts in chunks beside decoding rows."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
@@ -159,14 +362,8 @@ class TestPageSize16InASmallPool(_Everywhere):
         "max_running_requests": MAX_RUNNING,
         "chunked_prefill_size": 64,
         "enable_mixed_chunk": True,
-        # Admit as if answers were short.
-        "schedule_conservativeness": 0.05,
+        **MANY_ADMITTED,
     }
-
-    def test_retraction(self, engine: Any, workload: Workload, expected: Expected) -> None:
-        answers = generate(engine, workload.long_answers)
-        assert_same(answers, workload.long_answers, expected)
-        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
     def test_long_prompts_in_chunks_beside_decoding_rows(
         self, engine: Any, workload: Workload, expected: Expected
@@ -197,6 +394,118 @@ class TestPageSize16InASmallPool(_Everywhere):
         received = run(engine, all_of_them())
         assert received == [expected.of(request) for request in [decoding, *arriving]]
         assert finished[-1] is decoding  # so all chunks came while it was decoding
+
+
+@pytest.mark.nightly
+class TestPageSize64InASmallPool(_Everywhere, _Features, _Sessions, _SmallPool):
+    """Large pages, and another order of prefills and evictions."""
+
+    ARGUMENTS: ClassVar[dict[str, Any]] = {
+        "page_size": 64,
+        "max_total_tokens": 768,
+        "max_running_requests": MAX_RUNNING,
+        "schedule_policy": "dfs-weight",
+        "radix_eviction_policy": "lfu",
+        **MANY_ADMITTED,
+    }
+
+
+@pytest.mark.nightly
+class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Sessions, _SmallPool):
+    """Sessions that lend their rows to the next turn; requests that push others out."""
+
+    ARGUMENTS: ClassVar[dict[str, Any]] = {
+        "page_size": 1,
+        "max_total_tokens": 900,
+        "max_running_requests": MAX_RUNNING,
+        "enable_streaming_session": True,
+        "enable_priority_scheduling": True,
+        "schedule_policy": "fcfs",
+        "default_priority_value": 0,
+        "priority_scheduling_preemption_threshold": 5,
+        **MANY_ADMITTED,
+    }
+
+    def test_streaming_sessions_with_retraction(
+        self, engine: Any, workload: Workload, expected: Expected
+    ) -> None:
+        flush(engine)
+        answers = self.talk(engine, workload, expected, streaming=True)
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+
+    def test_urgent_requests_push_others_out(
+        self, engine: Any, workload: Workload, expected: Expected
+    ) -> None:
+        flush(engine)
+        waiting = [*workload.long_answers, *workload.crowd[:2]]
+        assert len(waiting) == MAX_RUNNING
+        urgent = workload.three_levels[:4]
+        begun: list[None] = []
+
+        async def read(request: Request) -> dict[str, Any]:
+            answer: dict[str, Any] = {}
+            async for answer in await start(engine, request, priority=0):
+                if len(answer["output_ids"]) == 3:
+                    begun.append(None)
+            return answer
+
+        async def push() -> list[dict[str, Any]]:
+            while len(begun) < MAX_RUNNING - 2:
+                await asyncio.sleep(0.005)
+            return await asyncio.gather(
+                *(
+                    engine.async_generate(
+                        input_ids=each.prompt, sampling_params=each.sampling_params, priority=100
+                    )
+                    for each in urgent
+                )
+            )
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(push(), *map(read, waiting))
+
+        answers_to_urgent, *answers = run(engine, all_of_them())
+        assert_same(answers_to_urgent, urgent, expected)
+        assert_same(answers, waiting, expected)
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+
+
+async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, Any]]:
+    """The answers to requests that are sent one by one, at once."""
+    return await asyncio.gather(
+        *(
+            engine.async_generate(input_ids=each.prompt, sampling_params=each.sampling_params)
+            for each in asked
+        )
+    )
+
+
+async def answers_with_aborts(
+    engine: Any, asked: list[Request], after: list[int]
+) -> list[list[int]]:
+    """What is received of all requests. `after`: at how many tokens the first ones are aborted."""
+
+    async def read(i: int) -> list[int]:
+        received: list[int] = []
+        rid = uuid.uuid4().hex
+        is_aborted = False
+        async for answer in await start(engine, asked[i], rid=rid):
+            received = answer["output_ids"]
+            if i < len(after) and len(received) >= after[i] and not is_aborted:
+                engine.tokenizer_manager.abort_request(rid=rid)
+                is_aborted = True
+        return received
+
+    return await asyncio.gather(*map(read, range(len(asked))))
+
+
+def assert_begun(
+    received: list[list[int]], aborted: list[Request], after: list[int], expected: Expected
+) -> None:
+    """What was received of aborted requests is how their answers begin."""
+    for request, some, least in zip(aborted, received, after, strict=False):
+        assert least <= len(some)
+        assert some == expected.of(request)[: len(some)]
 
 
 def stopping_early(request: Request, expected: Expected) -> Request:

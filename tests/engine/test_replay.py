@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang_engines import Request, generate, running_engine
-from sglang_step_recorder import FILE, WAIT_FOR, described, install
+from sglang_plugins import install_plugin
+from sglang_step_recorder import FILE, WAIT_FOR, described
 
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.replay.account import Account
@@ -51,7 +52,7 @@ def requests() -> list[Request]:
 
 def recorded_steps(folder: Path, model: Path, asked: list[Request]) -> tuple[Any, Any]:
     """The engine's decode steps, and its answers."""
-    install(folder)
+    install_plugin(folder, "sglang_step_recorder")
     file = folder / "steps.jsonl"
     with pytest.MonkeyPatch.context() as environment:
         environment.syspath_prepend(folder)  # which the engine's processes inherit

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from sglang_engines import (
     LAUNCH_SERVER,
     SGLANG_SERVE,
     Expected,
+    Request,
     Server,
     Stats,
     Workload,
@@ -45,6 +47,32 @@ def assert_answers_concurrent_clients(
     with ThreadPoolExecutor(max_workers=12) as clients:
         answers = list(clients.map(server.generate, asked))
     assert answers == [expected.of(request) for request in asked]
+
+
+def assert_survives_clients_that_leave(
+    server: Server, workload: Workload, expected: Expected
+) -> None:
+    """Half of many clients close the connection in mid-answer; the others get theirs."""
+    leaving, staying = workload.long_answers * 3, workload.crowd + workload.two_roots
+
+    def leave(request: Request) -> bytes:
+        body = {"input_ids": request.prompt, "sampling_params": request.sampling_params}
+        with requests.post(
+            f"{server.url}/generate", json=body | {"stream": True}, stream=True, timeout=120
+        ) as response:
+            response.raise_for_status()
+            chunk: bytes = next(response.iter_content(chunk_size=None))
+            return chunk
+
+    with ThreadPoolExecutor(max_workers=24) as clients:
+        begun = [clients.submit(leave, request) for request in leaving]
+        answers = list(clients.map(server.generate, staying))
+        assert all(each.result().startswith(b"data: ") for each in begun)
+    assert answers == [expected.of(request) for request in staying]
+    aborted = [
+        each.value for each in server.metrics() if each.name == "sglang:num_aborted_requests_total"
+    ]
+    assert sum(aborted) > len(leaving) / 2
 
 
 def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> None:
@@ -113,6 +141,7 @@ def test_launch_server_answers_and_ends_on_sigterm(
     }
     with running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server:
         assert_answers_concurrent_clients(server, workload, expected)
+        assert_survives_clients_that_leave(server, workload, expected)
         counted = stats.new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         assert counted["private_steps"] == {}

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import os
+import pkgutil
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import requests
 import sglang
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from serving.http_server import HttpServer, running_process
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.sinks import read_stats
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
+
+HAS_BEAMS = "beam_width" in inspect.signature(SamplingParams).parameters  # not in 0.5.17
+
+# Every scheduler imports all models that SGLang knows, 9 of the 20 s in which it starts. The tiny
+# model is a Llama.
+_MODELS = pkgutil.iter_modules([str(Path(sglang.__file__).parent / "srt" / "models")])
+os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
+    each.name for each in _MODELS if each.name != "llama"
+)
 
 
 class EngineDied(BaseException):
@@ -55,11 +71,17 @@ class Request:
     prompt: list[int]
     num_tokens: int
     stop: int | None = None
+    num_answers: int = 1
+    beam_width: int | None = None
 
     @property
     def sampling_params(self) -> dict[str, Any]:
-        params = {"temperature": 0, "max_new_tokens": self.num_tokens}
-        return params if self.stop is None else params | {"stop_token_ids": [self.stop]}
+        params = {"temperature": 0, "max_new_tokens": self.num_tokens, "n": self.num_answers}
+        if self.stop is not None:
+            params["stop_token_ids"] = [self.stop]
+        if self.beam_width is not None:  # not in 0.5.17
+            params["beam_width"] = self.beam_width
+        return params
 
 
 class Workload:
@@ -85,12 +107,25 @@ class Workload:
         self.long_prompts = [Request(tools[0] + self._tokens(300 + 40 * i), 12) for i in range(3)]
         # Outgrow a small pool together.
         self.long_answers = [Request(system + self._tokens(10 + i), 120) for i in range(6)]
+        # Enough that batches stay full while they take turns in a pipeline.
+        self.many = [Request(tools[i % 3] + self._tokens(4 + i % 9), 40) for i in range(72)]
+        # What is said in each turn of three conversations.
+        self.conversations = [
+            [Request(opening + self._tokens(9 + i), 30), *self._turns(3)]
+            for i, opening in enumerate((system, system, other_root))
+        ]
+        self.beams = Request(system + self._tokens(12), 24, num_answers=2, beam_width=3)
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.choices(range(NUM_SPECIAL_TOKENS, TinyModel().vocab_size), k=count)
 
+    def _turns(self, count: int) -> list[Request]:
+        return [Request(self._tokens(8 + 3 * i), 20 + i) for i in range(count)]
+
     def all(self) -> list[Request]:
-        groups: list[list[Request]] = [g for g in vars(self).values() if isinstance(g, list)]
+        """All requests that stand for themselves."""
+        others = ("_random", "conversations", "beams")
+        groups = [group for name, group in vars(self).items() if name not in others]
         return [request for group in groups for request in group]
 
 
@@ -99,17 +134,73 @@ class Expected:
     """SGLang's own answers, and how clear-cut they are."""
 
     tokens: dict[tuple[tuple[int, ...], int, int | None], list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by prompt
+    beams: list[list[int]] = field(default_factory=list)  # those returned, best first
     smallest_gap: float = float("inf")  # in log-probability, between the best and the second token
 
     def of(self, request: Request) -> list[int]:
         return self.tokens[tuple(request.prompt), request.num_tokens, request.stop]
 
+    def logprobs_of(self, request: Request) -> list[float]:
+        """The log-probability of each token of the answer."""
+        return self.logprobs[tuple(request.prompt)][: request.num_tokens]
+
+    def in_conversation(self, turns: Sequence[Request]) -> list[Request]:
+        """The turns as requests that stand for themselves: all that was said before, then the turn.
+
+        As many as can be told: the last one's answer need not be known.
+        """
+        whole: list[Request] = []
+        said: list[int] = []
+        for turn in turns:
+            whole.append(Request(said + turn.prompt, turn.num_tokens))
+            if (tuple(whole[-1].prompt), turn.num_tokens, None) not in self.tokens:
+                break
+            said = whole[-1].prompt + self.of(whole[-1])
+        return whole
+
     def record(self, requests_: Sequence[Request], answers: Sequence[dict[str, Any]]) -> None:
         for request, answer in zip(requests_, answers, strict=True):
             key = (tuple(request.prompt), request.num_tokens, request.stop)
             self.tokens[key] = answer["output_ids"]
+            best_of_each = [best for best, *_ in answer["meta_info"]["output_top_logprobs"]]
+            self.logprobs[key[0]] = [logprob for logprob, *_ in best_of_each]
             for best, second, *_ in answer["meta_info"]["output_top_logprobs"]:
                 self.smallest_gap = min(self.smallest_gap, best[0] - second[0])
+
+    def ask(self, engine: Any, requests_: Sequence[Request]) -> None:
+        """Record the engine's answers."""
+        top_two = {"return_logprob": True, "top_logprobs_num": 2}
+        self.record(requests_, generate(engine, requests_, **top_two))
+
+
+def load_weights(engine: Any, model: Path) -> None:
+    """Replace the weights of an engine that has answered all, which empties its cache."""
+    flush(engine)  # only an engine that is idle by now can
+    update = UpdateWeightFromDiskReqInput(model_path=str(model))
+    success, message, *_ = run(
+        engine, engine.tokenizer_manager.update_weights_from_disk(update, None)
+    )
+    assert success, message
+
+
+def expected_answers(engine: Any, workload: Workload) -> Expected:
+    """The answers of an engine to the whole workload, turn after turn of the conversations."""
+    expected = Expected()
+    expected.ask(engine, workload.all())
+    for turn in range(max(map(len, workload.conversations))):
+        told = [expected.in_conversation(turns) for turns in workload.conversations]
+        expected.ask(engine, [requests_[turn] for requests_ in told if turn < len(requests_)])
+    if HAS_BEAMS:
+        expected.beams = beams(generate(engine, [workload.beams]))
+    return expected
+
+
+def beams(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The tokens of all beams that were returned."""
+    return [
+        beam["output_ids"] for answer in answers for beam in answer["meta_info"]["beam_results"]
+    ]
 
 
 @contextlib.contextmanager
@@ -127,6 +218,29 @@ def running_engine(model: Path, backend: str, **arguments: Any) -> Iterator[Any]
         yield engine
     finally:
         engine.shutdown()
+
+
+@contextlib.contextmanager
+def running_pat_engine(model: Path, folder: Path, **arguments: Any) -> Iterator[tuple[Any, Stats]]:
+    """An engine that decodes with `pat` and checks every step; what it counts goes to `folder`."""
+    stats = Stats(folder / "stats.json")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_PAT_DEBUG", "1")
+        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
+        with running_engine(model, "pat", **arguments) as engine:
+            yield engine, stats
+
+
+def run_several_ranks(count: int, environment: pytest.MonkeyPatch) -> None:
+    """Let SGLang start several ranks on the CPU.
+
+    It wants to know the cores of each. Between ranks it prefers NCCL to gloo where it finds the
+    library, even for a CPU, so it must not find it.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    of_ranks = (str(cores[rank % len(cores)]) for rank in range(count))
+    environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(of_ranks))
+    environment.setenv("SGLANG_NCCL_SO_PATH", "/no library")
 
 
 COMMON_ARGUMENTS: dict[str, Any] = {
@@ -194,9 +308,12 @@ class Stats:
     def new(self) -> dict[str, Any]:
         now = read_stats(self.path)
         before, self._before = self._before, now
-        return {
+        counted = {
             name: value - before.get(name, 0) for name, value in now.items() if type(value) is int
-        } | {"causes": now["causes"], "private_steps": now["private_steps"]}
+        }
+        for name in ("causes", "private_steps", "tree_events", "batch_changes"):
+            counted[name] = Counter(now[name]) - Counter(before.get(name, {}))
+        return counted
 
 
 class Server(HttpServer):

@@ -2,7 +2,7 @@
 
 It reads the requests of a batch when SGLang makes the batch, and their paths through the product's
 own RadixSource. It also holds the first step back until all requests of the test have arrived, so
-that the schedule does not depend on how fast they come in. Installed by `install`.
+that the schedule does not depend on how fast they come in.
 """
 
 from __future__ import annotations
@@ -12,20 +12,9 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 FILE, WAIT_FOR = "SGLANG_PAT_TEST_STEPS_FILE", "SGLANG_PAT_TEST_WAIT_FOR"
-
-
-def install(folder: Path) -> None:
-    """Write the package metadata with which SGLang finds this plug-in. `folder`: on sys.path."""
-    metadata = folder / "step_recorder-1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: step-recorder\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nstep_recorder = sglang_step_recorder:register\n"
-    )
 
 
 def register() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,26 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("replay --rate x", "--rate: 'x'; allowed: a number"),
         ("replay --page 1", "unknown argument '--page'; allowed: --help, --format"),
         ("replay --html /no/f", "--html: '/no/f': its folder /no does not exist"),
-        ("replay --generate toolagent --model nope", "'nope'; allowed: llama-3-8b, "),
+        ("replay --generate toolagent --model nope", "model 'nope'; allowed: "),
+        ("replay --generate nope", "'nope'; allowed: conversation, toolagent, "),
+        ("replay --generate toolagent --policies best", "one of memory, paper, compute, "),
+        ("replay --generate toolagent --limit 0", "--limit: '0'; allowed: a whole number from 1"),
+        ("replay --generate toolagent --rate -1", "--rate: '-1'; allowed: a number above 0, or "),
+        ("replay --generate toolagent --kv-pool-gb nan", "'nan'; allowed: a finite number above"),
+        ("replay --generate toolagent --forest-step -1", "'-1'; allowed: a whole number from 0"),
+        ("replay --compare /no/a.json /no/b.json", "/no/a.json"),
+        ("replay /no/trace", "/no/trace: there is no such file"),
+        ("replay /etc/passwd --format nope", "'nope'; allowed: auto, mooncake, "),
+        ("replay /etc/passwd", "/etc/passwd: no known format: "),
+        ("replay /etc/passwd --json /etc/passwd", "would overwrite the input /etc/passwd"),
     ],
 )
 def test_wrong_input_is_answered_at_once_in_one_line(words: str, message: str) -> None:
-    begin = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = answer(*words.split())
-    seconds = time.monotonic() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU time, since other tests may run at the same time.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert child.returncode == 2
     assert child.stdout == ""
     assert message in child.stderr

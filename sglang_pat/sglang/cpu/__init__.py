@@ -71,6 +71,7 @@ def enable_cpu_engine() -> bool:
     # With more threads than free cores a tiny model takes ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(STUB_DIR))
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB_DIR), *([inherited] if inherited else [])])
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [folder for folder in inherited if folder and folder != str(STUB_DIR)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB_DIR), *others])
     return True

@@ -1,0 +1,46 @@
+"""Pipeline parallelism: two ranks on the CPU, batches that take turns, plans that are reused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sglang_engines import (
+    Expected,
+    Request,
+    Workload,
+    generate,
+    run_several_ranks,
+    running_pat_engine,
+    tokens,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def test_two_stages_give_the_same_tokens_and_reuse_plans(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workload: Workload,
+    expected: Expected,
+) -> None:
+    run_several_ranks(2, monkeypatch)
+    arguments = {
+        "pp_size": 2,
+        "max_total_tokens": 32768,
+        "max_running_requests": len(workload.many),
+    }
+    with running_pat_engine(tiny_model, tmp_path, **arguments) as (engine, stats):
+        # Fills the tree, so that all requests share from their first step on.
+        generate(engine, [Request(request.prompt, 1) for request in workload.many])
+        stats.new()
+        answers = generate(engine, workload.many)
+        counted = stats.new()
+    assert tokens(answers) == [expected.of(request) for request in workload.many]
+    steps = counted["plans_built"] + counted["plans_reused"]
+    steps_of_each = workload.many[0].num_tokens - 1  # the first token comes from the prefill
+    assert steps >= 2 * steps_of_each, "batches take turns"
+    assert counted["plans_reused"] >= 0.8 * steps
+    assert counted["private_steps"] == {}
+    assert counted["kv_tokens_planned"] < 0.5 * counted["kv_tokens_query_centric"]

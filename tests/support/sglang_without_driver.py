@@ -1,0 +1,69 @@
+"""A plug-in of SGLang for tests: what of it needs a CUDA driver even if the model is on the CPU.
+
+- LoRA makes tensors in pinned memory. Here nothing is pinned.
+- The hierarchical cache copies KV between its tiers with kernels. Here torch copies; only what an
+  engine needs that is started with HICACHE_ARGUMENTS.
+
+Where there is a driver, nothing is replaced. Each backend is served alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_plugins import install_plugin
+
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+
+HICACHE_ARGUMENTS = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+
+
+def go_without_driver(folder: Path, environment: pytest.MonkeyPatch) -> None:
+    """Let engines that are started from now on use the plug-in. Skips the test where it would not
+    be in force."""
+    if cuda_driver_is_present():
+        pytest.skip("runs only where there is no CUDA driver")
+    install_plugin(folder, "sglang_without_driver")
+    environment.syspath_prepend(folder)  # which the engine's processes inherit
+
+
+def register() -> None:
+    """The plug-in's entry point, in every process of the engine."""
+    if cuda_driver_is_present():
+        return
+    from sglang.srt.mem_cache.pool_host import common, mha
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    mha.transfer_kv_direct = transfer_kv_direct
+    common.ALLOC_MEMORY_FUNCS["cpu"] = new_host_memory
+
+
+def _unpinned(new_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(new_tensor)
+    def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return new_tensor(*args, **kwargs | {"pin_memory": False})
+
+    return unpinned
+
+
+def transfer_kv_direct(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copy the tokens at `src_indices` to `dst_indices`, in each layer."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def new_host_memory(dims: Sequence[int], dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    """Memory of the host that is not registered with a driver."""
+    return torch.zeros(*dims, dtype=dtype)
