@@ -257,8 +257,8 @@ class _Sessions:
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
     ) -> list[dict[str, Any]]:
-        """Lead all conversations at once, beside requests that are no sessions. Returns all answers,
-        which are compared."""
+        """Lead all conversations at once, beside requests that are no sessions. Returns all
+        answers, which are compared."""
         manager = engine.tokenizer_manager
 
         async def lead(turns: list[Request]) -> list[dict[str, Any]]:
