@@ -94,6 +94,9 @@ def test_write_through_and_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "files"))
+    # SGLang compiles its hash there. An engine that is ended meanwhile leaves a lock behind, for
+    # which 0.5.17 would wait for ever.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     arguments = {
         "hicache_write_policy": "write_through",
         "hicache_storage_backend": "file",
