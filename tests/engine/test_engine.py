@@ -257,8 +257,8 @@ class _Sessions:
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
     ) -> list[dict[str, Any]]:
-        """Lead all conversations at once, beside requests that are no sessions. Returns the answers
-        to the turns, which are compared."""
+        """Lead all conversations at once, beside requests that are no sessions. Returns all
+        answers, which are compared."""
         manager = engine.tokenizer_manager
 
         async def lead(turns: list[Request]) -> list[dict[str, Any]]:
@@ -285,7 +285,7 @@ class _Sessions:
         assert_same(others, workload.long_answers, expected)
         for turns, answers in zip(workload.conversations, conversations, strict=True):
             assert_same(answers, expected.in_conversation(turns), expected)
-        return [answer for answers in conversations for answer in answers]
+        return [*others, *(answer for answers in conversations for answer in answers)]
 
     def test_sessions(
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
@@ -397,17 +397,24 @@ class TestPageSize16InASmallPool(_Everywhere, _SmallPool):
 
 
 @pytest.mark.nightly
-class TestPageSize64InASmallPool(_Everywhere, _Features, _Sessions, _SmallPool):
+class TestPageSize64(_Everywhere, _Features, _Sessions):
     """Large pages, and another order of prefills and evictions."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 64,
-        "max_total_tokens": 768,
+        "max_total_tokens": 1024,
         "max_running_requests": MAX_RUNNING,
         "schedule_policy": "dfs-weight",
         "radix_eviction_policy": "lfu",
-        **MANY_ADMITTED,
     }
+
+    def test_eviction(
+        self, engine: Any, workload: Workload, expected: Expected, stats: Stats
+    ) -> None:
+        stats.new()
+        for asked in (workload.crowd, workload.long_prompts, workload.no_sharing, workload.crowd):
+            assert_same(generate(engine, asked), asked, expected)
+        assert stats.new()["tree_events"]["evict"] > 0
 
 
 @pytest.mark.nightly

@@ -25,7 +25,7 @@ def test_two_stages_give_the_same_tokens_and_reuse_plans(
     workload: Workload,
     expected: Expected,
 ) -> None:
-    run_several_ranks(2, monkeypatch)
+    run_several_ranks(monkeypatch, pp_size=2)
     arguments = {
         "pp_size": 2,
         "max_total_tokens": 32768,

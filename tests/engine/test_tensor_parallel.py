@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 @contextmanager
 def two_ranks(model: Path, folder: Path, **arguments: Any) -> Iterator[tuple[Any, Stats]]:
     with pytest.MonkeyPatch.context() as environment:
-        run_several_ranks(2, environment)
+        run_several_ranks(environment, tp_size=2)
         pool = {"max_total_tokens": 16384, "max_running_requests": 16}
         with running_pat_engine(model, folder, tp_size=2, **pool, **arguments) as running:
             yield running

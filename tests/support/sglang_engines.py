@@ -231,13 +231,16 @@ def running_pat_engine(model: Path, folder: Path, **arguments: Any) -> Iterator[
             yield engine, stats
 
 
-def run_several_ranks(count: int, environment: pytest.MonkeyPatch) -> None:
+def run_several_ranks(
+    environment: pytest.MonkeyPatch, *, tp_size: int = 1, pp_size: int = 1
+) -> None:
     """Let SGLang start several ranks on the CPU.
 
-    It wants to know the cores of each. Between ranks it prefers NCCL to gloo where it finds the
-    library, even for a CPU, so it must not find it.
+    It wants to know the cores of each; 0.5.17 only those of the ranks of one stage. Between ranks
+    it prefers NCCL to gloo where it finds the library, even for a CPU, so it must not find it.
     """
     cores = sorted(os.sched_getaffinity(0))
+    count = tp_size if sglang.__version__ == "0.5.17" else tp_size * pp_size
     of_ranks = (str(cores[rank % len(cores)]) for rank in range(count))
     environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(of_ranks))
     environment.setenv("SGLANG_NCCL_SO_PATH", "/no library")

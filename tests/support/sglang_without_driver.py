@@ -40,6 +40,7 @@ def register() -> None:
 
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self
     mha.transfer_kv_direct = transfer_kv_direct
     common.ALLOC_MEMORY_FUNCS["cpu"] = new_host_memory
 
