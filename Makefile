@@ -7,7 +7,8 @@ SHELL := /bin/bash
 # An engine is several processes: without bytecode each compiles all of SGLang anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-DEFAULT_SGLANG := $(shell sed -n 's/^sglang = \["sglang==\(.*\)"\]$$/\1/p' pyproject.toml)
+# The newest of the range in pyproject.toml.
+DEFAULT_SGLANG := $(shell sed -n 's/^sglang = \["sglang>=.*,<=\(.*\)"\]$$/\1/p' pyproject.toml)
 SGLANG ?= $(DEFAULT_SGLANG)
 VENV := .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
 RUN := $(VENV)/bin/python
@@ -20,19 +21,22 @@ UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
 
-CPP_SOURCES := $(shell find scheduler kernels/contract -type f)
+CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*')
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler docs clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
 	@echo 'make test             everything that runs without a GPU (ARGS="..." goes to pytest)'
 	@echo 'make test-fast        tests/unit only: no SGLang, under a minute'
 	@echo 'make test-sglang      what depends on SGLang: the adapter, and one file of engine tests'
-	@echo 'make lint             ruff, mypy, clang-format'
+	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
+	@echo 'make fuzz             10,000 random plans and a million forest operations'
+	@echo 'make lint             ruff, mypy, import-linter, clang-format'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
+	@echo 'make docs             build the documentation into build/site, strictly'
 	@echo 'make setup            only the environment; make clean removes every environment'
 	@echo 'SGLANG=VERSION        run against another SGLang; the default is $(DEFAULT_SGLANG)'
 
@@ -50,6 +54,22 @@ test-fast: setup
 
 test-sglang: setup
 	$(PYTEST) tests/sglang tests/engine/test_engine.py $(ARGS)
+
+# With the compiler and CMake of the host, else with the CMake of the environment.
+CPP_TESTS := build/cpp-tests
+CMAKE := $(shell command -v cmake || echo $(VENV)/bin/cmake)
+
+test-cpp: $(CPP_TESTS)/scheduler_tests
+	$(CPP_TESTS)/scheduler_tests $(ARGS)
+	$(CPP_TESTS)/scheduler_fuzz --plans 300 --operations 10000
+
+fuzz: $(CPP_TESTS)/scheduler_tests
+	$(CPP_TESTS)/scheduler_fuzz --plans 10000 --operations 1000000 $(ARGS)
+
+$(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
+	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null
+	@MAKEFLAGS=--no-print-directory $(CMAKE) --build $(CPP_TESTS) --parallel 2
+	@touch $@
 
 lint:  # all of them, even if one fails
 	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format
@@ -77,6 +97,10 @@ format: setup
 bench-scheduler: setup
 	@$(RUN) benchmarks/bench_scheduler.py $(ARGS)
 
+# Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 clean:
 	rm -rf build .venv .venv-*
 
@@ -93,6 +117,10 @@ $(VENV)/.dependencies-installed: pyproject.toml | $(UV) $(RUN)
 	@echo "Installing SGLang $(SGLANG) into $(VENV) (first time: several GB, a minute or more)"
 	@$(INSTALL) --requirements pyproject.toml --extra replay --extra test --extra bench --extra dev \
 		--group pyproject.toml:build "sglang==$(SGLANG)"
+	@touch $@
+
+$(VENV)/.docs-installed: pyproject.toml | $(UV) $(RUN)
+	@$(INSTALL) --group pyproject.toml:docs
 	@touch $@
 
 $(RUN): | $(UV)

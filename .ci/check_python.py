@@ -1,6 +1,6 @@
-"""Says in one line why this Python cannot build sglang-pat, for the Makefile.
+"""Prints in one line why this Python cannot build sglang-pat.
 
-First step of every set-up; has to run on Pythons that are too old for the package itself.
+The Makefile runs it first. It also runs on Pythons that are too old for the package.
 """
 
 import importlib.util

@@ -91,8 +91,8 @@ def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
     return peers.fa3(_step(workload, tensors))
 
 
-def _step(workload: Workload, tensors: WorkloadTensors) -> peers.StepTensors:
-    return peers.StepTensors(
+def _step(workload: Workload, tensors: WorkloadTensors) -> peers.DecodeTensors:
+    return peers.DecodeTensors(
         tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens
     )
 

@@ -12,6 +12,7 @@ from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapa
 from sglang_pat.attention import GROWTH_TOKENS, MIN_PIECE_TOKENS, default_workers
 from sglang_pat.batch import DecodeBatch, Step
 from sglang_pat.executors.cuda import CudaExecutor, DecodeKernels
+from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import BufferSizes, DecodePlan
 
 
@@ -35,7 +36,7 @@ class PlannedStep:
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         if num_workers is None:
-            num_workers = default_workers(device, num_kv_heads)
+            num_workers = default_workers(kernels, device, num_kv_heads)
         self.scheduler = PackScheduler(
             group_size=num_qo_heads // num_kv_heads,
             num_workers=num_workers,
@@ -86,4 +87,4 @@ class PlannedStep:
     ) -> None:
         """Run the last plan written."""
         scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        self.executor.run(q, k_cache, v_cache, out, out_lse, scale, logit_cap)
+        self.executor.run(LayerInputs(q, k_cache, v_cache, out, out_lse, scale, logit_cap))

@@ -15,16 +15,6 @@ struct IndexArray {
   bool is_int64;
 };
 
-// The sections of a plan in device memory (PlanLayout).
-struct PlanView {
-  const PlanHeader* header;
-  const int32_t* ticket_begin;
-  const WorkItem* work_items;
-  const ItemRequest* item_requests;
-  const GatherSpan* gather_spans;
-  const MergeEntry* merges;
-};
-
 // Query row of a work item -> request of the item and query head of the group, without a division.
 struct QueryRows {
   int32_t group_size;
@@ -56,40 +46,43 @@ struct GatherParams {
   int32_t* shared_slots;        // [num_shared_slots], written
 };
 
+// Who draws which ticket. One per captured graph, and one for all launches outside of graphs, which follow one
+// another. pack_decode finds it zero and leaves it zero.
+struct TicketCounter {
+  int32_t num_draws;   // tickets drawn beyond the first of each CTA
+  uint32_t num_ended;  // CTAs that draw no more
+};
+
+// Of both kernels of a decode step.
 struct DecodeParams {
   PlanView plan;
   const void* q;             // [num_requests, Hq, D]
   uint32_t q_stride_chunks;  // 16-byte chunks between requests
+  int32_t num_requests;      // the plan's must be the same
   const void* k_cache;       // [num_slots, num_kv_heads, D]
   const void* v_cache;       // [num_slots, num_kv_heads, D]
   uint32_t k_slot_bytes;     // bytes between slots
   uint32_t v_slot_bytes;
   const int32_t* shared_slots;  // [num_shared_slots]
-  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
-  int64_t req_to_token_stride;
+  const int32_t* req_to_token;  // [num_rows, table_width]
+  int64_t req_to_token_stride;  // in elements
+  int32_t table_width;          // no length read from seq_lens counts for more
+  int32_t launch_tag;  // what the launches of one graph, and no others, write to partials_owner
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
-  void* out;                    // [num_requests, Hq, D]: requests with a single partial
+  void* out;                    // [num_requests, Hq, D]
   float* out_lse;               // [num_requests, Hq], may be nullptr
   float* partial_out;           // [num_partials, Hq, D], normalised
   float* partial_lse;           // [num_partials, Hq], natural log
-  int32_t* num_draws;   // tickets drawn beyond the first of each CTA: 0 before and after every step
-  int32_t max_tickets;  // capacity of the plan
+  TicketCounter* tickets;
+  int32_t* partials_owner;  // tag of the launch that wrote the partials last
+  int32_t max_tickets;      // capacity of the plan
+  int32_t max_merges;  // of the plans that this launch may find: bounds the grid of merge_partials
+  int32_t num_q_heads;
   int32_t num_kv_heads;
   QueryRows rows;
   LogitScale logit_scale;
   bool soft_cap;
-};
-
-struct MergeParams {
-  PlanView plan;
-  const float* partial_out;  // [num_partials, Hq, D]
-  const float* partial_lse;  // [num_partials, Hq]
-  void* out;                 // [num_requests, Hq, D]
-  float* out_lse;            // [num_requests, Hq], may be nullptr
-  int32_t* num_draws;        // set back to 0
-  int32_t num_q_heads;
-  int32_t max_merges;  // capacity of the plan: bounds the grid
 };
 
 }  // namespace pat

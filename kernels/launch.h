@@ -9,8 +9,12 @@
 namespace pat {
 
 cudaError_t launch_gather_slots(const GatherParams& params, cudaStream_t stream);
-// As many CTAs as the device holds at once. merge_partials must follow: it ends the step.
+// As many CTAs as the device holds at once: count_decode_ctas().
 cudaError_t launch_pack_decode(const DecodeParams& params, cudaStream_t stream);
-cudaError_t launch_merge_partials(const MergeParams& params, cudaStream_t stream);
+// Must follow pack_decode, unless no request of the plan has more than one partial.
+cudaError_t launch_merge_partials(const DecodeParams& params, cudaStream_t stream);
+
+// CTAs of pack_decode that run at the same time on the present device.
+cudaError_t count_decode_ctas(int* count);
 
 }  // namespace pat

@@ -16,16 +16,15 @@ cudaError_t launch_gather_slots(const GatherParams& params, cudaStream_t stream)
                 /*overlap=*/false, stream);
 }
 
-cudaError_t launch_merge_partials(const MergeParams& params, cudaStream_t stream) {
+cudaError_t launch_merge_partials(const DecodeParams& params, cudaStream_t stream) {
   int num_sms = 0;
   const cudaError_t error = multiprocessor_count(&num_sms);
   if (error != cudaSuccess) return error;
-  constexpr int kCtasPerSm = 8;
-  const int64_t rows = int64_t{params.max_merges} * params.num_q_heads;
-  const int64_t ctas =
-      std::clamp<int64_t>((rows + kMergeWarps - 1) / kMergeWarps, 1, num_sms * kCtasPerSm);
+  const int64_t num_rows = int64_t{params.max_merges} * params.num_q_heads;
+  const int64_t num_ctas = std::clamp<int64_t>(num_rows, 1, int64_t{num_sms} * kMergeCtasPerSm);
   return launch(&merge_partials_kernel<Element, kHeadDim>, params,
-                dim3(static_cast<unsigned>(ctas)), kMergeWarps * 32, 0, /*overlap=*/true, stream);
+                dim3(static_cast<unsigned>(num_ctas)), kMergeWarps * 32, 0, /*overlap=*/true,
+                stream);
 }
 
 }  // namespace pat

@@ -1,8 +1,10 @@
 // merge_partials: the second kernel of a decode step. Requests whose KV was read in several pieces get the
-// LSE-weighted sum of their partials, in the fixed order of the plan.
+// LSE-weighted sum of their partials.
 //
-// Rows are (request, query head) pairs. One warp takes a row; if there are few rows, with many partials each, all
-// warps of a CTA share one.
+// Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x, so a few rows
+// occupy as many CTAs. One warp sums a row of few partials. All warps of a CTA share a row of many: each takes a
+// contiguous part, and one combines the parts in shared memory. Parts and orders depend on the number of partials
+// alone, so the result does not depend on the launch.
 #pragma once
 
 #include <cmath>
@@ -12,135 +14,224 @@
 
 namespace pat {
 
-inline constexpr int kMergeWarps = 8;
+inline constexpr int kMergeWarps = 16;
+inline constexpr int kMergeCtasPerSm = 2;
+// A row of up to this many partials is one warp's: at most two rounds of loads.
+inline constexpr int kWarpPartials = 12;
+// Partials that make another warp worthwhile in a row of more.
+inline constexpr int kPartPartials = 6;
 
-// The columns of a row that one lane holds: head_dim / 32 neighbours.
-template <int kColumns>
-struct alignas(kColumns * 4) LaneColumns {
-  float values[kColumns];
+// The partials of a row: where the first lies, and how far apart they are.
+struct PartialRow {
+  const float* partial_out;
+  const float* partial_lse;
+  int num_heads;  // rows from one partial to the next
 };
 
-// Past L1: its lines may be older than what the predecessor, which may still have been running when this kernel
-// was launched, has written.
-__device__ __forceinline__ LaneColumns<4> load_fresh(const LaneColumns<4>* source) {
-  const float4 v = __ldcg(reinterpret_cast<const float4*>(source));
-  return {v.x, v.y, v.z, v.w};
-}
-__device__ __forceinline__ LaneColumns<2> load_fresh(const LaneColumns<2>* source) {
-  const float2 v = __ldcg(reinterpret_cast<const float2*>(source));
-  return {v.x, v.y};
-}
-
-// Weighted sum of some partials of a row: every `step`th from `first`.
-template <int kColumns>
+// Weighted sum of some partials of a row, in a warp. kLanes lanes hold a row, 4 columns each; where that is half the
+// warp, each half takes every other partial.
+template <int kHeadDim>
 struct PartialSum {
-  LaneColumns<kColumns> columns{};
-  float weight = 0.f;
+  static constexpr int kLanes = kHeadDim / 4;
+  static constexpr int kRowsAtOnce = 32 / kLanes;
+  static constexpr int kInFlight = 6;  // partials loaded before the first is used
+  static constexpr float kLog2E = 1.4426950408889634f;
 
-  __device__ __forceinline__ void add(const LaneColumns<kColumns>* partials, const float* lses,
-                                      int num_heads, int first, int step, int num_partials,
-                                      float shift) {
-    constexpr int kInFlight = 4;
-    constexpr float kLog2E = 1.4426950408889634f;
-    for (int begin = first; begin < num_partials; begin += kInFlight * step) {
-      LaneColumns<kColumns> rows[kInFlight];
-      float row_lses[kInFlight];
+  float maximum = -INFINITY;  // of the LSEs; NaN is left out, but not of `weight`
+  float weight = 0.f;         // sum of exp(LSE - maximum)
+  float4 columns{};           // not yet divided by `weight`
+
+  // Partials [begin, end). Past L1: its lines may be older than what the predecessor, which may still have been
+  // running when this kernel was launched, has written.
+  __device__ __forceinline__ static PartialSum of(const PartialRow& row, int begin, int end,
+                                                  int lane) {
+    PartialSum sum;
+    const float* lse = row.partial_lse + int64_t{begin + lane / kLanes} * row.num_heads;
+    const float* out = row.partial_out + lane % kLanes * 4 +
+                       int64_t{begin + lane / kLanes} * row.num_heads * kHeadDim;
+    const int step = kRowsAtOnce * row.num_heads;
+#pragma unroll 1
+    for (int left = end - begin - lane / kLanes; left > 0; left -= kInFlight * kRowsAtOnce) {
+      float lses[kInFlight];
+      float4 values[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const int64_t offset = int64_t{begin + i * step} * num_heads;
-        row_lses[i] = -INFINITY;
-        rows[i] = {};
-        if (begin + i * step < num_partials) {
-          rows[i] = load_fresh(partials + offset * 32);
-          row_lses[i] = __ldcg(lses + offset);
-        }
+        values[i] = {};
+        if (i * kRowsAtOnce < left) values[i] = __ldcg(reinterpret_cast<const float4*>(out));
+        out += step * kHeadDim;
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const float row_weight = ptx::exp2((row_lses[i] - shift) * kLog2E);
-        weight += row_weight;
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-          columns.values[column] += row_weight * rows[i].values[column];
-        }
+        lses[i] = i * kRowsAtOnce < left ? __ldcg(lse) : -INFINITY;
+        lse += step;
       }
+      sum.add(lses, values);
     }
+    if constexpr (kRowsAtOnce == 2) sum.add(sum.of_other_half());
+    return sum;
+  }
+
+  // Parts of a row, which its CTA's first num_parts warps have left in shared memory.
+  __device__ __forceinline__ static PartialSum of_parts(const float2* states,
+                                                        const float4 (*columns)[32], int num_parts,
+                                                        int lane) {
+    PartialSum sum;
+#pragma unroll 4
+    for (int part = 0; part < num_parts; ++part) {
+      sum.maximum = fmaxf(sum.maximum, states[part].x);
+    }
+#pragma unroll 4
+    for (int part = 0; part < num_parts; ++part) {
+      const float factor = ptx::exp2((states[part].x - sum.shift()) * kLog2E);
+      sum.weight += factor * states[part].y;
+      sum.add_scaled(factor, columns[part][lane]);
+    }
+    return sum;
+  }
+
+ private:
+  // What is subtracted from LSEs: not -inf, of which nothing can be subtracted, where all partials are empty.
+  __device__ __forceinline__ float shift() const { return maximum == -INFINITY ? 0.f : maximum; }
+
+  __device__ __forceinline__ void raise(float latest) {
+    const float before = maximum;
+    maximum = fmaxf(maximum, latest);
+    const float factor = ptx::exp2((before - shift()) * kLog2E);
+    weight *= factor;
+    columns = {columns.x * factor, columns.y * factor, columns.z * factor, columns.w * factor};
+  }
+
+  __device__ __forceinline__ void add_scaled(float factor, const float4& value) {
+    columns.x += factor * value.x;
+    columns.y += factor * value.y;
+    columns.z += factor * value.z;
+    columns.w += factor * value.w;
+  }
+
+  __device__ __forceinline__ void add(const float (&lses)[kInFlight],
+                                      const float4 (&values)[kInFlight]) {
+    float latest = lses[0];
+#pragma unroll
+    for (int i = 1; i < kInFlight; ++i) latest = fmaxf(latest, lses[i]);
+    raise(latest);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const float factor = ptx::exp2((lses[i] - shift()) * kLog2E);
+      weight += factor;
+      add_scaled(factor, values[i]);
+    }
+  }
+
+  __device__ __forceinline__ void add(const PartialSum& other) {
+    raise(other.maximum);
+    const float factor = ptx::exp2((other.maximum - shift()) * kLog2E);
+    weight += factor * other.weight;
+    add_scaled(factor, other.columns);
+  }
+
+  __device__ __forceinline__ PartialSum of_other_half() const {
+    const auto other = [](float value) { return __shfl_xor_sync(0xffffffffu, value, kLanes); };
+    return {other(maximum),
+            other(weight),
+            {other(columns.x), other(columns.y), other(columns.z), other(columns.w)}};
+  }
+};
+
+// A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void store_sum(const DecodeParams& params,
+                                          const PartialSum<kHeadDim>& sum, int64_t out_row,
+                                          int lane) {
+  const bool empty = sum.weight == 0.f;
+  const float inverse = empty ? 0.f : 1.f / sum.weight;
+  if (lane < PartialSum<kHeadDim>::kLanes) {
+    T* target = static_cast<T*>(params.out) + out_row * kHeadDim + lane * 4;
+    *reinterpret_cast<uint2*>(target) =
+        make_uint2(ptx::pack<T>(sum.columns.x * inverse, sum.columns.y * inverse),
+                   ptx::pack<T>(sum.columns.z * inverse, sum.columns.w * inverse));
+  }
+  if (params.out_lse != nullptr && lane == 0) {
+    params.out_lse[out_row] = empty ? -INFINITY : sum.maximum + logf(sum.weight);
+  }
+}
+
+// A row of the output and its partials.
+struct MergeRow {
+  int request;
+  int head;
+  int first_partial;
+  int num_partials;
+
+  template <int kHeadDim>
+  __device__ __forceinline__ PartialRow partials(const DecodeParams& params) const {
+    const int num_heads = params.num_q_heads;
+    const int64_t first = int64_t{first_partial} * num_heads + head;
+    return {params.partial_out + first * kHeadDim, params.partial_lse + first, num_heads};
+  }
+
+  __device__ __forceinline__ int64_t out_row(const DecodeParams& params) const {
+    return int64_t{request} * params.num_q_heads + head;
   }
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kMergeWarps * 32)
-    merge_partials_kernel(const __grid_constant__ MergeParams params) {
-  constexpr int kColumns = kHeadDim / 32;
-  constexpr unsigned kFullWarp = 0xffffffffu;
-  using Columns = LaneColumns<kColumns>;
-  __shared__ PartialSum<kColumns> shared_sums[kMergeWarps][32];
+__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
+    merge_partials_kernel(const __grid_constant__ DecodeParams params) {
+  using Sum = PartialSum<kHeadDim>;
+  __shared__ float4 part_columns[kMergeWarps][32];
+  __shared__ float2 part_states[kMergeWarps];    // maximum and weight
+  __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int num_heads = params.num_q_heads;
   const int num_rows = params.plan.header->num_merges * num_heads;
-  const bool cta_per_row = num_rows <= static_cast<int>(gridDim.x);
-  const int first_row = cta_per_row ? blockIdx.x : blockIdx.x * kMergeWarps + warp;
-  const int row_step = cta_per_row ? gridDim.x : gridDim.x * kMergeWarps;
-
+  const int row_step = gridDim.x * kMergeWarps;
   const auto* entries = reinterpret_cast<const int4*>(params.plan.merges);
-  int4 entry = first_row < num_rows ? entries[first_row / num_heads] : int4{};
+  int own = blockIdx.x + warp * gridDim.x;
+  int4 entry = own < num_rows ? entries[own / num_heads] : int4{};
   // Only now: the plan was there before pack_decode began, the partials are what it writes.
   ptx::wait_for_dependencies();
-  if (blockIdx.x == 0 && threadIdx.x == 0) *params.num_draws = 0;  // pack_decode has drawn its last
-  for (int row = first_row; row < num_rows; row += row_step) {
-    const int head = row % num_heads;
-    const int request = entry.x, num_partials = entry.z;
-    const int64_t first = int64_t{entry.y} * num_heads + head;
-    if (row + row_step < num_rows) entry = entries[(row + row_step) / num_heads];
-    const float* lses = params.partial_lse + first;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
+    __trap();  // another graph, on another stream, writes the partials that this one is about to read
+  }
+  // As many rounds in every warp of the CTA: until its first warp has no row.
+  for (; own - warp * static_cast<int>(gridDim.x) < num_rows; own += row_step) {
+    MergeRow row{entry.x, own % num_heads, entry.y, entry.z};
+    const bool is_mine = own < num_rows;
+    const bool is_long = is_mine && row.num_partials > kWarpPartials;
+    if (own + row_step < num_rows) entry = entries[(own + row_step) / num_heads];
 
-    float maximum = -INFINITY;
-    for (int i = lane; i < num_partials; i += 32) {
-      maximum = fmaxf(maximum, __ldcg(lses + int64_t{i} * num_heads));
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, offset));
-    }
-    const float shift = maximum == -INFINITY ? 0.f : maximum;  // all partials empty
-
-    PartialSum<kColumns> sum;
-    const auto* partials = reinterpret_cast<const Columns*>(params.partial_out) + first * 32 + lane;
-    sum.add(partials, lses, num_heads, cta_per_row ? warp : 0, cta_per_row ? kMergeWarps : 1,
-            num_partials, shift);
-    if (cta_per_row) {
-      shared_sums[warp][lane] = sum;
+    // The warp's own row, then the CTA's long ones, if it has any: in one loop, so that there is one copy of the code.
+    int num_turns = 0;
+    if (__syncthreads_or(is_long)) {
+      if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};
       __syncthreads();
-      sum = {};
-      for (int i = 0; i < kMergeWarps; ++i) {
-        const PartialSum<kColumns>& part = shared_sums[i][lane];
-        sum.weight += part.weight;
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-          sum.columns.values[column] += part.columns.values[column];
-        }
+      num_turns = kMergeWarps;
+    }
+#pragma unroll 1
+    for (int turn = -1; turn < num_turns; ++turn) {
+      const bool is_shared = turn >= 0;
+      if (is_shared) row = shared_rows[turn];
+      const int count = row.num_partials;
+      if (is_shared ? count == 0 : !is_mine || is_long) continue;
+      const int num_parts =
+          is_shared ? min(kMergeWarps, (count + kPartPartials - 1) / kPartPartials) : 1;
+      const int part = is_shared ? warp : 0;
+      Sum sum;
+      if (part < num_parts) {
+        sum = Sum::of(row.partials<kHeadDim>(params), count * part / num_parts,
+                      count * (part + 1) / num_parts, lane);
       }
-      __syncthreads();
-      if (warp > 0) continue;
-    }
-
-    const float inverse = sum.weight > 0.f ? 1.f / sum.weight : 0.f;
-    uint32_t packed[kColumns / 2];
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      packed[i] = ptx::pack<T>(sum.columns.values[2 * i] * inverse,
-                               sum.columns.values[2 * i + 1] * inverse);
-    }
-    const int64_t out_row = int64_t{request} * num_heads + head;
-    T* target = static_cast<T*>(params.out) + out_row * kHeadDim + lane * kColumns;
-    if constexpr (kColumns == 4) {
-      *reinterpret_cast<uint2*>(target) = make_uint2(packed[0], packed[1]);
-    } else {
-      *reinterpret_cast<uint32_t*>(target) = packed[0];
-    }
-    if (params.out_lse != nullptr && lane == 0) {
-      params.out_lse[out_row] = sum.weight > 0.f ? maximum + logf(sum.weight) : -INFINITY;
+      if (is_shared) {
+        part_columns[warp][lane] = sum.columns;
+        if (lane == 0) part_states[warp] = make_float2(sum.maximum, sum.weight);
+        __syncthreads();
+        if (warp == turn) sum = Sum::of_parts(part_states, part_columns, num_parts, lane);
+        __syncthreads();
+        if (warp != turn) continue;
+      }
+      store_sum<T>(params, sum, row.out_row(params), lane);
     }
   }
 }

@@ -6,11 +6,13 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 
-#include "launch.h"
 #include "contract/tile_table.h"
+#include "launch.h"
 
 #if !defined(PAT_NAMESPACE) || !defined(PAT_SCALAR_TYPE) || !defined(PAT_HEAD_DIM)
 #error "PAT_NAMESPACE, PAT_SCALAR_TYPE (Half or BFloat16) and PAT_HEAD_DIM must be defined"
@@ -92,40 +94,75 @@ void check_req_to_token(const at::Tensor& tensor, const at::Tensor& plan) {
                     tensor.strides());
 }
 
-PlanView plan_view(const at::Tensor& plan, at::IntArrayRef capacity) {
+PlanCapacity plan_capacity(at::IntArrayRef entries) {
+  TORCH_CHECK_VALUE(entries.size() == kNumPlanSections, "capacity must have ", kNumPlanSections,
+                    " entries (PlanCapacity), got ", entries.size());
+  for (const int64_t entry : entries) {
+    TORCH_CHECK_VALUE(entry >= 0 && entry <= INT32_MAX, "capacity must be 0 to ", INT32_MAX,
+                      " entries per section, got ", entries);
+  }
+  return PlanCapacity::from_entries(entries.data());
+}
+
+PlanView plan_view(const at::Tensor& plan, const PlanCapacity& capacity) {
   TORCH_CHECK_VALUE(plan.is_cuda(), "plan must be on a CUDA device, got ", plan.device());
   check_type(plan, "plan", at::kInt, 1);
   check_contiguous(plan, "plan");
-  TORCH_CHECK_VALUE(capacity.size() == 5, "capacity must have 5 entries (PlanCapacity), got ",
-                    capacity.size());
-  const PlanLayout layout = PlanLayout::of({.num_tickets = static_cast<int32_t>(capacity[0]),
-                                            .num_work_items = static_cast<int32_t>(capacity[1]),
-                                            .num_item_requests = static_cast<int32_t>(capacity[2]),
-                                            .num_gather_spans = static_cast<int32_t>(capacity[3]),
-                                            .num_merges = static_cast<int32_t>(capacity[4])});
+  const PlanLayout layout = PlanLayout::of(capacity);
   TORCH_CHECK_VALUE(plan.size(0) >= layout.size, "plan must hold ", layout.size,
-                    " entries for capacity ", capacity, ", got ", plan.size(0));
+                    " entries for its capacity, got ", plan.size(0));
   const int32_t* base = plan.const_data_ptr<int32_t>();
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(base) % kAlignment == 0, "plan must be aligned to ",
                     kAlignment, " bytes, got address ", reinterpret_cast<uintptr_t>(base));
-  return {.header = reinterpret_cast<const PlanHeader*>(base + layout.header),
-          .ticket_begin = base + layout.ticket_begin,
-          .work_items = reinterpret_cast<const WorkItem*>(base + layout.work_items),
-          .item_requests = reinterpret_cast<const ItemRequest*>(base + layout.item_requests),
-          .gather_spans = reinterpret_cast<const GatherSpan*>(base + layout.gather_spans),
-          .merges = reinterpret_cast<const MergeEntry*>(base + layout.merges)};
+  return PlanView::at(base, layout);
+}
+
+// What the host knows of the plan on the device: an int64 tensor on the CPU, written by load_plan.
+struct LoadedPlan {
+  int64_t stream;  // that used the plan's buffers last, or kNoStream
+  int64_t num_requests;
+  int64_t group_size;
+  int64_t num_merges;
+};
+constexpr int64_t kNoStream = -1;  // 0 is the default stream
+
+LoadedPlan& loaded_plan(at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_cpu(), "loaded must be on the CPU, got ", tensor.device());
+  check_type(tensor, "loaded", at::kLong, 1);
+  check_shape(tensor, "loaded", {sizeof(LoadedPlan) / sizeof(int64_t)});
+  check_contiguous(tensor, "loaded");
+  return *reinterpret_cast<LoadedPlan*>(tensor.mutable_data_ptr<int64_t>());
+}
+
+// Makes `stream` wait for what the last stream has done with the buffers so far. Not in a graph, which is replayed
+// on streams unknown here.
+void take_over(LoadedPlan& loaded, const c10::cuda::CUDAStream& stream,
+               std::initializer_list<const at::Tensor*> buffers) {
+  const auto handle = reinterpret_cast<int64_t>(stream.stream());
+  if (loaded.stream == handle) return;
+  if (loaded.stream != kNoStream) {
+    cudaEvent_t event = nullptr;
+    check_launch(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event");
+    cudaError_t error = cudaEventRecord(event, reinterpret_cast<cudaStream_t>(loaded.stream));
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(stream, event, 0);
+    cudaEventDestroy(event);  // once it has happened
+    check_launch(error, "waiting for the stream of the plan");
+    // So that their memory, should they be freed, is not handed out again before this stream is done with it.
+    for (const at::Tensor* buffer : buffers) buffer->record_stream(stream);
+  }
+  loaded.stream = handle;
 }
 
 // Copies the plan from `host`, records the cudaEvent_t `copied` behind that, and gathers the plan's shared slots.
 void load_plan(const at::Tensor& host, int64_t copied, at::Tensor& plan, at::IntArrayRef capacity,
                const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
-               at::Tensor& shared_slots) {
+               at::Tensor& shared_slots, at::Tensor& loaded_tensor) {
   check_req_to_token(req_to_token, plan);
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_contiguous(shared_slots, "shared_slots");
   check_device(shared_slots, "shared_slots", plan);
   const GatherParams params{
-      .plan = plan_view(plan, capacity),
+      .plan = plan_view(plan, plan_capacity(capacity)),
       .req_to_token = req_to_token.const_data_ptr<int32_t>(),
       .req_to_token_stride = req_to_token.stride(0),
       .req_pool_indices = index_array(req_pool_indices, "req_pool_indices", plan),
@@ -135,8 +172,11 @@ void load_plan(const at::Tensor& host, int64_t copied, at::Tensor& plan, at::Int
   check_shape(host, "host", plan.sizes());
   check_contiguous(host, "host");
   TORCH_CHECK_VALUE(copied != 0, "copied must be the handle of an event, got 0");
+  LoadedPlan& loaded = loaded_plan(loaded_tensor);
   const c10::cuda::CUDAGuard guard(plan.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  take_over(loaded, stream, {&plan, &shared_slots});
+  loaded.num_requests = -1;  // none, until all is launched
   void* source = host.data_ptr();
   check_launch(cudaMemcpyAsync(plan.mutable_data_ptr(), source, host.nbytes(),
                                cudaMemcpyHostToDevice, stream),
@@ -149,6 +189,9 @@ void load_plan(const at::Tensor& host, int64_t copied, at::Tensor& plan, at::Int
   if (header->num_gather_spans > 0) {
     check_launch(launch_gather_slots(params, stream), "gather_slots");
   }
+  loaded.num_requests = header->num_requests;
+  loaded.group_size = header->group_size;
+  loaded.num_merges = header->num_merges;
 }
 
 // What the two kernels of a decode step write.
@@ -187,12 +230,31 @@ Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
           .partial_lse = partial_lse.mutable_data_ptr<float>()};
 }
 
+// [n, 2] for n TicketCounters: partials_owner, the counter of launches outside of graphs, and those of graphs.
+void check_counters(const at::Tensor& counters, const at::Tensor& plan) {
+  check_type(counters, "counters", at::kInt, 2);
+  TORCH_CHECK_VALUE(counters.size(0) >= 3 && counters.size(1) == 2,
+                    "counters must have shape [n, 2] with n at least 3, got ", counters.sizes());
+  check_contiguous(counters, "counters");
+  check_device(counters, "counters", plan);
+}
+
+// Number of the capture that the stream is in, if it is in one.
+std::optional<uint64_t> capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check_launch(cudaStreamGetCaptureInfo(stream, &status, &id), "asking for a capture");
+  if (status == cudaStreamCaptureStatusNone) return std::nullopt;
+  return id;
+}
+
 void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-            const at::Tensor& plan, at::IntArrayRef capacity, const at::Tensor& shared_slots,
+            const at::Tensor& plan, at::IntArrayRef entries, const at::Tensor& shared_slots,
             const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
             const at::Tensor& seq_lens, at::Tensor& out, const std::optional<at::Tensor>& out_lse,
-            at::Tensor& partial_out, at::Tensor& partial_lse, at::Tensor& num_draws,
-            double sm_scale, double logit_cap) {
+            at::Tensor& partial_out, at::Tensor& partial_lse, at::Tensor& counters,
+            at::Tensor& loaded_tensor, double sm_scale, double logit_cap) {
+  const PlanCapacity capacity = plan_capacity(entries);
   const PlanView view = plan_view(plan, capacity);
   check_type(q, "q", kElement, 3);
   check_type(k_cache, "k_cache", kElement, 3);
@@ -210,9 +272,12 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_device(shared_slots, "shared_slots", plan);
   check_req_to_token(req_to_token, plan);
-  check_type(num_draws, "num_draws", at::kInt, 1);
-  check_shape(num_draws, "num_draws", {1});
-  check_device(num_draws, "num_draws", plan);
+  check_counters(counters, plan);
+  LoadedPlan& loaded = loaded_plan(loaded_tensor);
+  TORCH_CHECK_VALUE(
+      loaded.num_requests == num_requests && loaded.group_size == num_q_heads / num_kv_heads,
+      "q must have the requests and the group size of the plan, ", loaded.num_requests, " and ",
+      loaded.group_size, ", got ", num_requests, " and ", num_q_heads / num_kv_heads);
   const IndexArray rows = index_array(req_pool_indices, "req_pool_indices", plan);
   const IndexArray lengths = index_array(seq_lens, "seq_lens", plan);
   TORCH_CHECK_VALUE(req_pool_indices.size(0) >= num_requests && seq_lens.size(0) >= num_requests,
@@ -225,10 +290,23 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                     "logit_cap must be 0 (none) or positive, got ", logit_cap);
   const Outputs outputs = check_outputs(out, out_lse, partial_out, partial_lse, q, plan);
 
-  const DecodeParams decode_params{
+  const c10::cuda::CUDAGuard guard(plan.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const std::optional<uint64_t> capture = capture_of(stream);
+  if (!capture)
+    take_over(loaded, stream, {&plan, &shared_slots, &partial_out, &partial_lse, &counters});
+  // The first entry is partials_owner, the second the counter of launches outside of graphs.
+  auto* const tickets = reinterpret_cast<TicketCounter*>(counters.mutable_data_ptr<int32_t>());
+  const int64_t counter = capture ? 2 + *capture % (counters.size(0) - 2) : 1;
+  // A graph is replayed with other plans, of as many requests.
+  const int64_t max_merges =
+      capture ? std::min<int64_t>(capacity.num_merges, num_requests) : loaded.num_merges;
+
+  const DecodeParams params{
       .plan = view,
       .q = q.const_data_ptr(),
       .q_stride_chunks = query_stride_chunks(q),
+      .num_requests = static_cast<int32_t>(num_requests),
       .k_cache = k_cache.const_data_ptr(),
       .v_cache = v_cache.const_data_ptr(),
       .k_slot_bytes = slot_bytes(k_cache, "k_cache"),
@@ -236,30 +314,34 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .shared_slots = shared_slots.const_data_ptr<int32_t>(),
       .req_to_token = req_to_token.const_data_ptr<int32_t>(),
       .req_to_token_stride = req_to_token.stride(0),
+      .table_width = static_cast<int32_t>(std::min<int64_t>(req_to_token.size(1), INT32_MAX)),
+      .launch_tag = static_cast<int32_t>(counter),
       .req_pool_indices = rows,
       .seq_lens = lengths,
       .out = outputs.out,
       .out_lse = outputs.out_lse,
       .partial_out = outputs.partial_out,
       .partial_lse = outputs.partial_lse,
-      .num_draws = num_draws.mutable_data_ptr<int32_t>(),
-      .max_tickets = static_cast<int32_t>(capacity[0]),
+      .tickets = tickets + counter,
+      .partials_owner = &tickets[0].num_draws,
+      .max_tickets = capacity.num_tickets,
+      .max_merges = static_cast<int32_t>(max_merges),
+      .num_q_heads = static_cast<int32_t>(num_q_heads),
       .num_kv_heads = static_cast<int32_t>(num_kv_heads),
       .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
       .logit_scale = LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
       .soft_cap = logit_cap > 0};
-  const MergeParams merge_params{.plan = view,
-                                 .partial_out = outputs.partial_out,
-                                 .partial_lse = outputs.partial_lse,
-                                 .out = outputs.out,
-                                 .out_lse = outputs.out_lse,
-                                 .num_draws = decode_params.num_draws,
-                                 .num_q_heads = static_cast<int32_t>(num_q_heads),
-                                 .max_merges = static_cast<int32_t>(capacity[4])};
-  const c10::cuda::CUDAGuard guard(plan.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  check_launch(launch_pack_decode(decode_params, stream), "pack_decode");
-  check_launch(launch_merge_partials(merge_params, stream), "merge_partials");
+  check_launch(launch_pack_decode(params, stream), "pack_decode");
+  if (max_merges > 0) check_launch(launch_merge_partials(params, stream), "merge_partials");
+}
+
+// CTAs of pack_decode that a device runs at the same time.
+int64_t num_ctas(at::Device device) {
+  TORCH_CHECK_VALUE(device.is_cuda(), "device must be a CUDA device, got ", device);
+  const c10::cuda::CUDAGuard guard(device);
+  int count = 0;
+  check_launch(count_decode_ctas(&count), "counting the CTAs of pack_decode");
+  return count;
 }
 
 }  // namespace
@@ -272,13 +354,14 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
 PAT_LIBRARY(PAT_NAMESPACE, module) {
   module.def(
       "load_plan(Tensor host, int copied, Tensor(a!) plan, int[] capacity, Tensor req_to_token, "
-      "Tensor req_pool_indices, Tensor(b!) shared_slots) -> ()");
+      "Tensor req_pool_indices, Tensor(b!) shared_slots, Tensor(c!) loaded) -> ()");
   module.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor plan, int[] capacity, "
       "Tensor shared_slots, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
       "Tensor(a!) out, "
       "Tensor(b!)? out_lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, "
-      "Tensor(e!) num_draws, float sm_scale, float logit_cap) -> ()");
+      "Tensor(e!) counters, Tensor(f!) loaded, float sm_scale, float logit_cap) -> ()");
+  module.def("num_ctas(Device device) -> int", &pat::num_ctas);
 }
 
 PAT_LIBRARY_IMPL(PAT_NAMESPACE, CUDA, module) {

@@ -5,13 +5,15 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <numeric>
+#include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "forest_update.h"
 #include "pack_scheduler.h"
 #include "plan_format.h"
 #include "tile_table.h"
@@ -28,6 +30,10 @@ std::span<const T> view(const Array<T>& array, const char* name) {
   if (array.ndim() != 1) {
     throw py::value_error(std::string(name) + " must have 1 dimension, got " +
                           std::to_string(array.ndim()));
+  }
+  if (reinterpret_cast<uintptr_t>(array.data()) % alignof(T) != 0) {
+    throw py::value_error(std::string(name) + " must be aligned to " + std::to_string(alignof(T)) +
+                          " bytes");
   }
   return {array.data(), static_cast<size_t>(array.size())};
 }
@@ -46,44 +52,62 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
   self.plan(paths_view(path_begin, node_id, kv_begin, kv_end), view(seq_lens, "seq_lens"));
 }
 
-// Paths as sglang/radix.py reads them: each a sequence of (id, parent's id, kv_begin, kv_end, tokens, children).
-class PathsFromTuples {
+// Reads paths by calling a Python function with a list of requests. It answers with a sequence of paths, each a
+// sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/radix.py has them.
+class PythonPathReader : public pat::PathReader {
  public:
-  explicit PathsFromTuples(const py::sequence& paths) {
-    path_begin_.push_back(0);
-    for (const py::handle path : paths) {
-      const auto nodes = py::reinterpret_steal<py::object>(
-          PySequence_Fast(path.ptr(), "a path must be a sequence of nodes"));
-      if (!nodes) throw py::error_already_set();
-      const Py_ssize_t num_nodes = PySequence_Fast_GET_SIZE(nodes.ptr());
-      PyObject* const* items = PySequence_Fast_ITEMS(nodes.ptr());
-      bool goes_on = false;
-      for (Py_ssize_t i = 0; i < num_nodes; ++i) {
-        if (!PyTuple_Check(items[i]) || PyTuple_GET_SIZE(items[i]) != 6) {
-          throw py::type_error("a node must be a tuple of 6 integers, got " +
-                               std::string(py::repr(items[i])));
-        }
-        node_id_.push_back(integer(items[i], 0));
-        kv_begin_.push_back(position(items[i], 2));
-        kv_end_.push_back(position(items[i], 3));
-        goes_on = integer(items[i], 5) > 0;
-      }
-      path_begin_.push_back(static_cast<int32_t>(node_id_.size()));
-      goes_on_.push_back(goes_on);
-    }
-  }
+  // now: the new batch, a list.
+  PythonPathReader(const py::list& now, const py::function& read) : now_(now), read_(read) {}
 
-  pat::PathsView paths() const {
-    return {
-        .path_begin = path_begin_, .node_id = node_id_, .kv_begin = kv_begin_, .kv_end = kv_end_};
+  pat::TreePaths read(std::span<const int32_t> requests) override {
+    py::list asked;
+    for (const int32_t i : requests) asked.append(now_[i]);  // checked: read_ may have changed now_
+    const py::sequence answer = read_(asked);
+    path_begin_.assign(1, 0);
+    node_id_.clear();
+    kv_begin_.clear();
+    kv_end_.clear();
+    branches_.clear();
+    for (const py::handle path : answer) add_path(path);
+    return {.paths = {.path_begin = path_begin_,
+                      .node_id = node_id_,
+                      .kv_begin = kv_begin_,
+                      .kv_end = kv_end_},
+            .branches = branches_};
   }
-  std::span<const char> goes_on() const { return goes_on_; }
 
  private:
+  void add_path(py::handle path) {
+    const auto nodes = py::reinterpret_steal<py::object>(
+        PySequence_Fast(path.ptr(), "a path must be a sequence of nodes"));
+    if (!nodes) throw py::error_already_set();
+    const Py_ssize_t num_nodes = PySequence_Fast_GET_SIZE(nodes.ptr());
+    // No Python code runs between here and the end of the loop, so the sequence stays as it is.
+    PyObject* const* items = PySequence_Fast_ITEMS(nodes.ptr());
+    for (Py_ssize_t i = 0; i < num_nodes; ++i) {
+      if (!PyTuple_Check(items[i]) || PyTuple_GET_SIZE(items[i]) != 6) refuse(items[i]);
+      const int64_t on_path = i + 1 < num_nodes ? 1 : 0;
+      node_id_.push_back(integer(items[i], 0));
+      kv_begin_.push_back(position(items[i], 2));
+      kv_end_.push_back(position(items[i], 3));
+      branches_.push_back(integer(items[i], 5) > on_path);
+    }
+    path_begin_.push_back(static_cast<int32_t>(node_id_.size()));
+  }
+
+  [[noreturn]] static void refuse(PyObject* node) {
+    const auto held = py::reinterpret_borrow<py::object>(node);  // its repr() may run anything
+    throw py::type_error("a node must be a tuple of 6 integers, got " +
+                         std::string(py::repr(held)));
+  }
+
   static int64_t integer(PyObject* node, Py_ssize_t field) {
-    const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(node, field));
-    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-    return value;
+    PyObject* value = PyTuple_GET_ITEM(node, field);
+    // An object of another type might run Python code to become one.
+    if (!PyLong_Check(value)) refuse(node);
+    const int64_t number = PyLong_AsLongLong(value);
+    if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return number;
   }
 
   static int32_t position(PyObject* node, Py_ssize_t field) {
@@ -94,11 +118,13 @@ class PathsFromTuples {
     return static_cast<int32_t>(value);
   }
 
+  const py::list& now_;
+  const py::function& read_;
   std::vector<int32_t> path_begin_;
   std::vector<int64_t> node_id_;
   std::vector<int32_t> kv_begin_;
   std::vector<int32_t> kv_end_;
-  std::vector<char> goes_on_;  // not bool, of which a vector is no array
+  std::vector<char> branches_;  // not bool, of which a vector is no array
 };
 
 py::list forest_paths(const pat::PrefixForest& self) {
@@ -119,110 +145,95 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   if (lengths.ndim() != 1) {
     throw py::value_error("lengths must have 1 dimension, got " + std::to_string(lengths.ndim()));
   }
+  if (num_requests < 0 || num_rows < 0) {
+    throw py::value_error("num_requests and num_rows must not be negative, got " +
+                          std::to_string(num_requests) + " and " + std::to_string(num_rows));
+  }
   const auto known = lengths.template unchecked<1>();
-  const int64_t num_known = std::clamp<int64_t>(num_requests, 0, std::min(known.size(), num_rows));
+  const int64_t num_known = std::min({num_requests, static_cast<int64_t>(known.size()), num_rows});
   Array<int32_t> result(num_rows);
   int32_t* out = result.mutable_data();
   for (int64_t row = 0; row < num_known; ++row) {
-    if (!std::in_range<int32_t>(known(row))) {
-      throw py::value_error("lengths must fit into int32, got " + std::to_string(known(row)));
+    T length;  // not known(row): SGLang's arrays may lie anywhere
+    std::memcpy(&length, known.data(row), sizeof(T));
+    if (!std::in_range<int32_t>(length)) {
+      throw py::value_error("lengths must fit into int32, got " + std::to_string(length));
     }
-    out[row] = static_cast<int32_t>(known(row));
+    out[row] = static_cast<int32_t>(length);
   }
   std::fill(out + num_known, out + num_rows, 0);
   return result;
 }
 
-// By identity, not equality.
-bool same_objects(const py::list& a, const py::list& b) {
-  return a.size() == b.size() &&
-         std::equal(PySequence_Fast_ITEMS(a.ptr()), PySequence_Fast_ITEMS(a.ptr()) + a.size(),
-                    PySequence_Fast_ITEMS(b.ptr()));
+std::span<const pat::Request> identities(const py::list& requests) {
+  PyObject** items = PySequence_Fast_ITEMS(requests.ptr());
+  return {reinterpret_cast<const pat::Request*>(items), requests.size()};
 }
 
-// Where the requests of a batch stand in the one before, by identity and not equality.
-struct BatchChange {
-  // Per request of the batch: its place in the one before if its path is still right, else -1.
-  std::vector<int32_t> kept;
-  int32_t num_joined = 0;
-  int32_t num_left = 0;
-  int32_t num_moved = 0;  // of those that stayed: their ids are in `moved`
+// By identity, not equality.
+bool same_objects(const py::list& a, const py::list& b) {
+  return std::ranges::equal(identities(a), identities(b));
+}
 
-  // Batches lose members anywhere and gain them at the end, so what is next in one is nearly always next in the
-  // other.
-  BatchChange(const py::list& before, const py::list& now, const py::set& moved) {
-    std::unordered_set<const void*> moved_requests;
-    for (const py::handle id : moved) moved_requests.insert(PyLong_AsVoidPtr(id.ptr()));
-    if (PyErr_Occurred()) throw py::error_already_set();
-    const std::span old(PySequence_Fast_ITEMS(before.ptr()), before.size());
-    std::vector<size_t> passed;  // over: they have left, or come later in `now`
-    size_t next = 0;
-    kept.reserve(now.size());
-    for (const py::handle request : now) {
-      size_t found = next;
-      while (found < old.size() && old[found] != request.ptr()) ++found;
-      if (found < old.size()) {
-        for (; next < found; ++next) passed.push_back(next);
-        ++next;
-      } else {
-        const auto earlier = std::find_if(passed.begin(), passed.end(),
-                                          [&](size_t p) { return old[p] == request.ptr(); });
-        if (earlier != passed.end()) {
-          found = *earlier;
-          passed.erase(earlier);
-        }
-      }
-      const bool joins = found == old.size();
-      const bool moves = !joins && moved_requests.contains(request.ptr());
-      num_joined += joins;
-      num_moved += moves;
-      kept.push_back(joins || moves ? -1 : static_cast<int32_t>(found));
-    }
-    num_left = static_cast<int32_t>(before.size()) + num_joined - static_cast<int32_t>(now.size());
-  }
-};
-
-// Goes from one batch to the next. Requests are objects; the paths of those that joined or moved are read, a list
-// at a time. What was read may show that the tree has split nodes of kept paths: these are read again, and because
-// that may show more splits, the third time all are. None if the batches are alike; else how many requests joined,
-// left, moved, and were read again.
 py::object update_forest(pat::PrefixForest& self, const py::list& before, const py::list& now,
                          const py::set& moved, const py::function& read) {
-  BatchChange change(before, now, moved);
-  std::vector<int32_t> to_read;
-  for (size_t i = 0; i < change.kept.size(); ++i) {
-    if (change.kept[i] < 0) to_read.push_back(static_cast<int32_t>(i));
+  std::unordered_set<pat::Request> moved_requests;
+  for (const py::handle id : moved) moved_requests.insert(PyLong_AsVoidPtr(id.ptr()));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  PythonPathReader reader(now, read);
+  const std::optional<pat::UpdateCounts> counts =
+      pat::update_forest(self, identities(before), identities(now), moved_requests, reader);
+  if (!counts) return py::none();
+  return py::make_tuple(counts->joined, counts->left, counts->moved, counts->read_again);
+}
+
+pat::PlanCapacity capacity_from_kwargs(const py::kwargs& entries) {
+  pat::PlanCapacity capacity;
+  for (const auto& [key, value] : entries) {
+    const auto name = py::cast<std::string>(key);
+    int32_t* entry = nullptr;
+    std::string allowed;
+#define PAT_PLAN_ENTRY(section, Entry, count, extra) \
+  if (name == #count) entry = &capacity.count;       \
+  allowed += std::string(allowed.empty() ? "" : ", ") + #count;
+    PAT_PLAN_SECTIONS(PAT_PLAN_ENTRY)
+#undef PAT_PLAN_ENTRY
+    if (entry == nullptr) throw py::type_error("a capacity has " + allowed + ", got " + name);
+    const auto number = py::cast<int64_t>(value);
+    if (number < 0 || !std::in_range<int32_t>(number)) {
+      throw py::value_error(name + " must be 0 to 2147483647, got " + std::to_string(number));
+    }
+    *entry = static_cast<int32_t>(number);
   }
-  const bool is_current = before.size() == static_cast<size_t>(self.num_requests());
-  if (to_read.empty() && is_current && same_objects(before, now)) return py::none();
-  size_t num_split = 0;
-  for (int attempt = 0;; ++attempt) {
-    py::list requests;
-    for (const int32_t i : to_read) requests.append(now[i]);
-    py::sequence answer = requests;
-    if (!requests.empty()) answer = read(requests);
-    const PathsFromTuples paths(answer);
-    std::vector<int32_t> outdated;
-    self.update(change.kept, paths.paths(), paths.goes_on(), outdated);
-    if (outdated.empty()) break;
-    std::iota(change.kept.begin(), change.kept.end(), 0);
-    to_read = attempt == 0 ? outdated : change.kept;
-    for (const int32_t i : to_read) change.kept[i] = -1;
-    num_split += to_read.size();
-  }
-  return py::make_tuple(change.num_joined, change.num_left, change.num_moved, num_split);
+  return capacity;
+}
+
+py::dict capacity_dict(const pat::PlanCapacity& capacity) {
+  py::dict result;
+#define PAT_PLAN_ENTRY(section, Entry, count, extra) result[#count] = capacity.count;
+  PAT_PLAN_SECTIONS(PAT_PLAN_ENTRY)
+#undef PAT_PLAN_ENTRY
+  return result;
 }
 
 py::dict layout_dict(const pat::PlanLayout& layout) {
   py::dict result;
   result["header"] = layout.header;
-  result["ticket_begin"] = layout.ticket_begin;
-  result["work_items"] = layout.work_items;
-  result["item_requests"] = layout.item_requests;
-  result["gather_spans"] = layout.gather_spans;
-  result["merges"] = layout.merges;
+#define PAT_PLAN_OFFSET(section, Entry, count, extra) result[#section] = layout.section;
+  PAT_PLAN_SECTIONS(PAT_PLAN_OFFSET)
+#undef PAT_PLAN_OFFSET
   result["size"] = layout.size;
   return result;
+}
+
+// Per section: its name, the header's field with its count, entries beyond that, int32 of an entry.
+py::tuple plan_sections() {
+  py::list sections;
+#define PAT_PLAN_SECTION(section, Entry, count, extra) \
+  sections.append(py::make_tuple(#section, #count, extra, sizeof(*pat::PlanView{}.section) / 4));
+  PAT_PLAN_SECTIONS(PAT_PLAN_SECTION)
+#undef PAT_PLAN_SECTION
+  return py::tuple(sections);
 }
 
 py::tuple kv_tokens_tuple(const pat::KvTokens& tokens) {
@@ -239,6 +250,7 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("OPEN_END") = pat::kOpenEnd;
   m.attr("SHARED_KV") = pat::kSharedKv;
   m.attr("DIRECT_STORE") = pat::kDirectStore;
+  m.attr("MAX_PACKS_PER_REQUEST") = pat::kMaxPacksPerRequest;
   m.attr("MAX_GROUP_SIZE") = pat::kMaxGroupSize;
   py::list tiles;
   for (const pat::TileConfig& tile : pat::kTileTable) {
@@ -246,34 +258,34 @@ PYBIND11_MODULE(_scheduler, m) {
   }
   m.attr("TILE_TABLE") = py::tuple(tiles);
 
+  m.attr("PLAN_SECTIONS") = plan_sections();
+
   py::class_<pat::PlanCapacity>(m, "PlanCapacity")
-      .def(py::init([](int32_t tickets, int32_t work_items, int32_t item_requests,
-                       int32_t gather_spans, int32_t merges) {
-             return pat::PlanCapacity{.num_tickets = tickets,
-                                      .num_work_items = work_items,
-                                      .num_item_requests = item_requests,
-                                      .num_gather_spans = gather_spans,
-                                      .num_merges = merges};
-           }),
-           py::kw_only(), py::arg("num_tickets") = 0, py::arg("num_work_items") = 0,
-           py::arg("num_item_requests") = 0, py::arg("num_gather_spans") = 0,
-           py::arg("num_merges") = 0)
-      .def_readonly("num_tickets", &pat::PlanCapacity::num_tickets)
-      .def_readonly("num_work_items", &pat::PlanCapacity::num_work_items)
-      .def_readonly("num_item_requests", &pat::PlanCapacity::num_item_requests)
-      .def_readonly("num_gather_spans", &pat::PlanCapacity::num_gather_spans)
-      .def_readonly("num_merges", &pat::PlanCapacity::num_merges)
+      .def(py::init(&capacity_from_kwargs))
+      .def("entries", &capacity_dict)
       .def("layout",
            [](const pat::PlanCapacity& self) { return layout_dict(pat::PlanLayout::of(self)); });
+
+  m.def(
+      "plan_bounds",
+      [](int32_t max_requests, int32_t num_workers, int32_t group_size) {
+        constexpr int32_t kLargestTile = pat::kTileTable[pat::kNumTiles - 1].block_q;
+        const pat::PlanBounds bounds =
+            pat::plan_bounds(max_requests, num_workers, {group_size, kLargestTile});
+        return py::make_tuple(bounds.capacity, bounds.num_partials);
+      },
+      py::arg("max_requests"), py::arg("num_workers"), py::arg("group_size"));
 
   py::class_<pat::CostModel>(m, "CostModel")
       .def(py::init([](int32_t partial_row, int32_t piece, int32_t query_row, int32_t shortest,
                        int32_t rows_at_ridge) {
-             return pat::CostModel{.partial_row = partial_row,
-                                   .piece = piece,
-                                   .query_row = query_row,
-                                   .shortest = shortest,
-                                   .rows_at_ridge = rows_at_ridge};
+             const pat::CostModel cost{.partial_row = partial_row,
+                                       .piece = piece,
+                                       .query_row = query_row,
+                                       .shortest = shortest,
+                                       .rows_at_ridge = rows_at_ridge};
+             cost.check();
+             return cost;
            }),
            py::kw_only(), py::arg("partial_row") = pat::CostModel{}.partial_row,
            py::arg("piece") = pat::CostModel{}.piece,
@@ -333,7 +345,9 @@ PYBIND11_MODULE(_scheduler, m) {
           },
           py::arg("seq_lens").noconvert(), py::arg("longest"))
       .def("required_capacity",
-           [](const pat::PackScheduler& self) { return self.last_plan().required_capacity(); })
+           [](const pat::PackScheduler& self) {
+             return pat::PlanCapacity::of(self.last_plan().header());
+           })
       .def(
           "write",
           [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,

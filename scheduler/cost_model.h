@@ -5,10 +5,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "check.h"
+
 namespace pat {
 
 struct CostModel {
   static constexpr int32_t kRateUnit = 64;
+  // Sums of costs up to this, over any batch that fits into memory, fit into int64.
+  static constexpr int32_t kLargest = 1 << 20;
 
   // Writing and later reading one more partial of one query row: 2 * 4 * head_dim bytes of fp32 output.
   int32_t partial_row = 2;
@@ -21,12 +25,27 @@ struct CostModel {
   // Query rows from which a KV token costs more than its bytes (the ridge of the roofline under mma.sync).
   int32_t rows_at_ridge = 100;
 
+  // Throws std::invalid_argument naming the first cost that is out of range.
+  void check() const {
+    check_range("partial_row", partial_row, 0);
+    check_range("piece", piece, 0);
+    check_range("query_row", query_row, 0);
+    check_range("shortest", shortest, 0);
+    check_range("rows_at_ridge", rows_at_ridge, 1);
+  }
+
   // Cost of a work item, in 1 / kRateUnit: what it costs at any length, and per KV token.
   int64_t fixed(int32_t num_rows) const {
     return kRateUnit * int64_t{piece} + int64_t{query_row} * num_rows;
   }
   int64_t rate(int32_t block_q) const {
     return std::max<int64_t>(kRateUnit, int64_t{kRateUnit} * block_q / rows_at_ridge);
+  }
+
+ private:
+  static void check_range(const char* name, int32_t value, int32_t least) {
+    PAT_CHECK(value >= least && value <= kLargest, "cost ", name, " must be ", least, " to ",
+              kLargest, ", got ", value);
   }
 };
 

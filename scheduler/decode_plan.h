@@ -21,12 +21,11 @@ struct KvTokens {
 
 class DecodePlan {
  public:
-  // Throws std::length_error if partials or shared slots do not fit into int32.
+  // Throws std::length_error if item requests, partials or shared slots do not fit into int32. The plan is then
+  // incomplete.
   void assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
                 const Split& split);
 
-  // What a buffer must hold for this plan.
-  PlanCapacity required_capacity() const;
   // Writes the plan at the offsets of `capacity`, only the used part of each section. Returns false, with nothing
   // written, if the plan needs more than that, than so many partials or than a slot buffer of that length. Throws
   // std::length_error if `out` is shorter than the layout.
@@ -43,25 +42,30 @@ class DecodePlan {
   }
 
  private:
-  bool fits(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots) const;
-  // Fills merges and item_requests, the latter in the order of the pieces.
-  void assign_partials(const Packing& packing, const Split& split);
+  struct Sections {
+#define PAT_PLAN_ENTRIES(name, Entry, count, extra) std::vector<Entry> name;
+    PAT_PLAN_SECTIONS(PAT_PLAN_ENTRIES)
+#undef PAT_PLAN_ENTRIES
+  };
+
+  // Fills gather_spans and slot_begin_. Returns the number of shared slots.
+  int32_t list_gather_spans(const Packing& packing);
+  // Fills num_partials_, and counts the tokens that are read.
+  void count_partials(int32_t num_requests, const Packing& packing, const Split& split);
+  // Fills merges and item_requests, the latter in the order of the pieces. Returns the number of partials.
+  int32_t assign_partials(const Packing& packing, const Split& split);
   // Fills work_items and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);
   WorkItem work_item(const Packing& packing, const Piece& piece, int32_t request_begin) const;
 
   PlanHeader header_{};
   KvTokens kv_tokens_;
-  std::vector<int32_t> ticket_begin_;
-  std::vector<WorkItem> work_items_;
-  std::vector<ItemRequest> item_requests_;
-  std::vector<GatherSpan> gather_spans_;
-  std::vector<MergeEntry> merges_;
+  Sections sections_;
 
   std::vector<int32_t> slot_begin_;     // per pack: where its range begins in the slot buffer
   std::vector<int32_t> num_partials_;   // per request
   std::vector<int32_t> next_partial_;   // per request
-  std::vector<int32_t> request_begin_;  // per piece, into item_requests_
+  std::vector<int32_t> request_begin_;  // per piece, into item_requests
 };
 
 }  // namespace pat

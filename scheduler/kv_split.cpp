@@ -28,7 +28,8 @@ constexpr double kSharedLead = 2;
 
 KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles)
     : config_(config), cost_(cost), tiles_(tiles) {
-  PAT_CHECK(config.num_workers >= 1, "num_workers must be at least 1, got ", config.num_workers);
+  PAT_CHECK(config.num_workers >= 1 && config.num_workers <= kMaxWorkers,
+            "num_workers must be 1 to ", kMaxWorkers, ", got ", config.num_workers);
   PAT_CHECK(
       config.min_piece_tokens >= kCutGranularity && config.min_piece_tokens % kCutGranularity == 0,
       "min_piece_tokens must be a positive multiple of ", kCutGranularity, ", got ",
@@ -116,8 +117,9 @@ int64_t KvSplitter::smallest_budget(int64_t total) const {
   // A ticket must be able to take the longest piece that no cut can shorten.
   int64_t uncuttable = 0;
   for (const Tile& tile : list_) {
-    uncuttable =
-        std::max(uncuttable, cost(tile, std::min(tile.num_tokens, 2 * config_.min_piece_tokens)));
+    const int64_t shortest_cuttable = 2 * int64_t{config_.min_piece_tokens};
+    const auto tokens = static_cast<int32_t>(std::min<int64_t>(tile.num_tokens, shortest_cuttable));
+    uncuttable = std::max(uncuttable, cost(tile, tokens));
   }
   const auto fits = [this](int64_t budget) {
     return deal(budget, [](const Tile&, int32_t, int32_t, int32_t) {}) <= config_.num_workers;
@@ -199,6 +201,7 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
                .done = 0,
                .cut_requests = 0,
                .pieces = private_pieces_};
+  const int64_t most_cut_requests = max_cut_requests(config_.num_workers, tiles_);
   while (!shared.is_empty() || !alone.is_empty()) {
     const int64_t left = total - shared.done - alone.done;
     const int64_t budget = std::max(left / (kTicketsPerShare * config_.num_workers),
@@ -208,7 +211,7 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
     if (!is_shared) private_tickets_.push_back(static_cast<int32_t>(out.tickets.size()));
     out.tickets.push_back(take_ticket(packing, is_shared ? shared : alone, budget));
-    if (shared.cut_requests + alone.cut_requests > max_cut_requests()) return false;
+    if (shared.cut_requests + alone.cut_requests > most_cut_requests) return false;
   }
   const int32_t num_shared_pieces = static_cast<int32_t>(out.pieces.size());
   for (const int32_t ticket : private_tickets_) {
@@ -231,10 +234,6 @@ void KvSplitter::split(const Packing& packing, Split& out) {
     out.tickets.clear();
     split_evenly(packing, total, out);
   }
-}
-
-void KvSplitter::summarize_tiles(std::span<int32_t> tiles_by_body) const {
-  for (const Tile& tile : list_) ++tiles_by_body[tile.tile];
 }
 
 double KvSplitter::tail(const Split& split) const {

@@ -19,6 +19,7 @@ struct SplitConfig {
 };
 // Cuts lie at multiples of this from the pack's beginning.
 inline constexpr int32_t kCutGranularity = 64;
+inline constexpr int32_t kMaxWorkers = 1 << 16;
 
 // Some requests of one pack against one range of its KV: what a CTA executes in one go.
 struct Piece {
@@ -45,8 +46,8 @@ struct Split {
 
 class KvSplitter {
  public:
-  // Throws std::invalid_argument if num_workers < 1 or min_piece_tokens is not a positive multiple of
-  // kCutGranularity.
+  // Throws std::invalid_argument if num_workers is not 1 to kMaxWorkers, or min_piece_tokens is not a positive
+  // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
   // A little work becomes one ticket per worker: a contiguous cost-balanced split (Stream-K) with at most
@@ -58,10 +59,15 @@ class KvSplitter {
   // of the L2, are drawn among those of private ones, which wait for device memory: each uses what the other leaves.
   void split(const Packing& packing, Split& out);
 
-  // Of the last split(): how many tiles each body has, in the order of the tile table; and the cost of the
-  // slowest worker over the mean of all, if each draws its next ticket when it is done; 1 without work.
-  void summarize_tiles(std::span<int32_t> tiles_by_body) const;
+  // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without
+  // work.
   double tail(const Split& split) const;
+
+  // How many requests all cuts of a split concern at most, counted once per cut: each adds a partial. It bounds the
+  // cuts too.
+  static int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
+    return int64_t{num_workers} * tiles.requests_per_tile();
+  }
 
  private:
   struct Tile {
@@ -106,9 +112,6 @@ class KvSplitter {
   // False, with `out` in no particular state, if that takes more cuts than an even split might: a few tiles of many
   // requests with very long KV. So the partials of a batch have a bound.
   bool split_guided(const Packing& packing, int64_t total, Split& out);
-  int64_t max_cut_requests() const {
-    return int64_t{config_.num_workers} * tiles_.requests_per_tile();
-  }
   Ticket take_ticket(const Packing& packing, Stream& stream, int64_t budget) const;
   // Tokens of a tile, `left` in all, that are the first piece of a ticket.
   int32_t first_piece(const Tile& tile, int32_t left, int64_t budget) const;

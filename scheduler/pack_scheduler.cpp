@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 #include <limits>
+#include <utility>
 
 #include "check.h"
 
@@ -32,6 +33,7 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
       packer_(config.policy, config.cost, tiles_),
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
                 config.cost, tiles_) {
+  config.cost.check();
   PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ",
             config.growth_tokens);
 }
@@ -53,80 +55,115 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     PAT_CHECK(seq_lens[request] >= 0, "seq_lens must not be negative, got ", seq_lens[request],
               " for request ", request);
   }
-  forest.arrange(seq_lens);  // all input errors are found here, before the last plan is touched
+  forest.arrange(seq_lens);
   times_.forest = stopwatch.lap();
 
-  packer_.pack(forest, seq_lens, packing_);
+  packer_.pack(forest, seq_lens, next_.packing);
   times_.packing = stopwatch.lap();
 
-  splitter_.split(packing_, split_);
+  splitter_.split(next_.packing, next_.split);
   times_.split = stopwatch.lap();
 
-  plan_.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, packing_, split_);
+  next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, next_.packing,
+                      next_.split);
   int64_t query_centric = 0;
   int64_t lower_bound = 0;
   for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;
-  lengths_.clear();
+  next_.lengths.clear();
   for (size_t request = 0; request < seq_lens.size(); ++request) {
     const int32_t seq_len = seq_lens[request];
     query_centric += seq_len;
     lower_bound += seq_len - forest.private_begin(static_cast<int32_t>(request));
-    lengths_.push_back({.planned = seq_len, .longest = seq_len});
+    next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
-  for (const Pack& pack : packing_.packs) {
+  for (const Pack& pack : next_.packing.packs) {
     if (!pack.is_private) continue;
-    LengthRange& range = lengths_[packing_.requests[pack.request_begin]];
+    LengthRange& range = next_.lengths[next_.packing.requests[pack.request_begin]];
     range.longest +=
         std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
   }
-  plan_.set_kv_tokens(query_centric, lower_bound);
+  next_.plan.set_kv_tokens(query_centric, lower_bound);
+  std::swap(last_, next_);
   times_.assembly = stopwatch.lap();
 }
 
 LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) const {
-  LengthCheck check{.served = seq_lens.size() == lengths_.size(), .total = 0, .longest = 0};
+  LengthCheck check{.served = seq_lens.size() == last_.lengths.size(), .total = 0, .longest = 0};
   for (const int32_t seq_len : seq_lens) {
     check.total += seq_len;
     check.longest = std::max(check.longest, seq_len);
   }
-  for (size_t i = 0; check.served && i < lengths_.size(); ++i) {
-    check.served = seq_lens[i] >= lengths_[i].planned && seq_lens[i] <= lengths_[i].longest;
+  for (size_t i = 0; check.served && i < last_.lengths.size(); ++i) {
+    check.served =
+        seq_lens[i] >= last_.lengths[i].planned && seq_lens[i] <= last_.lengths[i].longest;
   }
   return check;
 }
 
 int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t longest) const {
-  PAT_CHECK(seq_lens.size() == lengths_.size(), "the plan is for ", lengths_.size(),
+  PAT_CHECK(seq_lens.size() == last_.lengths.size(), "the plan is for ", last_.lengths.size(),
             " requests, got lengths of ", seq_lens.size());
-  int32_t steps = 0;
+  int64_t steps = std::numeric_limits<int64_t>::max();
   bool any = false;
-  for (size_t i = 0; i < lengths_.size(); ++i) {
+  for (size_t i = 0; i < last_.lengths.size(); ++i) {
+    PAT_CHECK(seq_lens[i] >= 0, "seq_lens must not be negative, got ", seq_lens[i], " for request ",
+              i);
     if (seq_lens[i] == 0) continue;
-    const int32_t room = std::min(lengths_[i].longest, longest) - seq_lens[i];
-    steps = any ? std::min(steps, room) : room;
     any = true;
+    steps = std::min(steps, int64_t{std::min(last_.lengths[i].longest, longest)} - seq_lens[i]);
   }
-  return std::max(steps, 0);
+  return any ? static_cast<int32_t>(std::max<int64_t>(steps, 0)) : 0;
 }
 
 PlanSummary PackScheduler::summarize() const {
-  PlanSummary summary{.packs = static_cast<int32_t>(packing_.packs.size()),
-                      .work_items = plan_.header().num_work_items,
-                      .partials = plan_.header().num_partials};
-  std::vector<int32_t> packs_of(lengths_.size(), 0);
-  for (const Pack& pack : packing_.packs) {
+  const auto& [packing, split, plan, lengths] = last_;
+  PlanSummary summary{.packs = static_cast<int32_t>(packing.packs.size()),
+                      .work_items = plan.header().num_work_items,
+                      .partials = plan.header().num_partials};
+  std::vector<int32_t> packs_of(lengths.size(), 0);
+  for (const Pack& pack : packing.packs) {
     const size_t bin = std::bit_width(static_cast<uint32_t>(pack.num_requests)) - 1;
     if (summary.requests_per_pack.size() <= bin) summary.requests_per_pack.resize(bin + 1);
     ++summary.requests_per_pack[bin];
-    for (const int32_t request : packing_.requests_of(pack)) ++packs_of[request];
+    for (const int32_t request : packing.requests_of(pack)) ++packs_of[request];
+    // As KvSplitter cuts it: full tiles, and one for the rest.
+    const int32_t full_tiles = pack.num_requests / tiles_.requests_per_tile();
+    const int32_t rest = pack.num_requests % tiles_.requests_per_tile();
+    summary.tiles += tiles_.num_tiles(pack.num_requests);
+    summary.tiles_by_body[tiles_.select(tiles_.requests_per_tile())] += full_tiles;
+    if (rest > 0) ++summary.tiles_by_body[tiles_.select(rest)];
   }
   for (const int32_t packs : packs_of) {
     if (packs > 1) summary.partials_before_split += packs;
   }
-  splitter_.summarize_tiles(summary.tiles_by_body);
-  for (const int32_t tiles : summary.tiles_by_body) summary.tiles += tiles;
-  summary.tail = splitter_.tail(split_);
+  summary.tail = splitter_.tail(split);
   return summary;
+}
+
+PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles) {
+  PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
+  PAT_CHECK(num_workers >= 1 && num_workers <= kMaxWorkers, "num_workers must be 1 to ",
+            kMaxWorkers, ", got ", num_workers);
+  // Holders of the forest's nodes are nested or disjoint, differ, and are at least two, so there are less nodes than
+  // requests. Each is one pack at most, and each request has one private pack at most.
+  const int64_t shared_packs = max_requests - 1;
+  const int64_t private_packs = max_requests;
+  // Packer::pack() sees to this.
+  const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
+  // All tiles of a pack but the last are full.
+  const int64_t tiles_of_packs =
+      shared_packs + private_packs + packed_requests / tiles.requests_per_tile();
+  const int64_t cut_requests = KvSplitter::max_cut_requests(num_workers, tiles);
+  const int64_t work_items = tiles_of_packs + cut_requests;
+  const int64_t item_requests = packed_requests + cut_requests;
+  PAT_CHECK(std::max(work_items, item_requests) <= std::numeric_limits<int32_t>::max(),
+            "max_requests ", max_requests, " is too large: their plan may not fit into int32");
+  return {.capacity = {.num_tickets = static_cast<int32_t>(work_items),
+                       .num_work_items = static_cast<int32_t>(work_items),
+                       .num_item_requests = static_cast<int32_t>(item_requests),
+                       .num_gather_spans = static_cast<int32_t>(shared_packs),
+                       .num_merges = max_requests},
+          .num_partials = static_cast<int32_t>(item_requests)};
 }
 
 }  // namespace pat

@@ -58,7 +58,7 @@ class PackScheduler {
   explicit PackScheduler(const SchedulerConfig& config);
 
   // Builds a plan for the requests of a forest, which is arranged for it. Throws std::invalid_argument on bad
-  // input; the last plan then stays in force.
+  // input, and std::length_error if the plan is too large for its format. The last plan then stays in force.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
   // The same for paths that no forest keeps.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
@@ -69,10 +69,11 @@ class PackScheduler {
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
   // How many tokens every request may grow from these lengths, which the last plan serves, so that it still does and
-  // none is longer than `longest`. Requests of length 0 are padding, and do not grow.
+  // none is longer than `longest`. Requests of length 0 are padding, and do not grow. Throws std::invalid_argument
+  // for another number of requests and negative lengths.
   int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
 
-  const DecodePlan& last_plan() const { return plan_; }
+  const DecodePlan& last_plan() const { return last_.plan; }
   const StageTimes& stage_times() const { return times_; }
   PlanSummary summarize() const;
 
@@ -83,16 +84,29 @@ class PackScheduler {
   KvSplitter splitter_;
 
   PrefixForest forest_;  // of paths that come without one
-  Packing packing_;
-  Split split_;
-  DecodePlan plan_;
   StageTimes times_;
 
   struct LengthRange {
     int32_t planned;
     int32_t longest;
   };
-  std::vector<LengthRange> lengths_;  // per request of the last plan
+  struct Planned {
+    Packing packing;
+    Split split;
+    DecodePlan plan;
+    std::vector<LengthRange> lengths;  // per request
+  };
+  Planned last_;
+  Planned next_;  // swapped with last_ when it is complete
 };
+
+// What the plan of any batch of up to `max_requests` requests needs, but for the slot buffer.
+struct PlanBounds {
+  PlanCapacity capacity;
+  int32_t num_partials;
+};
+
+// Throws std::invalid_argument if max_requests or num_workers is out of range, or the bounds exceed int32.
+PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles);
 
 }  // namespace pat

@@ -1,6 +1,9 @@
 #include "packing.h"
 
 #include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "check.h"
 
@@ -38,11 +41,23 @@ Policy policy_from_name(std::string_view name) {
 }
 
 bool Packer::merges(const Edge& edge) const {
-  if (policy_ == Policy::kPerNode) return false;
-  if (policy_ == Policy::kPaper) return 4 * int64_t{edge.child_requests} >= edge.parent_tokens;
-  if (policy_ == Policy::kCompute) return merging_computes_less(edge);
+  if (raised_price_ > 0 && merging_moves_less(edge, raised_price_)) return true;
+  switch (policy_) {
+    case Policy::kMemory:
+      return merging_moves_less(edge, cost_.partial_row);
+    case Policy::kPaper:
+      return 4 * int64_t{edge.child_requests} >= edge.parent_tokens;
+    case Policy::kCompute:
+      return merging_computes_less(edge);
+    case Policy::kPerNode:
+    case Policy::kQueryCentric:
+      break;
+  }
+  return false;
+}
 
-  // Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.
+// Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.
+bool Packer::merging_moves_less(const Edge& edge, int64_t partial_row) const {
   const int32_t staying_tiles = tiles_.num_tiles(edge.parent_requests - edge.child_requests);
   const int64_t added_passes = tiles_.num_tiles(edge.child_requests) + staying_tiles -
                                tiles_.num_tiles(edge.parent_requests);
@@ -51,7 +66,7 @@ bool Packer::merges(const Edge& edge) const {
       int64_t{edge.child_requests} * tiles_.group_size() * (edge.leaves_single_partial ? 2 : 1);
   const int64_t saved_pieces = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
   return added_passes * edge.parent_tokens <=
-         saved_partials * cost_.partial_row + saved_pieces * cost_.piece;
+         saved_partials * partial_row + saved_pieces * cost_.piece;
 }
 
 bool Packer::merging_computes_less(const Edge& edge) const {
@@ -68,23 +83,34 @@ bool Packer::merging_computes_less(const Edge& edge) const {
 void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
   out.packs.clear();
   out.requests.clear();
-  state_.clear();
   if (policy_ == Policy::kQueryCentric) {
+    state_.clear();
     private_begin_.assign(seq_lens.size(), 0);
   } else {
-    decide(forest, seq_lens);
+    const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
+    raised_price_ = 0;
+    // Ends: once a partial costs more than any range, all requests leave all packs but one.
+    for (int64_t price = std::max(cost_.partial_row, 1); decide(forest, seq_lens) > most;) {
+      raised_price_ = price *= 2;
+    }
   }
   emit(forest, seq_lens, out);
 }
 
-void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_lens) {
+int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_lens) {
+  state_.clear();
+  int64_t num_packed = 0;
   for (const ForestNode& node : forest.nodes()) {
     NodeState state{.pack_begin = node.kv_begin,
                     .remaining = node.num_holders,
                     .cursor = 0,
+                    .below = 0,
+                    .passed = 0,
                     .left_parent = false};
+    num_packed += node.num_holders;
     if (node.parent >= 0) {
       NodeState& parent = state_[node.parent];
+      parent.below += node.num_holders;
       if (merges({.parent_tokens = node.kv_begin - parent.pack_begin,
                   .parent_requests = parent.remaining,
                   .child_tokens = node.kv_end - node.kv_begin,
@@ -93,6 +119,7 @@ void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_len
         state.pack_begin = parent.pack_begin;
         state.left_parent = true;
         parent.remaining -= node.num_holders;
+        num_packed -= node.num_holders;
       }
     }
     state_.push_back(state);
@@ -102,8 +129,9 @@ void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_len
     int32_t& begin = private_begin_[request];
     begin = forest.private_begin(request);
     const int32_t anchor = forest.anchor(request);
-    // An empty private range is no child: there is nothing to read alone.
-    if (anchor < 0 || seq_lens[request] == begin) continue;
+    if (seq_lens[request] == begin) continue;  // no child: there is nothing to read alone
+    ++num_packed;
+    if (anchor < 0) continue;
     NodeState& parent = state_[anchor];
     if (merges({.parent_tokens = begin - parent.pack_begin,
                 .parent_requests = parent.remaining,
@@ -112,32 +140,29 @@ void Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_len
                 .leaves_single_partial = parent.pack_begin == 0})) {
       begin = parent.pack_begin;
       --parent.remaining;
+      --num_packed;
     }
   }
+  return num_packed;
 }
 
 void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
-  int32_t next = 0;
+  int64_t next = 0;
   for (size_t n = 0; n < state_.size(); ++n) {
-    state_[n].cursor = next;
+    state_[n].cursor = static_cast<int32_t>(next);
     if (state_[n].remaining == 0) continue;
     out.packs.push_back({.kv_begin = state_[n].pack_begin,
                          .kv_end = forest.nodes()[n].kv_end,
                          .is_private = false,
                          .num_requests = state_[n].remaining,
-                         .request_begin = next});
+                         .request_begin = state_[n].cursor});
     next += state_[n].remaining;
-  }
-  out.requests.resize(next);
-  for (const int32_t request : forest.requests_in_tree_order()) {
-    // Up the path: a request is missing from a node's pack if the range below took it along.
-    bool taken = private_begin_[request] < forest.private_begin(request);
-    for (int32_t n = state_.empty() ? -1 : forest.anchor(request); n >= 0;
-         n = forest.nodes()[n].parent) {
-      if (!taken) out.requests[state_[n].cursor++] = request;
-      taken = state_[n].left_parent;
+    if (next + static_cast<int64_t>(seq_lens.size()) > std::numeric_limits<int32_t>::max()) {
+      throw std::length_error("the requests of all packs do not fit into int32");
     }
   }
+  out.requests.resize(next);
+  if (next > 0) emit_requests(forest, out);
   for (const int32_t request : forest.requests_in_tree_order()) {
     if (seq_lens[request] == private_begin_[request]) continue;
     out.packs.push_back({.kv_begin = private_begin_[request],
@@ -146,6 +171,38 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                          .num_requests = 1,
                          .request_begin = static_cast<int32_t>(out.requests.size())});
     out.requests.push_back(request);
+  }
+}
+
+// A node's holders are a run in tree order: those of its children, one child after the other, then the requests that
+// end at the node. In its pack are all but the runs of merged children and the merged private ranges.
+void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
+  const std::vector<int32_t>& order = forest.requests_in_tree_order();
+  const auto copy_up_to = [&](NodeState& state, const ForestNode& node, int32_t position) {
+    if (state.remaining > 0) {
+      const auto first = order.begin() + node.holder_begin + state.passed;
+      const auto last = order.begin() + position;
+      std::copy(first, last, out.requests.begin() + state.cursor);
+      state.cursor += static_cast<int32_t>(last - first);
+    }
+    state.passed = position - node.holder_begin;
+  };
+  for (size_t n = 0; n < state_.size(); ++n) {
+    const ForestNode& node = forest.nodes()[n];
+    if (!state_[n].left_parent) continue;
+    NodeState& parent = state_[node.parent];
+    copy_up_to(parent, forest.nodes()[node.parent], node.holder_begin);
+    parent.passed += node.num_holders;
+  }
+  // What is left of each run: children that were not merged, and the requests that end at the node.
+  for (size_t n = 0; n < state_.size(); ++n) {
+    NodeState& state = state_[n];
+    if (state.remaining == 0) continue;
+    const ForestNode& node = forest.nodes()[n];
+    copy_up_to(state, node, node.holder_begin + state.below);
+    for (const int32_t request : forest.holders(node).subspan(state.below)) {
+      if (private_begin_[request] == node.kv_end) out.requests[state.cursor++] = request;
+    }
   }
 }
 

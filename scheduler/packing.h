@@ -42,6 +42,10 @@ struct Packing {
   }
 };
 
+// How many packs a request takes part in at most, its private one included, in the mean of a batch. It bounds the
+// partials of a batch, for which CUDA graphs reserve memory.
+inline constexpr int32_t kMaxPacksPerRequest = 12;
+
 class Packer {
  public:
   Packer(Policy policy, const CostModel& cost, const TileSelection& tiles)
@@ -49,6 +53,11 @@ class Packer {
 
   // PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of several tiles: one decision
   // per edge, parents before children. Linear in nodes + edges + packed requests.
+  //
+  // In very deep trees that may exceed kMaxPacksPerRequest. Then it is repeated with partials at twice the price,
+  // four times, and so on, whatever the policy: edges leave in the order of what they cost.
+  //
+  // Throws std::length_error if the requests of all packs are more than int32 can count.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
  private:
@@ -57,6 +66,8 @@ class Packer {
     int32_t pack_begin;
     int32_t remaining;  // requests still in the node's pack
     int32_t cursor;     // next free place in the pack's run of Packing::requests
+    int32_t below;      // holders that go on to a child; they come first
+    int32_t passed;     // holders, from the first one on, that emit_requests() is done with
     bool left_parent;   // merged upwards: its requests are not in the parent's pack
   };
 
@@ -69,14 +80,19 @@ class Packer {
     bool leaves_single_partial;  // merged, the child's requests have no other partial
   };
 
-  void decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
+  // Decides for each edge. Returns how many requests all packs have together.
+  int64_t decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
   void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
+  // Fills Packing::requests of the packs of nodes, each in tree order.
+  void emit_requests(const PrefixForest& forest, Packing& out);
   bool merges(const Edge& edge) const;
+  bool merging_moves_less(const Edge& edge, int64_t partial_row) const;
   bool merging_computes_less(const Edge& edge) const;
 
   Policy policy_;
   CostModel cost_;
   TileSelection tiles_;
+  int64_t raised_price_ = 0;  // of a partial row; 0: the policy decides
   std::vector<NodeState> state_;
   std::vector<int32_t> private_begin_;  // per request, after merging
 };

@@ -58,17 +58,26 @@ void PrefixForest::build(const PathsView& paths) {
   }
 }
 
-void PrefixForest::update(std::span<const int32_t> kept, const PathsView& paths,
-                          std::span<const char> goes_on, std::vector<int32_t>& outdated) {
+void PrefixForest::update(std::span<const int32_t> kept, const TreePaths& read,
+                          Outdated& outdated) {
   const auto is_new = [](int32_t from) { return from < 0; };
+  const PathsView& paths = read.paths;
   check_shapes(paths, static_cast<size_t>(std::count_if(kept.begin(), kept.end(), is_new)));
-  PAT_CHECK(goes_on.size() == paths.path_begin.size() - 1, "goes_on must have one entry per path, ",
-            paths.path_begin.size() - 1, ", got ", goes_on.size());
-  outdated.clear();
+  PAT_CHECK(read.branches.size() == paths.node_id.size(),
+            "branches must have one entry per path node, ", paths.node_id.size(), ", got ",
+            read.branches.size());
+  outdated.dropped.clear();
+  outdated.suspects.clear();
   try {
     take_kept(kept);
-    if (mark_outdated(paths, goes_on)) drop_outdated(outdated);
-    num_kept_ = static_cast<int32_t>(kept.size() + 1 - paths.path_begin.size() - outdated.size());
+    if (path_nodes_.size() > free_.size()) {
+      mark_outdated(read);
+      if (!split_parents_.empty()) mark_suspects();
+      if (any_outdated_) drop_outdated(outdated.dropped);
+      if (!suspect_nodes_.empty()) choose_suspects(outdated.suspects);
+    }
+    num_kept_ =
+        static_cast<int32_t>(kept.size() + 1 - paths.path_begin.size() - outdated.dropped.size());
     reserve(paths.node_id.size());
     size_t path = 0;
     for (size_t request = 0; request < kept.size(); ++request) {
@@ -80,11 +89,29 @@ void PrefixForest::update(std::span<const int32_t> kept, const PathsView& paths,
   }
 }
 
+bool PrefixForest::agrees(std::span<const int32_t> requests, const PathsView& paths) const {
+  check_shapes(paths, requests.size());
+  for (size_t path = 0; path < requests.size(); ++path) {
+    int32_t node = last_node_[requests[path]];
+    for (int32_t i = paths.path_begin[path + 1]; i-- > paths.path_begin[path];) {
+      if (node < 0 || path_nodes_[node].id != paths.node_id[i] ||
+          path_nodes_[node].kv_begin != paths.kv_begin[i] ||
+          path_nodes_[node].kv_end != paths.kv_end[i]) {
+        return false;
+      }
+      node = path_nodes_[node].parent;
+    }
+    if (node != kEmptyPath) return false;
+  }
+  return true;
+}
+
 void PrefixForest::clear() {
   path_nodes_.clear();
   free_.clear();
   id_table_.clear();
   last_node_.clear();
+  new_root_end_ = kNoNewChild;
   num_kept_ = 0;
 }
 
@@ -114,14 +141,16 @@ void PrefixForest::release(int32_t node) {
   }
 }
 
-// Marks nodes of kept paths that the tree seems to have split since. The lower part of a split node keeps its
-// id, so a new path that holds it shows another span. A new path that ends or leaves at the split holds only
-// the upper part: a node that is new here, has nodes below it, and lies beside the longer node that was split.
-bool PrefixForest::mark_outdated(const PathsView& paths, std::span<const char> goes_on) {
-  if (path_nodes_.size() == free_.size()) return false;
-  bool found = false;
-  const auto mark = [&found](PathNode& node) { node.outdated = found = true; };
-  for (size_t path = 0; path < goes_on.size(); ++path) {
+// Looks for nodes of kept paths that the tree has split since they were read. The lower part of a split node keeps
+// its id. So a new path that holds this id shows another span or another parent. A new path that ends or leaves in
+// the upper part does not hold it: but then the new path has a node that is new here, beside the longer node that was
+// split, and in the tree this one or one below it has children that are not on the path.
+void PrefixForest::mark_outdated(const TreePaths& read) {
+  any_outdated_ = false;
+  split_parents_.clear();
+  suspect_nodes_.clear();
+  const PathsView& paths = read.paths;
+  for (size_t path = 0; path + 1 < paths.path_begin.size(); ++path) {
     const int32_t end = paths.path_begin[path + 1];
     int32_t parent = -1;
     bool parent_is_known = true;
@@ -131,35 +160,69 @@ bool PrefixForest::mark_outdated(const PathsView& paths, std::span<const char> g
         PathNode& node = path_nodes_[known];
         const bool same = node.kv_begin == paths.kv_begin[i] && node.kv_end == paths.kv_end[i] &&
                           parent_is_known && node.parent == parent;
-        if (!same) mark(node);
+        if (!same) node.outdated = any_outdated_ = true;
         parent_is_known = same;
         parent = known;
-        continue;
+      } else {
+        if (parent_is_known) note_new_child(parent, read, i, end);
+        parent_is_known = false;
       }
-      if (parent_is_known && (i + 1 < end || goes_on[path])) {
-        for (PathNode& node : path_nodes_) {
-          if (node.num_holders > 0 && node.parent == parent && node.kv_end > paths.kv_end[i]) {
-            mark(node);
-          }
-        }
-      }
-      parent_is_known = false;
     }
   }
-  return found;
 }
 
-void PrefixForest::drop_outdated(std::vector<int32_t>& outdated) {
+// `node`, of a path that ends at `path_end`, is new and hangs below `parent`, which is known. What was split to make
+// it ends behind the first node, from here on, that has other children.
+void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
+                                  int32_t path_end) {
+  while (node < path_end && !read.branches[node]) ++node;
+  if (node == path_end) return;
+  int32_t& end = parent < 0 ? new_root_end_ : path_nodes_[parent].new_child_end;
+  if (end == kNoNewChild) split_parents_.push_back(parent);
+  end = std::min(end, read.paths.kv_end[node]);
+}
+
+void PrefixForest::mark_suspects() {
+  for (size_t i = 0; i < path_nodes_.size(); ++i) {
+    PathNode& node = path_nodes_[i];
+    if (node.num_holders == 0 || node.outdated) continue;
+    const int32_t end = node.parent < 0 ? new_root_end_ : path_nodes_[node.parent].new_child_end;
+    if (node.kv_end <= end) continue;
+    node.suspect = true;
+    suspect_nodes_.push_back(static_cast<int32_t>(i));
+  }
+  for (const int32_t parent : split_parents_) {
+    (parent < 0 ? new_root_end_ : path_nodes_[parent].new_child_end) = kNoNewChild;
+  }
+}
+
+void PrefixForest::drop_outdated(std::vector<int32_t>& dropped) {
   for (size_t request = 0; request < last_node_.size(); ++request) {
     int32_t node = last_node_[request];
     while (node >= 0 && !path_nodes_[node].outdated) node = path_nodes_[node].parent;
     if (node < 0) continue;
-    outdated.push_back(static_cast<int32_t>(request));
+    dropped.push_back(static_cast<int32_t>(request));
   }
-  for (const int32_t request : outdated) {  // only now: released places lose their marks
+  for (const int32_t request : dropped) {  // only now: released places lose their marks
     release(last_node_[request]);
     last_node_[request] = kNoPath;
   }
+}
+
+// One request for each suspect node that still has one.
+void PrefixForest::choose_suspects(std::vector<int32_t>& suspects) {
+  ++num_passes_;
+  for (size_t request = 0; request < last_node_.size(); ++request) {
+    bool holds_suspect = false;
+    for (int32_t n = last_node_[request]; n >= 0 && path_nodes_[n].visited != num_passes_;) {
+      PathNode& node = path_nodes_[n];
+      holds_suspect |= node.suspect;
+      node.visited = num_passes_;
+      n = node.parent;
+    }
+    if (holds_suspect) suspects.push_back(static_cast<int32_t>(request));
+  }
+  for (const int32_t node : suspect_nodes_) path_nodes_[node].suspect = false;
 }
 
 void PrefixForest::add_path(const PathsView& paths, size_t path, int32_t request) {
@@ -189,7 +252,9 @@ void PrefixForest::add_path(const PathsView& paths, size_t path, int32_t request
                                .kv_end = kv_end,
                                .num_holders = 0,
                                .outdated = false,
-                               .arranged = num_arrangements_,
+                               .suspect = false,
+                               .new_child_end = kNoNewChild,
+                               .visited = num_passes_,
                                .shared_node = -1});
     }
     PathNode& found = path_nodes_[node];
@@ -269,7 +334,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
     PAT_CHECK(seq_lens[request] >= path_end, "seq_len ", seq_lens[request], " of request ", request,
               " is below its path's length ", path_end);
   }
-  ++num_arrangements_;
+  ++num_passes_;
   nodes_.clear();
   anchor_.assign(seq_lens.size(), -1);
   for (size_t request = 0; request < last_node_.size(); ++request) {
@@ -281,8 +346,8 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
 }
 
 int32_t PrefixForest::arrange_node(int32_t node) {
-  cursor_.clear();  // the nodes up to the first that is arranged already: paths may be long
-  for (int32_t n = node; n >= 0 && path_nodes_[n].arranged != num_arrangements_;) {
+  cursor_.clear();  // the nodes up to the first that was visited already: paths may be long
+  for (int32_t n = node; n >= 0 && path_nodes_[n].visited != num_passes_;) {
     cursor_.push_back(n);
     n = path_nodes_[n].parent;
   }
@@ -300,7 +365,7 @@ int32_t PrefixForest::arrange_node(int32_t node) {
                         .num_holders = source.num_holders,
                         .holder_begin = 0});
     }
-    source.arranged = num_arrangements_;
+    source.visited = num_passes_;
   }
   return path_nodes_[node].shared_node;
 }

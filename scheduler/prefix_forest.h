@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -13,6 +14,21 @@ struct PathsView {
   std::span<const int64_t> node_id;     // [num_path_nodes]
   std::span<const int32_t> kv_begin;    // [num_path_nodes], positions
   std::span<const int32_t> kv_end;      // [num_path_nodes], exclusive
+};
+
+// Paths as they were read from a tree that grows.
+struct TreePaths {
+  PathsView paths;
+  // [num_path_nodes]: whether the tree has children of the node beside the next one on the path.
+  std::span<const char> branches;
+};
+
+// Requests whose kept paths a tree may have outgrown.
+struct Outdated {
+  // These have no path any more. It is to be given anew.
+  std::vector<int32_t> dropped;
+  // Each of these holds a node that the tree may have split. Its path, read anew, tells.
+  std::vector<int32_t> suspects;
 };
 
 // A KV range that at least two requests of the batch share.
@@ -36,18 +52,21 @@ class PrefixForest {
   void build(const PathsView& paths);
 
   // Goes to the next batch. kept[i] is where request i of the next batch stands in the current one, which has
-  // its path already, or negative: then its path is the next one of `paths`. goes_on[p]: whether the tree that
-  // path p was read from has nodes below its last. Requests that are not kept leave.
+  // its path already, or negative: then its path is the next one of `read`. Requests that are not kept leave.
   //
-  // A tree may have split nodes since the paths of kept requests were read. `outdated` gets the kept requests
-  // for which the new paths show that, or leave it possible: these have no path any more, and update() is to
-  // be called again with their paths read anew. Nothing is outdated where no path is kept.
+  // A tree may have split nodes since the paths of kept requests were read; `outdated` gets what the new paths show
+  // of that. update() is to be called again with the paths of these requests. Nothing is outdated where no path is
+  // kept.
   //
   // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps,
-  // overlaps or empty spans, or disagrees with another of `paths` about a node; the forest is empty then.
-  // Linear in requests + nodes of the new paths, and in all nodes for each node that may come from a split.
-  void update(std::span<const int32_t> kept, const PathsView& paths, std::span<const char> goes_on,
-              std::vector<int32_t>& outdated);
+  // overlaps or empty spans, or disagrees with another of `read` about a node; the forest is empty then.
+  // Linear in requests + nodes of the new paths; in all nodes and requests if a node of a new path may come from a
+  // split.
+  void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
+
+  // Whether the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
+  // many.
+  bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
 
   // Arranges the batch for the accessors below. Rows behind the last request have an empty path. Throws
   // std::invalid_argument if a request is shorter than its path or has none because it was outdated. Linear
@@ -68,15 +87,18 @@ class PrefixForest {
     return anchor_[request] < 0 ? 0 : nodes_[anchor_[request]].kv_end;
   }
 
+  static constexpr int32_t kNoNewChild = std::numeric_limits<int32_t>::max();
   struct PathNode {
     int64_t id;
     int32_t parent;  // index of a path node; -1: the path begins here
     int32_t kv_begin;
     int32_t kv_end;
     int32_t num_holders;  // 0: a free place
-    bool outdated;        // only within update()
-    uint32_t arranged;    // number of the arrangement that `shared_node` belongs to
-    int32_t shared_node;  // its node in nodes(), -1: root level
+    bool outdated;        // only within update(), as the next two
+    bool suspect;
+    int32_t new_child_end;  // smallest end of what a new child shows; kNoNewChild without one
+    uint32_t visited;       // number of the last pass that came here
+    int32_t shared_node;    // its node in nodes() in the last arrangement, -1: root level
   };
 
   int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
@@ -89,8 +111,11 @@ class PrefixForest {
   void clear();
   void release(int32_t node);
   void take_kept(std::span<const int32_t> kept);
-  bool mark_outdated(const PathsView& paths, std::span<const char> goes_on);
-  void drop_outdated(std::vector<int32_t>& outdated);
+  void mark_outdated(const TreePaths& read);
+  void note_new_child(int32_t parent, const TreePaths& read, int32_t node, int32_t path_end);
+  void mark_suspects();
+  void drop_outdated(std::vector<int32_t>& dropped);
+  void choose_suspects(std::vector<int32_t>& suspects);
   void add_path(const PathsView& paths, size_t path, int32_t request);
 
   size_t bucket_of(int64_t id) const;  // of the node with this id, or the free one where it belongs
@@ -106,7 +131,11 @@ class PrefixForest {
   std::vector<int32_t> last_node_;  // per request, into path_nodes_; -1: empty path; -2: outdated
   std::vector<int32_t> id_table_;   // open-addressing table of path node indices
   std::vector<int32_t> previous_;   // last_node_ of the batch before
-  uint32_t num_arrangements_ = 0;
+  std::vector<int32_t> split_parents_;  // nodes with a new_child_end, -1 for the level of the roots
+  int32_t new_root_end_ = kNoNewChild;  // new_child_end of that level
+  std::vector<int32_t> suspect_nodes_;
+  bool any_outdated_ = false;
+  uint32_t num_passes_ = 0;  // over path nodes
   int32_t num_kept_ = 0;
 
   std::vector<ForestNode> nodes_;

@@ -1,7 +1,7 @@
 """sglang-pat: decode attention for SGLang that reads each shared KV prefix once per step.
 
-The names below are imported when they are first used: SGLang loads the package in each of its
-processes, and the command line needs neither torch nor the scheduler to show its help.
+The names below are imported on first use: SGLang loads the package in each of its processes, and
+the command line shows its help without torch and without the scheduler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> object:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # so that this function is asked once per name
+    globals()[name] = value  # the next access does not call this function
     return value
 
 

@@ -19,15 +19,11 @@ DIRECT_STORE: int
 MAX_GROUP_SIZE: int
 TILE_TABLE: tuple[tuple[int, int, int], ...]
 """(block_q, block_kv, num_warps) of every tile body, ascending in block_q."""
-
-class _Layout(TypedDict):
-    header: int
-    ticket_begin: int
-    work_items: int
-    item_requests: int
-    gather_spans: int
-    merges: int
-    size: int
+MAX_PACKS_PER_REQUEST: int
+"""How many packs a request takes part in at most, in the mean of a batch."""
+PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
+"""(name, the header's field with its count, entries beyond that count, int32 of an entry) of every
+section of a plan behind the header, in their order."""
 
 class _StageTimes(TypedDict):
     forest: int
@@ -46,32 +42,30 @@ class _Summary(TypedDict):
     tiles_by_body: list[int]
 
 class PlanCapacity:
-    """Entries that each section of a plan buffer can hold."""
+    """Entries that each section of a plan buffer can hold, by the header's counts."""
 
-    def __init__(
-        self,
-        *,
-        num_tickets: int = 0,
-        num_work_items: int = 0,
-        num_item_requests: int = 0,
-        num_gather_spans: int = 0,
-        num_merges: int = 0,
-    ) -> None: ...
-    @property
-    def num_tickets(self) -> int: ...
-    @property
-    def num_work_items(self) -> int: ...
-    @property
-    def num_item_requests(self) -> int: ...
-    @property
-    def num_gather_spans(self) -> int: ...
-    @property
-    def num_merges(self) -> int: ...
-    def layout(self) -> _Layout:
-        """Section offsets and total size, in int32 units."""
+    def __init__(self, **entries: int) -> None:
+        """Take the counts of PLAN_SECTIONS; those that are not given are 0.
+
+        TypeError names an unknown count, ValueError one that does not fit into int32.
+        """
+    def entries(self) -> dict[str, int]:
+        """Every count, in the order of the sections."""
+    def layout(self) -> dict[str, int]:
+        """Offset of `header` and of every section, and `size` of the buffer, in int32 units."""
+
+def plan_bounds(max_requests: int, num_workers: int, group_size: int) -> tuple[PlanCapacity, int]:
+    """Give what the plan of any batch of up to `max_requests` requests needs.
+
+    Returns the capacity of the plan buffer and the number of partials. Shared slots have no such
+    bound. ValueError if an argument is out of range.
+    """
 
 class CostModel:
-    """scheduler/cost_model.h: what the scheduler weighs; the defaults are its own."""
+    """What the scheduler weighs (scheduler/cost_model.h). The defaults are its own.
+
+    ValueError if a cost is negative or above 2**20, or rows_at_ridge below 1.
+    """
 
     def __init__(
         self,
@@ -84,8 +78,10 @@ class CostModel:
     ) -> None: ...
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
-    """The lengths of `num_rows` rows: those of the first `num_requests`, as far as `lengths` has
-    them, and 0. A copy. ValueError if one does not fit into int32.
+    """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.
+
+    Returns int32 `[num_rows]`, 0 behind these. ValueError if a length does not fit into int32, or
+    a number of rows is negative.
     """
 
 def same_objects(a: list[object], b: list[object]) -> bool:
@@ -102,17 +98,33 @@ class PrefixForest:
         moved: set[int],
         read: Callable[[list[_Request]], Sequence[_Path]],
     ) -> tuple[int, int, int, int] | None:
-        """Go from the batch `before`, whose paths the forest has, to `now`. Requests are told apart
-        by identity.
+        """Go from one batch to the next. Requests are told apart by identity.
 
-        read: gives the paths of requests: it is called with those that joined, and those whose id()
-        is in `moved`; and again with those whose path the tree has, or may have, split since it was
-        read, as the new paths show. A node of a path is (id, its parent's id, first position, end,
-        tokens, children that it has in the tree).
+        Parameters
+        ----------
+        before
+            The batch whose paths the forest has.
+        now
+            The next batch.
+        moved
+            id() of requests whose path may be another one.
+        read
+            Gives the paths of requests. It is called with those that joined or moved; and again
+            with requests whose path the tree has, or may have, split since it was read. A node of a
+            path is a tuple of six integers: id, its parent's id, first position, end, tokens,
+            children that it has in the tree.
 
-        Returns how many requests joined, left, moved, and were read again; None if the batches are
-        alike and nothing moved. ValueError or TypeError on bad paths, and what read() raises: the
-        next update() must then be from an empty batch.
+        Returns
+        -------
+        tuple or None
+            How many requests joined, left, moved, and were read again. None if the batches are
+            alike and nothing moved.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Bad paths. What read() raises goes through. The next update() must then be from an empty
+            batch.
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""
@@ -147,9 +159,10 @@ class PackScheduler:
         kv_end: _Int32,
         seq_lens: _Int32,
     ) -> None:
-        """Build a plan. ValueError on bad input: the last plan then stays in force.
+        """Build a plan. Rows behind the last request of a forest have no path.
 
-        Rows behind the last request of a forest have no path.
+        ValueError on bad input, or if the plan is too large for its format. The last plan then
+        stays in force.
         """
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
         """(whether the last plan is right and balanced for the same batch with these lengths, their
@@ -157,7 +170,8 @@ class PackScheduler:
         """
     def steps_left(self, seq_lens: _Int32, longest: int) -> int:
         """How many tokens every request but padding (length 0) may grow from `seq_lens`, so that
-        the last plan still serves the batch and none is longer than `longest`.
+        the last plan still serves the batch and none is longer than `longest`. ValueError for
+        negative lengths, or another number of them than the plan has requests.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(

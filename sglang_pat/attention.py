@@ -21,16 +21,17 @@ from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, Pre
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
 from sglang_pat.executors.cuda import CudaExecutor, DecodeKernels
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
+from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Workers per KV head where the device does not say: enough for long ranges to be cut in tests.
-_CPU_WORKERS = 32
+# Workers per KV head where plain torch executes: enough for long ranges to be cut in tests.
+_TORCH_WORKERS = 32
 MIN_PIECE_TOKENS = 256
-GROWTH_TOKENS = 256
 _INTS = (torch.int64, torch.int32)
 
 
@@ -49,16 +50,7 @@ class Executor(Protocol):
 
     def sibling(self) -> Executor: ...
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> None: ...
+    def run(self, layer: LayerInputs) -> None: ...
 
 
 class PackAttention:
@@ -132,8 +124,9 @@ class PackAttention:
         self.dtype = dtype
         self.device = _canonical_device(device)
         self.policy = policy
+        kernels = self._load_kernels(executor)
         if num_workers is None:
-            num_workers = default_workers(self.device, num_kv_heads)
+            num_workers = default_workers(kernels, self.device, num_kv_heads)
         self._new_scheduler = partial(
             new_scheduler,
             group_size=num_qo_heads // num_kv_heads,
@@ -141,7 +134,7 @@ class PackAttention:
             policy=policy,
             growth_tokens=growth_tokens,
         )
-        self._executor = self._make_executor(executor, num_workers, max_requests, max_shared_slots)
+        self._executor = self._make_executor(kernels, num_workers, max_requests, max_shared_slots)
         self._begin()
 
     def _begin(self) -> None:
@@ -320,7 +313,7 @@ class PackAttention:
         lse = None
         if return_lse:
             lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
-        self._executor.run(q, k_cache, v_cache, out, lse, scale, logit_cap)
+        self._executor.run(LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap))
         return out if lse is None else (out, lse)
 
     def sibling(self) -> PackAttention:
@@ -345,29 +338,36 @@ class PackAttention:
         """What runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
-    def _make_executor(
-        self, name: str, num_workers: int, max_requests: int | None, max_shared_slots: int
-    ) -> Executor:
+    def _load_kernels(self, name: str) -> DecodeKernels | None:
+        """The kernels that the executor `name` runs; None: plain torch does."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
         if name == "cuda" and not on_gpu:
             raise ValueError(f"executor cuda needs a CUDA device, got device {self.device}")
-        if max_requests is not None and max_requests < 1:
-            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
         if name == "auto" and on_gpu and self.dtype == torch.float32:
             logger.warning("no CUDA kernels for float32: decode runs in plain torch, slowly")
             name = "reference"
         if name == "reference" or not on_gpu:
+            return None
+        return DecodeKernels.load(KernelConfig.for_device(self.dtype, self.head_dim, self.device))
+
+    def _make_executor(
+        self,
+        kernels: DecodeKernels | None,
+        num_workers: int,
+        max_requests: int | None,
+        max_shared_slots: int,
+    ) -> Executor:
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        if kernels is None:
             return ReferenceExecutor(self.device)
         reservation = None
         if max_requests is not None:
             reservation = BufferSizes.for_requests(
                 max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
             )
-        kernels = DecodeKernels.load(
-            KernelConfig.for_device(self.dtype, self.head_dim, self.device)
-        )
         return CudaExecutor(kernels, self.num_qo_heads, self.device, reservation)
 
     def _build(
@@ -478,12 +478,13 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def default_workers(device: torch.device, num_kv_heads: int) -> int:
-    """CTAs that share the work of one KV head: two per SM, over all KV heads."""
-    if device.type == "cpu":
-        return _CPU_WORKERS
-    num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, num_ctas // num_kv_heads)
+def default_workers(kernels: DecodeKernels | None, device: torch.device, num_kv_heads: int) -> int:
+    """CTAs that share the work of one KV head: those that the device runs at the same time, over
+    all KV heads.
+    """
+    if kernels is None:
+        return _TORCH_WORKERS
+    return max(1, kernels.num_ctas(device) // num_kv_heads)
 
 
 def _paths_key(paths: PrefixPaths) -> Hashable:

@@ -6,7 +6,7 @@ batch, `PackAttention.plan` consumes it and hands the step to its executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,13 +52,20 @@ class PrefixPaths:
 
     @classmethod
     def from_lists(cls, paths: Iterable[Sequence[PathNode | tuple[int, int, int]]]) -> PrefixPaths:
-        """Flatten one list of nodes per request."""
+        """Flatten one list of nodes per request.
+
+        Raises
+        ------
+        ValueError
+            A node is not three integers, of which the id fits into int64 and the positions into
+            int32. The message names the node and its request.
+        """
         path_begin = [0]
         flat: list[PathNode | tuple[int, int, int]] = []
         for path in paths:
             flat.extend(path)
             path_begin.append(len(flat))
-        nodes = np.array(flat, dtype=np.int64).reshape(-1, 3)
+        nodes = _checked_nodes(flat, path_begin)
         return cls(
             path_begin=np.array(path_begin, dtype=np.int32),
             node_id=np.ascontiguousarray(nodes[:, 0]),
@@ -86,9 +93,8 @@ class DecodeBatch(NamedTuple):
 
     seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
         marks a padding row: its output is 0 and its LSE -inf.
-    paths: the batch's paths, or a function that reads them: it is called only when a plan is built.
-        Or a forest that keeps them, for this batch until its next update(); rows behind its last
-        request have no path.
+    paths: the batch's paths, or a forest that keeps them. A forest has them until its next
+        update(). Rows behind its last request have no path.
     key: equal keys promise equal paths, rows and order, so that a plan may be reused while
         `seq_lens` grow. None: the paths themselves are compared.
     begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
@@ -96,22 +102,21 @@ class DecodeBatch(NamedTuple):
     """
 
     seq_lens: IntArray
-    paths: PrefixPaths | PrefixForest | Callable[[], PrefixPaths]
+    paths: PrefixPaths | PrefixForest
     key: Hashable = None
     begun_ns: int = 0
 
     def read_paths(self) -> PrefixPaths:
-        """The paths, read now if they were given as a function. TypeError if they are none."""
+        """The paths as arrays. TypeError if they are neither PrefixPaths nor a forest."""
         if isinstance(self.paths, PrefixForest):
             padding = len(self.seq_lens) - len(self.paths)
             return PrefixPaths.from_lists([*self.paths.paths(), *[()] * padding])
-        paths = self.paths() if callable(self.paths) else self.paths
-        if not isinstance(paths, PrefixPaths):
+        if not isinstance(self.paths, PrefixPaths):
             raise TypeError(
-                f"batch.paths must be PrefixPaths, got {type(paths).__name__}; "
+                f"batch.paths must be PrefixPaths, got {type(self.paths).__name__}; "
                 "PrefixPaths.from_lists() makes them of lists"
             )
-        return paths
+        return self.paths
 
 
 class Step(NamedTuple):
@@ -121,3 +126,36 @@ class Step(NamedTuple):
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
     host_seq_lens: IntArray  # the same lengths
+
+
+def _checked_nodes(
+    flat: list[PathNode | tuple[int, int, int]], path_begin: list[int]
+) -> npt.NDArray[np.int64]:
+    """The nodes as int64 `[num_path_nodes, 3]`."""
+    if not flat:
+        return np.zeros((0, 3), dtype=np.int64)
+    try:
+        nodes = np.array(flat)
+    except (ValueError, OverflowError):  # nodes of different lengths
+        nodes = np.zeros(0)
+    if nodes.dtype == np.int64 and nodes.ndim == 2 and nodes.shape[1] == 3:
+        positions = nodes[:, 1:]
+        if positions.min() >= -1 << 31 and positions.max() < 1 << 31:
+            return nodes
+    for index, node in enumerate(flat):
+        if not _is_node(node):
+            request = int(np.searchsorted(path_begin, index, side="right")) - 1
+            raise ValueError(
+                "a path node must be three integers (node_id, kv_begin, kv_end), positions within "
+                f"int32, got {node!r} on the path of request {request}"
+            )
+    return np.array(flat, dtype=np.int64)  # integers of other types
+
+
+def _is_node(node: object) -> bool:
+    if not isinstance(node, Sequence) or len(node) != 3:
+        return False
+    return all(
+        isinstance(value, (int, np.integer)) and -1 << bits <= value < 1 << bits
+        for value, bits in zip(node, (63, 31, 31), strict=True)
+    )

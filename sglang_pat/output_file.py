@@ -1,28 +1,103 @@
-"""Paths of files to be written, from options (`output_file`) and from the environment.
+"""Checks of the files that a command will write: all of them run before the work starts.
 
-Beside the pipeline. A wrong path is refused before the work, not when its result is to be kept.
+`output_file` is the type of a single option. `check_outputs` looks at all options of one command
+together.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
 def output_file(text: str) -> Path:
-    """The type of every option of `sglang-pat` that names a file to be written: the path; or
-    argparse's error, naming it and what is wrong with it."""
+    """The argparse type of every option that names a file to write.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        No file can be written at this path. The message names the path and the reason.
+    """
     path = Path(text)
     problem = problem_with(path)
     if problem is not None:
-        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+        raise argparse.ArgumentTypeError(f"{text!r}: {problem}")
     return path
 
 
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Check all files of one command: each is writable, and none replaces another one.
+
+    Two paths are the same file if they lead to one inode, through links of either kind, or if they
+    resolve to one path. Devices and pipes (`/dev/null`, `/dev/stdout`) may be named twice.
+
+    Parameters
+    ----------
+    outputs
+        The path that each option names, by the option (`"--json"`). None: the option is not given.
+    inputs
+        The files that the command reads. They need not exist.
+
+    Raises
+    ------
+    ValueError
+        A file cannot be written, is an input, or is named by two options. The message names the
+        option and the path.
+    """
+    given = {option: path for option, path in outputs.items() if path is not None}
+    for option, path in given.items():
+        problem = problem_with(path)
+        if problem is not None:
+            raise ValueError(f"{option} {path}: {problem}")
+    files = {option: path for option, path in given.items() if _keeps_one_content(path)}
+    read = tuple(inputs)
+    seen: dict[str, Path] = {}
+    for option, path in files.items():
+        for source in read:
+            if _is_same_file(path, source):
+                raise ValueError(
+                    f"{option} {path} would overwrite the input {source}; name another file"
+                )
+        for other, written in seen.items():
+            if _is_same_file(path, written):
+                raise ValueError(
+                    f"{other} {written} and {option} {path} are the same file; name two files"
+                )
+        seen[option] = path
+
+
 def problem_with(path: Path) -> str | None:
-    """Why no file can be written there; None if one may."""
-    if not path.absolute().parent.is_dir():
-        return "its folder does not exist"
-    if path.is_dir():
-        return "it is a folder"
+    """Why no file can be written at `path`. None if one can."""
+    try:
+        target = path.resolve()
+        if target.is_dir():
+            return "it is a folder; name a file"
+        if target.exists():
+            return None if os.access(target, os.W_OK) else "it is not writable"
+        if not target.parent.exists():
+            return f"its folder {target.parent} does not exist"
+        if not target.parent.is_dir():
+            return f"{target.parent} is not a folder"
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            return f"its folder {target.parent} is not writable"
+        # resolve() and exists() accept a name that is too long or that is a loop of links.
+        os.stat(path)
+    except FileNotFoundError:
+        return None  # a new file, in a folder that exists
+    except (OSError, RuntimeError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
     return None
+
+
+def _keeps_one_content(path: Path) -> bool:
+    """Whether a second write to `path` replaces the first: not so for a device or a pipe."""
+    return path.is_file() or not path.exists()
+
+
+def _is_same_file(left: Path, right: Path) -> bool:
+    try:
+        return left.samefile(right)
+    except OSError:  # one of them does not exist
+        return left.resolve() == right.resolve()

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
     OPEN_END,
-    PLAN_MAGIC,
-    PLAN_VERSION,
+    PLAN_SECTIONS,
     SHARED_KV,
     TILE_TABLE,
     PackScheduler,
     PlanCapacity,
+    plan_bounds,
 )
 from sglang_pat.batch import IntArray
-
-_Section = Literal["ticket_begin", "work_items", "item_requests", "gather_spans", "merges"]
 
 
 class PlanHeader(NamedTuple):
@@ -55,69 +53,56 @@ class KvTokens(NamedTuple):
     lower_bound: int
 
 
+class _Section:
+    """A section of a DecodePlan, by the name of the attribute: an int32 view of the plan's buffer.
+
+    `[entries]` if an entry is one integer, else `[entries, integers of an entry]`.
+    """
+
+    def __set_name__(self, owner: type[DecodePlan], name: str) -> None:
+        self._name = name
+        (section,) = (section for section in PLAN_SECTIONS if section[0] == name)
+        _, self._count, self._extra, self._width = section
+
+    def __get__(self, plan: DecodePlan, owner: type[DecodePlan]) -> IntArray:
+        count: int = getattr(plan.header, self._count) + self._extra
+        begin = plan.capacity.layout()[self._name]
+        section = plan.buffer[begin : begin + count * self._width]
+        return section if self._width == 1 else section.reshape(count, self._width)
+
+
 class DecodePlan:
     """A plan in its buffer. Valid until the next plan is written into that buffer.
 
-    buffer: int32, laid out for `capacity`. kv_tokens: at the lengths it was planned for.
+    The header and the sections are read when they are asked for: only the reference executor and
+    checks ask. plan_format.h says what the columns of a section mean.
 
-    Header and arrays are read when they are asked for, since only the reference executor and checks
-    do. The arrays are int32 views of the buffer, one row per entry, columns as in plan_format.h.
+    Parameters
+    ----------
+    buffer
+        int32, laid out for `capacity`. Borrowed.
+    capacity
+        How many entries each section of the buffer can hold.
+    kv_tokens
+        KV tokens that a step reads at the lengths that the plan was made for.
     """
+
+    ticket_begin = _Section()
+    work_items = _Section()
+    item_requests = _Section()
+    gather_spans = _Section()
+    merges = _Section()
 
     def __init__(self, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> None:
         self.buffer = buffer
         self.capacity = capacity
         self.kv_tokens = kv_tokens
 
-    @classmethod
-    def parse(cls, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> DecodePlan:
-        """View a plan that was written with `capacity`. ValueError if the buffer holds none."""
-        size = capacity.layout()["size"]
-        if len(buffer) < size:
-            raise ValueError(f"a plan buffer of {size} int32 expected, got {len(buffer)}")
-        plan = cls(buffer, capacity, kv_tokens)
-        header = plan.header
-        if (header.magic, header.version) != (PLAN_MAGIC, PLAN_VERSION):
-            raise ValueError(
-                f"no plan of version {PLAN_VERSION} in this buffer: version {header.version}, "
-                f"magic {header.magic:#x}, expected {PLAN_MAGIC:#x}"
-            )
-        return plan
-
     @cached_property
     def header(self) -> PlanHeader:
-        """As it was when it was first asked for."""
+        """The header as it was when it was first asked for."""
         begin = self.capacity.layout()["header"]
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
-
-    @property
-    def ticket_begin(self) -> IntArray:
-        """`[num_tickets + 1]`"""
-        return self._section("ticket_begin", self.header.num_tickets + 1, 1)[:, 0]
-
-    @property
-    def work_items(self) -> IntArray:
-        """`[num_work_items, 8]`"""
-        return self._section("work_items", self.header.num_work_items, 8)
-
-    @property
-    def item_requests(self) -> IntArray:
-        """`[num_item_requests, 2]`"""
-        return self._section("item_requests", self.header.num_item_requests, 2)
-
-    @property
-    def gather_spans(self) -> IntArray:
-        """`[num_gather_spans, 4]`"""
-        return self._section("gather_spans", self.header.num_gather_spans, 4)
-
-    @property
-    def merges(self) -> IntArray:
-        """`[num_merges, 4]`"""
-        return self._section("merges", self.header.num_merges, 4)
-
-    def _section(self, name: _Section, count: int, width: int) -> IntArray:
-        begin = self.capacity.layout()[name]
-        return self.buffer[begin : begin + count * width].reshape(count, width)
 
     def describe(self) -> str:
         """The plan as text: one line per work item: ticket, tile, KV range, requests."""
@@ -155,8 +140,26 @@ class DecodePlan:
 
 
 def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -> DecodePlan | None:
-    """Write the scheduler's last plan and view it; None, with nothing written, if it does not fit
-    the sizes. ValueError if the buffer is shorter than the layout.
+    """Write the scheduler's last plan into a buffer.
+
+    Parameters
+    ----------
+    scheduler
+        Holds the plan.
+    sizes
+        What the buffer, the partials and the slot buffer can hold.
+    buffer
+        int32, C-contiguous, at least as long as the layout of `sizes.plan`. Written.
+
+    Returns
+    -------
+    DecodePlan or None
+        A view of the buffer. None if the plan needs more than `sizes`; nothing is written then.
+
+    Raises
+    ------
+    ValueError
+        The buffer is shorter than the layout.
     """
     kv_tokens = scheduler.write(*sizes, buffer)
     return None if kv_tokens is None else DecodePlan(buffer, sizes.plan, KvTokens(*kv_tokens))
@@ -171,10 +174,21 @@ def copy_plan(scheduler: PackScheduler) -> DecodePlan:
 
 
 def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:
-    """Why the last plan does not serve a step; None if it does.
+    """Say why the last plan does not serve a step.
 
-    planned: whether there is one. same_batch: its key is the step's. lengths_served: as the
-    scheduler's `check_lengths` says.
+    Parameters
+    ----------
+    planned
+        Whether there is a plan.
+    same_batch
+        Whether the plan's key is the step's.
+    lengths_served
+        What `PackScheduler.check_lengths` says of the step's lengths.
+
+    Returns
+    -------
+    str or None
+        The name of the cause; None if the plan serves the step.
     """
     if not planned:
         return "first"
@@ -183,17 +197,10 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> st
     return None if lengths_served else "tail_growth"
 
 
-CAPACITY_FIELDS = (
-    "num_tickets",
-    "num_work_items",
-    "num_item_requests",
-    "num_gather_spans",
-    "num_merges",
-)
-
-
 class BufferSizes(NamedTuple):
-    """plan: entries of the plan's sections. num_partials: partial slots, of 4 * num_qo_heads *
+    """What the buffers of a plan can hold.
+
+    plan: entries of the plan's sections. num_partials: partial slots, of 4 * num_qo_heads *
     (head_dim + 1) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
     """
 
@@ -205,22 +212,27 @@ class BufferSizes(NamedTuple):
     def for_requests(
         cls, max_requests: int, num_shared_slots: int, num_workers: int, group_size: int
     ) -> BufferSizes:
-        """Enough for paths of about five shared ranges per request. Cuts add at most a largest
-        tile's requests for each worker (scheduler/kv_split.h).
+        """What the plan of any batch of up to `max_requests` requests needs.
+
+        Only the shared slots may be too few: their number has no bound but the KV pool. The
+        scheduler gives the other bounds (`plan_bounds` in scheduler/pack_scheduler.cpp).
+
+        Parameters
+        ----------
+        max_requests
+            Rows of a batch, padding included.
+        num_shared_slots
+            KV tokens of all shared ranges of a batch.
+        num_workers, group_size
+            Those of the scheduler.
+
+        Raises
+        ------
+        ValueError
+            A parameter is out of range.
         """
-        cut_requests = num_workers * (TILE_TABLE[-1][0] // group_size)
-        entries = 6 * max_requests + cut_requests
-        return cls(
-            plan=PlanCapacity(
-                num_tickets=4 * max_requests + cut_requests,
-                num_work_items=4 * max_requests + cut_requests,
-                num_item_requests=entries,
-                num_gather_spans=2 * max_requests,
-                num_merges=max_requests,
-            ),
-            num_partials=entries,
-            num_shared_slots=num_shared_slots,
-        )
+        capacity, num_partials = plan_bounds(max_requests, num_workers, group_size)
+        return cls(capacity, num_partials, num_shared_slots)
 
     @classmethod
     def needed_by(cls, scheduler: PackScheduler) -> BufferSizes:
@@ -230,23 +242,22 @@ class BufferSizes(NamedTuple):
         )
 
     def grown(self, needed: BufferSizes) -> BufferSizes:
-        """Sizes that are too small become twice what is needed: a growing batch then reallocates a
-        logarithmic number of times.
+        """Sizes that hold `needed`.
+
+        What is too small becomes twice what is needed. So the buffers of a growing batch are
+        allocated a logarithmic number of times.
         """
-        sections = {
-            name: _grown(getattr(self.plan, name), getattr(needed.plan, name))
-            for name in CAPACITY_FIELDS
-        }
+        entries, needed_entries = self.plan.entries(), needed.plan.entries()
         return BufferSizes(
-            PlanCapacity(**sections),
+            PlanCapacity(**{name: _grown(entries[name], needed_entries[name]) for name in entries}),
             _grown(self.num_partials, needed.num_partials),
             _grown(self.num_shared_slots, needed.num_shared_slots),
         )
 
     def __str__(self) -> str:
-        sections = [f"{getattr(self.plan, name)} {name[4:]}" for name in CAPACITY_FIELDS]
-        others = (f"{self.num_partials} partials", f"{self.num_shared_slots} shared_slots")
-        return ", ".join((*sections, *others))
+        sizes = self.plan.entries()
+        sizes |= {"num_partials": self.num_partials, "num_shared_slots": self.num_shared_slots}
+        return ", ".join(f"{size} {name.removeprefix('num_')}" for name, size in sizes.items())
 
 
 def _grown(size: int, needed: int) -> int:

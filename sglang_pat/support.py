@@ -1,19 +1,36 @@
-"""What is supported: the one source of the README's table, `sglang-pat support` and refusals.
+"""What is supported: the one source of the documented table, `sglang-pat support` and refusals.
 
-Not a stage of the pipeline: every public entry that refuses an argument takes the words from here,
-so that no message can promise what the README does not, or the other way round.
+Every public entry that refuses an argument takes its words from here, so messages and documentation
+promise the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SGLANG_VERSIONS = ("0.5.17", "0.5.23")
+BACKEND = "pat"  # the name of the attention backend in SGLang
+SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # those that are tested, the oldest and the newest allowed
+PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 HEAD_DIMS = (64, 128)
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
+# Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
+# C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
+OLDEST_NVCC = {
+    (8, 0): (12, 3),
+    (8, 6): (12, 3),
+    (8, 7): (12, 3),
+    (8, 9): (12, 3),
+    (9, 0): (12, 3),
+    (10, 0): (12, 8),
+    (10, 3): (12, 9),
+    (11, 0): (13, 0),
+    (12, 0): (12, 8),
+    (12, 1): (12, 9),
+}
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
+GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
@@ -35,8 +52,8 @@ def _any_of(values: tuple[object, ...]) -> str:
 
 
 _MATRIX = (
-    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "refused if one of the hooks finds no target"),
-    SupportRow("Python", "3.11, 3.12", "refused by pip"),
+    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "start-up fails if a hook cannot be installed"),
+    SupportRow("Python", _any_of(PYTHON_VERSIONS), "refused by pip"),
     SupportRow(
         "device",
         f"NVIDIA GPUs from compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}, by "
@@ -72,7 +89,7 @@ _BY_TOPIC = {row.topic: row for row in _MATRIX}
 
 
 def support_matrix() -> tuple[SupportRow, ...]:
-    """Every row of the support table, in the order in which the README shows them."""
+    """Every row of the support table, in the order of the documentation."""
     return _MATRIX
 
 
@@ -84,7 +101,7 @@ def unsupported(topic: str, value: object) -> ValueError:
 
 
 def markdown_table() -> str:
-    """The table of the README."""
+    """The table of the documentation."""
     rows = [(row.topic, row.supported, row.everything_else) for row in _MATRIX]
     head = ("", "Supported", "Anything else")
     lines = [head, ("---",) * 3, *rows]

@@ -1,7 +1,7 @@
 """A SGLang server with one of the contenders as its attention backend, and how it is asked.
 
-Everything goes through HTTP, so that one start serves all measurements, and the process that
-measures is none of those that serve.
+Everything goes through HTTP: one start serves all measurements, and the client is a separate
+process.
 """
 
 from __future__ import annotations

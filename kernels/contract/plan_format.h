@@ -35,16 +35,35 @@ inline constexpr int32_t kSharedKv = -1;
 // ItemRequest::partial_slot of a request with a single partial: stored to the output directly.
 inline constexpr int32_t kDirectStore = -1;
 
+// The sections behind the header, in their order. Everything that depends on the list of sections is generated
+// from this one: the counts of the header, capacities, layout, views, the scheduler's sections, and what Python
+// knows about them. SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header)
+// entries of type Entry, and `extra` more.
+//
+//   ticket_begin   ticket t is work items [ticket_begin[t], ticket_begin[t + 1]), at least one
+//   work_items     what the CTAs execute
+//   item_requests  the requests of each work item
+//   gather_spans   how the slot buffer of shared KV is filled
+//   merges         requests whose output is made of partials
+#define PAT_PLAN_SECTIONS(SECTION)                          \
+  SECTION(ticket_begin, int32_t, num_tickets, 1)            \
+  SECTION(work_items, WorkItem, num_work_items, 0)          \
+  SECTION(item_requests, ItemRequest, num_item_requests, 0) \
+  SECTION(gather_spans, GatherSpan, num_gather_spans, 0)    \
+  SECTION(merges, MergeEntry, num_merges, 0)
+
+#define PAT_PLAN_COUNT(name, Entry, count, extra) +1
+inline constexpr int32_t kNumPlanSections = 0 PAT_PLAN_SECTIONS(PAT_PLAN_COUNT);
+#undef PAT_PLAN_COUNT
+
 struct PlanHeader {
   int32_t magic;
   int32_t version;
   int32_t num_requests;
   int32_t group_size;  // query heads per KV head
-  int32_t num_tickets;
-  int32_t num_work_items;
-  int32_t num_item_requests;
-  int32_t num_gather_spans;
-  int32_t num_merges;
+#define PAT_PLAN_COUNT(name, Entry, count, extra) int32_t count;
+  PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
+#undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
   int32_t reserved[5];
@@ -90,12 +109,36 @@ static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
 static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
 
+// How many entries each section of a buffer can hold, by the counts of the header.
 struct PlanCapacity {
-  int32_t num_tickets = 0;
-  int32_t num_work_items = 0;
-  int32_t num_item_requests = 0;
-  int32_t num_gather_spans = 0;
-  int32_t num_merges = 0;
+#define PAT_PLAN_COUNT(name, Entry, count, extra) int32_t count = 0;
+  PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
+#undef PAT_PLAN_COUNT
+
+  // What a plan needs.
+  static constexpr PlanCapacity of(const PlanHeader& header) {
+    PlanCapacity capacity;
+#define PAT_PLAN_COUNT(name, Entry, count, extra) capacity.count = header.count;
+    PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
+#undef PAT_PLAN_COUNT
+    return capacity;
+  }
+  // entries: [kNumPlanSections], in the order of the sections; each must fit into int32.
+  template <typename Int>
+  static constexpr PlanCapacity from_entries(const Int* entries) {
+    PlanCapacity capacity;
+#define PAT_PLAN_COUNT(name, Entry, count, extra) capacity.count = static_cast<int32_t>(*entries++);
+    PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
+#undef PAT_PLAN_COUNT
+    return capacity;
+  }
+  constexpr bool holds(const PlanHeader& header) const {
+#define PAT_PLAN_COUNT(name, Entry, count, extra) \
+  if (header.count > count) return false;
+    PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
+#undef PAT_PLAN_COUNT
+    return true;
+  }
 };
 
 // Section offsets in int32 units, each a multiple of kPlanAlignment.
@@ -103,30 +146,45 @@ struct PlanLayout {
   static constexpr int64_t kPlanAlignment = 32;  // 128 bytes: one L2 line
 
   int64_t header;
-  int64_t ticket_begin;
-  int64_t work_items;
-  int64_t item_requests;
-  int64_t gather_spans;
-  int64_t merges;
+#define PAT_PLAN_OFFSET(name, Entry, count, extra) int64_t name;
+  PAT_PLAN_SECTIONS(PAT_PLAN_OFFSET)
+#undef PAT_PLAN_OFFSET
   int64_t size;  // of the whole buffer
 
   static constexpr PlanLayout of(const PlanCapacity& capacity) {
     PlanLayout layout{};
     int64_t next = 0;
-    auto section = [&next](int64_t count, int64_t bytes_each) {
+    auto section = [&next](int64_t num_entries, int64_t bytes_each) {
       const int64_t offset = next;
-      const int64_t length = count * (bytes_each / static_cast<int64_t>(sizeof(int32_t)));
+      const int64_t length = num_entries * (bytes_each / static_cast<int64_t>(sizeof(int32_t)));
       next = (offset + length + kPlanAlignment - 1) / kPlanAlignment * kPlanAlignment;
       return offset;
     };
     layout.header = section(1, sizeof(PlanHeader));
-    layout.ticket_begin = section(int64_t{capacity.num_tickets} + 1, sizeof(int32_t));
-    layout.work_items = section(capacity.num_work_items, sizeof(WorkItem));
-    layout.item_requests = section(capacity.num_item_requests, sizeof(ItemRequest));
-    layout.gather_spans = section(capacity.num_gather_spans, sizeof(GatherSpan));
-    layout.merges = section(capacity.num_merges, sizeof(MergeEntry));
+#define PAT_PLAN_OFFSET(name, Entry, count, extra) \
+  layout.name = section(int64_t{capacity.count} + extra, sizeof(Entry));
+    PAT_PLAN_SECTIONS(PAT_PLAN_OFFSET)
+#undef PAT_PLAN_OFFSET
     layout.size = next;
     return layout;
+  }
+};
+
+// The parts of a plan where it lies.
+struct PlanView {
+  const PlanHeader* header;
+#define PAT_PLAN_POINTER(name, Entry, count, extra) const Entry* name;
+  PAT_PLAN_SECTIONS(PAT_PLAN_POINTER)
+#undef PAT_PLAN_POINTER
+
+  static PlanView at(const int32_t* buffer, const PlanLayout& layout) {
+    PlanView view{};
+    view.header = reinterpret_cast<const PlanHeader*>(buffer + layout.header);
+#define PAT_PLAN_POINTER(name, Entry, count, extra) \
+  view.name = reinterpret_cast<const Entry*>(buffer + layout.name);
+    PAT_PLAN_SECTIONS(PAT_PLAN_POINTER)
+#undef PAT_PLAN_POINTER
+    return view;
   }
 };
 

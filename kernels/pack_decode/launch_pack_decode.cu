@@ -8,7 +8,10 @@ cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, cudaStream_t
 
 cudaError_t launch_pack_decode(const DecodeParams& params, cudaStream_t stream) {
   if (params.soft_cap) return launch_pack_decode_soft_cap(params, stream);
-  return launch_pack_decode_variant<false>(params, stream);
+  return PackDecodeVariant<false>::launch(params, stream);
 }
+
+// The variant with soft-cap holds as many: both are compiled for two CTAs per SM.
+cudaError_t count_decode_ctas(int* count) { return PackDecodeVariant<false>::count_ctas(count); }
 
 }  // namespace pat

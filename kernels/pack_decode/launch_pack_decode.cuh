@@ -24,24 +24,34 @@ cudaError_t prepare_and_count_ctas(Kernel kernel, int shared_bytes, int* count) 
 }
 
 template <bool kSoftCap>
-cudaError_t launch_pack_decode_variant(const DecodeParams& params, cudaStream_t stream) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> num_ctas_of[kMaxDevices];
-  constexpr int kSharedBytes = sizeof(SharedStorage<kHeadDim>);
-  const auto kernel = &pack_decode_kernel<Element, kHeadDim, kSoftCap>;
+struct PackDecodeVariant {
+  static constexpr int kSharedBytes = sizeof(SharedStorage<kHeadDim>);
+  static constexpr auto kKernel = &pack_decode_kernel<Element, kHeadDim, kSoftCap>;
 
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  int num_ctas = num_ctas_of[device].load(std::memory_order_relaxed);
-  if (num_ctas == 0) {
-    error = prepare_and_count_ctas(kernel, kSharedBytes, &num_ctas);
+  // On the present device; found out once for each.
+  static cudaError_t count_ctas(int* count) {
+    constexpr int kMaxDevices = 64;
+    static std::atomic<int> counts[kMaxDevices];
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
-    num_ctas_of[device].store(num_ctas, std::memory_order_relaxed);
+    if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+    *count = counts[device].load(std::memory_order_relaxed);
+    if (*count == 0) {
+      error = prepare_and_count_ctas(kKernel, kSharedBytes, count);
+      if (error != cudaSuccess) return error;
+      counts[device].store(*count, std::memory_order_relaxed);
+    }
+    return cudaSuccess;
   }
-  return launch(kernel, params, dim3(num_ctas), kDecodeThreads, kSharedBytes, /*overlap=*/true,
-                stream);
-}
+
+  static cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
+    int num_ctas = 0;
+    const cudaError_t error = count_ctas(&num_ctas);
+    if (error != cudaSuccess) return error;
+    return pat::launch(kKernel, params, dim3(num_ctas), kDecodeThreads, kSharedBytes,
+                       /*overlap=*/true, stream);
+  }
+};
 
 }  // namespace pat

@@ -4,7 +4,7 @@
 namespace pat {
 
 cudaError_t launch_pack_decode_soft_cap(const DecodeParams& params, cudaStream_t stream) {
-  return launch_pack_decode_variant<true>(params, stream);
+  return PackDecodeVariant<true>::launch(params, stream);
 }
 
 }  // namespace pat

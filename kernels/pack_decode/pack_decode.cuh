@@ -7,7 +7,8 @@
 #pragma once
 
 #include "pack_decode/producer.cuh"
-#if PAT_TARGET_ARCH == 90
+// PAT_FORCE_MMA_SYNC: Hopper runs what Ampere, Ada and Blackwell run, so that its tests execute that code.
+#if PAT_TARGET_ARCH == 90 && !defined(PAT_FORCE_MMA_SYNC)
 #include "pack_decode/wgmma_body.cuh"
 #else
 #include "pack_decode/mma_body.cuh"
@@ -18,8 +19,9 @@ namespace pat {
 template <typename T, int kHeadDim, bool kSoftCap>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
     pack_decode_kernel(const __grid_constant__ DecodeParams params) {
-  extern __shared__ uint8_t shared_bytes[];
   using Storage = SharedStorage<kHeadDim>;
+  static_assert(alignof(Storage) <= kSharedAlignment);
+  alignas(kSharedAlignment) extern __shared__ uint8_t shared_bytes[];
   Storage& storage = *reinterpret_cast<Storage*>(shared_bytes);
 
   const int lane = threadIdx.x % 32;
@@ -41,6 +43,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   }
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
   __syncthreads();
 
   if (warp == kConsumerWarps) {

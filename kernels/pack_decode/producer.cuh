@@ -37,7 +37,9 @@ struct ItemSource {
       const int64_t row = load_index(params.req_pool_indices, kv_request);
       source.slots = params.req_to_token + row * params.req_to_token_stride + range.x;
       if (range.y == kOpenEnd) {
-        source.num_tokens = static_cast<int32_t>(load_index(params.seq_lens, kv_request)) - range.x;
+        const int64_t length = load_index(params.seq_lens, kv_request);
+        source.num_tokens =
+            static_cast<int32_t>(min(length, int64_t{params.table_width})) - range.x;
       }
     }
     source.num_tokens = max(source.num_tokens, 0);
@@ -127,7 +129,7 @@ class Producer {
       : params_(params),
         storage_(storage),
         lane_(lane),
-        num_q_heads_(params.num_kv_heads * params.rows.group_size),
+        num_q_heads_(params.num_q_heads),
         copy_(lane),
         tickets_(params, storage, lane),
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
@@ -156,7 +158,10 @@ class Producer {
       }
       source = next;
     }
-    if constexpr (kIsKey) publish_end();
+    if constexpr (kIsKey) {
+      publish_end();
+      tickets_.end();
+    }
   }
 
  private:

@@ -26,14 +26,20 @@ class TicketQueue {
   __device__ __forceinline__ ItemBatch first() {
     const ItemBatch batch = batch_of(blockIdx.x);
     // Loaded beside the ticket, not before it: what lies behind the plan's tickets is read, but not used.
-    num_draws_ = params_.plan.header->num_tickets * params_.num_kv_heads;
+    const PlanHeader& header = *params_.plan.header;
+    const int4 identity = *reinterpret_cast<const int4*>(&header);  // its first four fields
+    num_draws_ = header.num_tickets * params_.num_kv_heads;
+    if (identity.x != kPlanMagic || identity.y != kPlanVersion ||
+        identity.z != params_.num_requests || identity.w != params_.rows.group_size) {
+      __trap();  // no plan, or one of another batch than this graph was captured for
+    }
     return static_cast<int>(blockIdx.x) < num_draws_ ? batch : none();
   }
 
   // Has the next draw on its way, once per ticket.
   __device__ __forceinline__ void draw_ahead() {
     if (!kDraws || is_drawn_ || all_drawn_at_once()) return;
-    if (lane_ == 0) drawn_ = atomicAdd(params_.num_draws, 1);
+    if (lane_ == 0) drawn_ = atomicAdd(&params_.tickets->num_draws, 1);
     is_drawn_ = true;
   }
 
@@ -44,6 +50,17 @@ class TicketQueue {
     }
     const int draw = next_draw();
     return draw < num_draws_ ? batch_of(draw) : none();
+  }
+
+  // Once the K producer has drawn its last. That of the last CTA puts the counter back to zero.
+  __device__ __forceinline__ void end() {
+    if (all_drawn_at_once() || lane_ != 0) return;
+    __threadfence();
+    // Wraps around to 0 at the last CTA.
+    if (atomicInc(&params_.tickets->num_ended, gridDim.x - 1) == gridDim.x - 1) {
+      __threadfence();
+      atomicExch(&params_.tickets->num_draws, 0);
+    }
   }
 
  private:

@@ -37,6 +37,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
     const uint32_t values = keys + SharedStorage<kHeadDim>::kOperandBytes;
     float scores[kStageTokens / 8][4];
     wgmma::fence_copies();
+    wgmma::tie(scores);
     wgmma::begin();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -45,19 +46,26 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
                               wgmma::descriptor(address, 0, kGroupBytes), step > 0);
     }
     wgmma::finish();
+    wgmma::tie(scores);
     if (has_rows) {
       part.template weigh<kStageTokens>(scores, num_tokens - token, params.logit_scale, lane);
     }
+    // Before begin(): what is written to a register after it is not ordered with the multiplications.
+    ptx::Fragment weights[kStageTokens / 16];
+#pragma unroll
+    for (int step = 0; step < kStageTokens / 16; ++step) {
+      part.pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
+    }
+    wgmma::tie(part.out);
     wgmma::begin();
 #pragma unroll
     for (int step = 0; step < kStageTokens / 16; ++step) {
-      ptx::Fragment weights;
-      part.pack_weights(weights, scores[2 * step], scores[2 * step + 1]);
       const uint32_t address = values + step * 2 * kGroupBytes;
-      wgmma::multiply_values<T>(part.out, weights,
+      wgmma::multiply_values<T>(part.out, weights[step],
                                 wgmma::descriptor(address, kPanelBytes, kGroupBytes));
     }
     wgmma::finish();
+    wgmma::tie(part.out);
     consumer.release_stage();
   }
 

@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
+#include "contract/tile_table.h"
 #include "decode_params.h"
 #include "ptx/ptx.cuh"
-#include "contract/tile_table.h"
 
 #ifndef PAT_TARGET_ARCH
 #error "PAT_TARGET_ARCH must be the compute capability the kernels are compiled for, e.g. 90"
@@ -81,6 +81,9 @@ struct ItemRecord {
   RowTarget targets[kMaxTileRows];
 };
 
+// The swizzle is one of addresses: its pattern repeats after this many bytes.
+inline constexpr int kSharedAlignment = 1024;
+
 template <int kHeadDim>
 struct SharedStorage {
   static constexpr int kRowBytes = kHeadDim * 2;
@@ -89,8 +92,8 @@ struct SharedStorage {
   static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kUnitBytes = kUnitRows * kRowBytes;
 
-  alignas(1024) uint8_t kv[kStages][kStageBytes];  // K, then V
-  alignas(1024) uint8_t queries[kQueryUnits][kUnitBytes];
+  alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes];  // K, then V
+  alignas(kSharedAlignment) uint8_t queries[kQueryUnits][kUnitBytes];
   // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
   // are not its own.
   float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ptx/ptx.cuh"
 
@@ -34,152 +35,102 @@ __device__ __forceinline__ void finish() {
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
+// Ties an accumulator to begin() or finish(): no access to it moves across. Costs nothing.
+template <int kTiles>
+__device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[tile][i])::"memory");
+  }
+}
+
+// The registers of an accumulator as an asm operand list, and their placeholders: %0 to %15, to %31, to %63.
+#define PAT_TILE(acc, i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
+#define PAT_TILES_4(acc, i) \
+  PAT_TILE(acc, i), PAT_TILE(acc, (i) + 1), PAT_TILE(acc, (i) + 2), PAT_TILE(acc, (i) + 3)
+#define PAT_ACCUMULATOR_4(acc) PAT_TILES_4(acc, 0)
+#define PAT_ACCUMULATOR_8(acc) PAT_TILES_4(acc, 0), PAT_TILES_4(acc, 4)
+#define PAT_ACCUMULATOR_16(acc) PAT_ACCUMULATOR_8(acc), PAT_TILES_4(acc, 8), PAT_TILES_4(acc, 12)
+#define PAT_PLACES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PAT_PLACES_8 \
+  PAT_PLACES_4       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PAT_PLACES_16                                                                \
+  PAT_PLACES_8                                                                       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 // acc[64x32] (+)= a[64x16] * b[16x32], b being 32 keys.
+#define PAT_MULTIPLY_KEYS(type)                                                     \
+  asm volatile(                                                                     \
+      "{\n"                                                                         \
+      ".reg .pred accumulate;\n"                                                    \
+      "setp.ne.b32 accumulate, %21, 0;\n"                                           \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PAT_PLACES_4 \
+      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1, 0;\n"                        \
+      "}"                                                                           \
+      : PAT_ACCUMULATOR_4(acc)                                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+
 template <typename T>
 __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fragment& a,
-                                              uint64_t b, bool accumulate);
-
-template <>
-__device__ __forceinline__ void multiply_keys<__nv_bfloat16>(float (&acc)[4][4],
-                                                             const ptx::Fragment& a, uint64_t b,
-                                                             bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1, 0;\n"
-      "}"
-      : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-        "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
-        "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
-        "+f"(acc[3][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+                                              uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_KEYS("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_KEYS("bf16");
+  }
 }
 
-template <>
-__device__ __forceinline__ void multiply_keys<__half>(float (&acc)[4][4], const ptx::Fragment& a,
-                                                      uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1, 0;\n"
-      "}"
-      : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-        "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
-        "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
-        "+f"(acc[3][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
+// acc[64 x columns] += a[64x16] * b[16 x columns], b being 16 values. `a` and `b`: their placeholders.
+#define PAT_MULTIPLY_VALUES(type, columns, tiles, left, right)                                     \
+  asm volatile(                                                                                    \
+      "{\n"                                                                                        \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" PAT_PLACES_##tiles \
+      "}, {" left "}, " right                                                                      \
+      ", 1, 1, 1, 1;\n"                                                                            \
+      "}"                                                                                          \
+      : PAT_ACCUMULATOR_##tiles(acc)                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define PAT_MULTIPLY_VALUES_64(type) PAT_MULTIPLY_VALUES(type, "64", 8, "%32, %33, %34, %35", "%36")
+#define PAT_MULTIPLY_VALUES_128(type) \
+  PAT_MULTIPLY_VALUES(type, "128", 16, "%64, %65, %66, %67", "%68")
 
-// acc[64x64] += a[64x16] * b[16x64], b being 16 values.
 template <typename T>
 __device__ __forceinline__ void multiply_values(float (&acc)[8][4], const ptx::Fragment& a,
-                                                uint64_t b);
-
-template <>
-__device__ __forceinline__ void multiply_values<__nv_bfloat16>(float (&acc)[8][4],
-                                                               const ptx::Fragment& a, uint64_t b) {
-  asm volatile(
-      "{\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
-      "}"
-      : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-        "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
-        "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
-        "+f"(acc[3][3]), "+f"(acc[4][0]), "+f"(acc[4][1]), "+f"(acc[4][2]), "+f"(acc[4][3]),
-        "+f"(acc[5][0]), "+f"(acc[5][1]), "+f"(acc[5][2]), "+f"(acc[5][3]), "+f"(acc[6][0]),
-        "+f"(acc[6][1]), "+f"(acc[6][2]), "+f"(acc[6][3]), "+f"(acc[7][0]), "+f"(acc[7][1]),
-        "+f"(acc[7][2]), "+f"(acc[7][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                                                uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_VALUES_64("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_VALUES_64("bf16");
+  }
 }
 
-template <>
-__device__ __forceinline__ void multiply_values<__half>(float (&acc)[8][4], const ptx::Fragment& a,
-                                                        uint64_t b) {
-  asm volatile(
-      "{\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
-      "}"
-      : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-        "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
-        "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
-        "+f"(acc[3][3]), "+f"(acc[4][0]), "+f"(acc[4][1]), "+f"(acc[4][2]), "+f"(acc[4][3]),
-        "+f"(acc[5][0]), "+f"(acc[5][1]), "+f"(acc[5][2]), "+f"(acc[5][3]), "+f"(acc[6][0]),
-        "+f"(acc[6][1]), "+f"(acc[6][2]), "+f"(acc[6][3]), "+f"(acc[7][0]), "+f"(acc[7][1]),
-        "+f"(acc[7][2]), "+f"(acc[7][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// acc[64x128] += a[64x16] * b[16x128], b being 16 values.
 template <typename T>
 __device__ __forceinline__ void multiply_values(float (&acc)[16][4], const ptx::Fragment& a,
-                                                uint64_t b);
-
-template <>
-__device__ __forceinline__ void multiply_values<__nv_bfloat16>(float (&acc)[16][4],
-                                                               const ptx::Fragment& a, uint64_t b) {
-  asm volatile(
-      "{\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
-      "}"
-      : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-        "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
-        "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
-        "+f"(acc[3][3]), "+f"(acc[4][0]), "+f"(acc[4][1]), "+f"(acc[4][2]), "+f"(acc[4][3]),
-        "+f"(acc[5][0]), "+f"(acc[5][1]), "+f"(acc[5][2]), "+f"(acc[5][3]), "+f"(acc[6][0]),
-        "+f"(acc[6][1]), "+f"(acc[6][2]), "+f"(acc[6][3]), "+f"(acc[7][0]), "+f"(acc[7][1]),
-        "+f"(acc[7][2]), "+f"(acc[7][3]), "+f"(acc[8][0]), "+f"(acc[8][1]), "+f"(acc[8][2]),
-        "+f"(acc[8][3]), "+f"(acc[9][0]), "+f"(acc[9][1]), "+f"(acc[9][2]), "+f"(acc[9][3]),
-        "+f"(acc[10][0]), "+f"(acc[10][1]), "+f"(acc[10][2]), "+f"(acc[10][3]), "+f"(acc[11][0]),
-        "+f"(acc[11][1]), "+f"(acc[11][2]), "+f"(acc[11][3]), "+f"(acc[12][0]), "+f"(acc[12][1]),
-        "+f"(acc[12][2]), "+f"(acc[12][3]), "+f"(acc[13][0]), "+f"(acc[13][1]), "+f"(acc[13][2]),
-        "+f"(acc[13][3]), "+f"(acc[14][0]), "+f"(acc[14][1]), "+f"(acc[14][2]), "+f"(acc[14][3]),
-        "+f"(acc[15][0]), "+f"(acc[15][1]), "+f"(acc[15][2]), "+f"(acc[15][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                                                uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_VALUES_128("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_VALUES_128("bf16");
+  }
 }
 
-template <>
-__device__ __forceinline__ void multiply_values<__half>(float (&acc)[16][4], const ptx::Fragment& a,
-                                                        uint64_t b) {
-  asm volatile(
-      "{\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
-      "}"
-      : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]),
-        "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3]), "+f"(acc[2][0]), "+f"(acc[2][1]),
-        "+f"(acc[2][2]), "+f"(acc[2][3]), "+f"(acc[3][0]), "+f"(acc[3][1]), "+f"(acc[3][2]),
-        "+f"(acc[3][3]), "+f"(acc[4][0]), "+f"(acc[4][1]), "+f"(acc[4][2]), "+f"(acc[4][3]),
-        "+f"(acc[5][0]), "+f"(acc[5][1]), "+f"(acc[5][2]), "+f"(acc[5][3]), "+f"(acc[6][0]),
-        "+f"(acc[6][1]), "+f"(acc[6][2]), "+f"(acc[6][3]), "+f"(acc[7][0]), "+f"(acc[7][1]),
-        "+f"(acc[7][2]), "+f"(acc[7][3]), "+f"(acc[8][0]), "+f"(acc[8][1]), "+f"(acc[8][2]),
-        "+f"(acc[8][3]), "+f"(acc[9][0]), "+f"(acc[9][1]), "+f"(acc[9][2]), "+f"(acc[9][3]),
-        "+f"(acc[10][0]), "+f"(acc[10][1]), "+f"(acc[10][2]), "+f"(acc[10][3]), "+f"(acc[11][0]),
-        "+f"(acc[11][1]), "+f"(acc[11][2]), "+f"(acc[11][3]), "+f"(acc[12][0]), "+f"(acc[12][1]),
-        "+f"(acc[12][2]), "+f"(acc[12][3]), "+f"(acc[13][0]), "+f"(acc[13][1]), "+f"(acc[13][2]),
-        "+f"(acc[13][3]), "+f"(acc[14][0]), "+f"(acc[14][1]), "+f"(acc[14][2]), "+f"(acc[14][3]),
-        "+f"(acc[15][0]), "+f"(acc[15][1]), "+f"(acc[15][2]), "+f"(acc[15][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+#undef PAT_MULTIPLY_VALUES_128
+#undef PAT_MULTIPLY_VALUES_64
+#undef PAT_MULTIPLY_VALUES
+#undef PAT_MULTIPLY_KEYS
+#undef PAT_PLACES_16
+#undef PAT_PLACES_8
+#undef PAT_PLACES_4
+#undef PAT_ACCUMULATOR_16
+#undef PAT_ACCUMULATOR_8
+#undef PAT_ACCUMULATOR_4
+#undef PAT_TILES_4
+#undef PAT_TILE
 
 }  // namespace pat::wgmma

@@ -16,7 +16,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 WORKSPACE_BYTES = 512 << 20
 
 
-class StepTensors(NamedTuple):
+class DecodeTensors(NamedTuple):
     """One decode step on a CUDA device. Row i of `req_to_token` is request i."""
 
     q: torch.Tensor  # [num_requests, num_qo_heads, head_dim]
@@ -25,7 +25,7 @@ class StepTensors(NamedTuple):
     seq_lens: torch.Tensor  # int64 [num_requests]
 
 
-def flashinfer(step: StepTensors, workspace: torch.Tensor | None = None) -> Layer:
+def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> Layer:
     """FlashInfer's paged decode, page size 1, with tensor cores where there is a group.
 
     workspace: uint8 on the device, `WORKSPACE_BYTES`; None allocates it.
@@ -64,7 +64,7 @@ def flashinfer(step: StepTensors, workspace: torch.Tensor | None = None) -> Laye
     return run
 
 
-def fa3(step: StepTensors) -> Layer:
+def fa3(step: DecodeTensors) -> Layer:
     """FA3 as SGLang calls it on Hopper: sglang-kernel, page table in tokens."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 

@@ -1,17 +1,20 @@
-"""`sglang-pat build`: compile the CUDA kernels ahead of their first use, e.g. into an image.
-
-Beside the pipeline: the arguments, and a loop over `executors/jit.py`.
-"""
+"""`sglang-pat build`: compile the CUDA kernels ahead of their first use, e.g. into an image."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from itertools import product
 from pathlib import Path
 
 from sglang_pat import support
+from sglang_pat.cli.gpus import find_gpus
 
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
+
+DEFAULT_DTYPE = "bfloat16"
+DEFAULT_HEAD_DIM = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,27 +22,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         action="append",
-        required=True,
-        help="compute capability, e.g. 9.0; may be repeated",
+        type=_arch,
+        metavar="X.Y",
+        help="compute capability, e.g. 9.0; may be repeated (default: that of the GPUs here)",
     )
     parser.add_argument(
         "--dtype",
         action="append",
         choices=support.KERNEL_DTYPES,
-        help="of queries and KV cache; default bfloat16; may be repeated",
+        help=f"of queries and KV cache; may be repeated (default: {DEFAULT_DTYPE})",
     )
     parser.add_argument(
         "--head-dim",
         action="append",
         type=int,
         choices=support.HEAD_DIMS,
-        help="default 128; may be repeated",
+        help=f"may be repeated (default: {DEFAULT_HEAD_DIM})",
     )
     parser.add_argument(
         "--cache",
-        type=Path,
-        default=None,
-        help="default sglang-pat in $XDG_CACHE_HOME or in ~/.cache",
+        type=_folder,
+        metavar="FOLDER",
+        help="where kernels are kept (default: $SGLANG_PAT_KERNEL_CACHE, else sglang-pat in "
+        "$XDG_CACHE_HOME or ~/.cache)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="compile even what the cache holds already"
     )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print registers and spills of every kernel"
@@ -48,18 +56,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile every combination asked for and print the libraries' paths. 1 if one fails."""
-    import torch
+    """Compile every combination asked for, and print the path of each library.
 
-    from sglang_pat.executors.jit import KernelBuildError, KernelConfig, build, parse_arch
-
+    Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
+    """
+    archs = arguments.arch or _archs_here()
+    if not archs:
+        oldest = _name(support.OLDEST_CAPABILITY)
+        return _fail(2, f"no GPU with compute capability {oldest} or newer here: use --arch X.Y")
     try:
-        for arch in arguments.arch:
-            for dtype in arguments.dtype or ["bfloat16"]:
-                for head_dim in arguments.head_dim or [128]:
-                    config = KernelConfig(getattr(torch, dtype), head_dim, parse_arch(arch))
-                    print(build(config, cache=arguments.cache, verbose=arguments.verbose))
-    except (KernelBuildError, ValueError) as error:
-        print(f"sglang-pat build: {error}", file=sys.stderr)
-        return 1
+        import torch
+
+        from sglang_pat.executors import jit, kernel_cache
+    except Exception as error:  # a broken installation may raise anything
+        return _fail(1, f"torch cannot be imported ({error}): install it: pip install torch")
+    try:
+        cache = arguments.cache or kernel_cache.default_cache()
+    except ValueError as error:
+        return _fail(2, str(error))
+    variants = product(
+        archs, arguments.dtype or [DEFAULT_DTYPE], arguments.head_dim or [DEFAULT_HEAD_DIM]
+    )
+    options = {"cache": cache, "verbose": arguments.verbose, "force": arguments.force}
+    try:
+        for arch, dtype, head_dim in variants:
+            print(jit.build(jit.KernelConfig(getattr(torch, dtype), head_dim, arch), **options))
+    except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
+        return _fail(1, str(error))
     return 0
+
+
+def _arch(text: str) -> tuple[int, int]:
+    """`9.0` -> (9, 0)."""
+    archs = {_name(arch): arch for arch in support.OLDEST_NVCC}
+    if text not in archs:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
+    return archs[text]
+
+
+def _name(arch: tuple[int, int]) -> str:
+    return f"{arch[0]}.{arch[1]}"
+
+
+def _folder(text: str) -> Path:
+    # os.path: a folder that may not be looked into does not raise here, but in `kernel_cache`.
+    if not text or (os.path.exists(text) and not os.path.isdir(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
+    return Path(text)
+
+
+def _archs_here() -> list[tuple[int, int]]:
+    found = {gpu.capability for gpu in find_gpus()}
+    return sorted(arch for arch in found if arch >= support.OLDEST_CAPABILITY)
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"sglang-pat build: error: {message}", file=sys.stderr)
+    return status

@@ -1,37 +1,38 @@
-"""The checks of `sglang-pat doctor`: what a user would otherwise learn from a failed start.
+"""`sglang-pat doctor`: is everything here that pat needs, and if not, what is to be done?
 
-A check never raises: what goes wrong is what it reports.
+A check never raises: what goes wrong is what it reports. torch and SGLang may be missing or broken,
+so they are imported by the checks, not by this module.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import os
-import shutil
-import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, entry_points, version
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from sglang_pat import support
-from sglang_pat.executors.jit import (
-    KernelBuildError,
-    KernelConfig,
-    Toolchain,
-    default_cache,
-    library_path,
-)
-from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.plugin import NAME, missing_registrations
+from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.output_file import output_file
+from sglang_pat.sglang.plugin import missing_registrations
+
+DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
 Status = Literal["ok", "warning", "failed"]
 
 PLUGIN_GROUP = "sglang.srt.plugins"
-NO_GPU = "no NVIDIA GPU: plans are executed by torch (tests only)"
+NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
+_INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +45,80 @@ class Check:
     advice: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU of this machine."""
+# --- the command ---
 
-    name: str
-    capability: tuple[int, int]
-    driver: str
 
-    @property
-    def arch(self) -> str:
-        return f"{self.capability[0]}.{self.capability[1]}"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `parser`, and the command itself as the default `run`."""
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the checks as JSON"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check everything, print a table. The exit status is 1 if a check failed, else 0."""
+    with _no_warnings(), _spinner("checking; SGLang takes a few seconds to import"):
+        checks = all_checks()
+    _print(checks)
+    status = worst(checks)
+    if arguments.json is not None:
+        report = {"status": status, "checks": [asdict(check) for check in checks]}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if status == "failed" else 0
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What SGLang and torch say on every import is no finding. Errors still come through."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    try:
+        from rich.console import Console
+    except ImportError:  # check_packages reports it
+        yield
+    else:
+        with Console(stderr=True).status(text):
+            yield
+
+
+def _print(checks: list[Check]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        for check in checks:
+            print(f"{check.status:8} {check.topic}: {check.found}. {check.advice}".rstrip())
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "check", "found", "what to do"):
+        table.add_column(title, overflow="fold")
+    for check in checks:
+        # As Text: brackets in what was found are no markup.
+        rest = map(Text, (check.topic, check.found, check.advice))
+        table.add_row(Text(check.status, style=_STYLES[check.status]), *rest)
+    Console().print(table)
+
+
+# --- the checks ---
 
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which their failures should be mended."""
     gpus, sglang = find_gpus(), check_sglang()
-    checks = [check_scheduler(), check_gpu(gpus), check_torch(gpus), *check_kernels(gpus)]
+    checks = [check_packages(), check_scheduler(), check_gpu(gpus), check_torch(gpus)]
+    checks += check_kernels(gpus)
     checks += [check_environment(), sglang, check_entry_point(), check_white_list()]
     if sglang.status != "failed":
         checks += _checks_by_sglang()
@@ -71,6 +129,10 @@ def worst(checks: Sequence[Check]) -> Status:
     """The status of the whole report."""
     found = {check.status for check in checks}
     return "failed" if "failed" in found else "warning" if "warning" in found else "ok"
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _checks_by_sglang() -> list[Check]:
@@ -91,10 +153,10 @@ def check_registration() -> Check:
         return Check(
             "registration",
             "failed",
-            f"{NAME} is missing from {' and '.join(missing)}",
+            f"{support.BACKEND} is missing from {' and '.join(missing)}",
             "look for 'Failed to execute general plugin: pat' in SGLang's log, and report it",
         )
-    return Check("registration", "ok", f"{NAME} can be chosen by --attention-backend")
+    return Check("registration", "ok", f"{support.BACKEND} can be chosen by --attention-backend")
 
 
 def check_hooks() -> Check:
@@ -105,7 +167,7 @@ def check_hooks() -> Check:
         install_hooks()
     except Exception as error:  # an import of SGLang's may raise anything
         advice = "use a supported version of SGLang"
-        return Check("hooks", "failed", f"{type(error).__name__}: {error}", advice)
+        return Check("hooks", "failed", _describe(error), advice)
     return Check("hooks", "ok", "applied to SGLang in this process")
 
 
@@ -114,12 +176,33 @@ def import_failed(error: Exception) -> Check:
     return Check(
         "import of SGLang",
         "failed",
-        f"{type(error).__name__}: {error}",
+        _describe(error),
         "repair the installation until python -c 'import sglang.srt.server_args' works",
     )
 
 
 # --- this package ---
+
+
+def check_packages() -> Check:
+    """sglang-pat itself, and the packages that it needs."""
+    try:
+        found = f"sglang-pat {version('sglang-pat')}"
+        names = [re.split(r"[^\w.-]", each)[0] for each in requires("sglang-pat") or ()]
+        optional = ["extra ==" in each for each in requires("sglang-pat") or ()]
+    except PackageNotFoundError:
+        return Check("packages", "failed", "sglang-pat is not installed", _INSTALL)
+    missing = []
+    for name, is_optional in zip(names, optional, strict=True):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            if not is_optional:
+                missing.append(name)
+    if missing:
+        advice = f"pip install {' '.join(missing)}"
+        return Check("packages", "failed", f"{found}, without {', '.join(missing)}", advice)
+    return Check("packages", "ok", found)
 
 
 def check_scheduler() -> Check:
@@ -129,14 +212,18 @@ def check_scheduler() -> Check:
     except ImportError as error:
         advice = "reinstall sglang-pat with this Python: pip install --force-reinstall ."
         return Check("C++ scheduler", "failed", str(error), advice)
-    found = f"sglang-pat {version('sglang-pat')}, {len(TILE_TABLE)} tiles"
-    return Check("C++ scheduler", "ok", found)
+    return Check("C++ scheduler", "ok", f"{len(TILE_TABLE)} tiles")
 
 
 def check_environment() -> Check:
     """The SGLANG_PAT_* variables of this shell."""
     try:
+        from sglang_pat.sglang.env import Environment
+
         environment = Environment.read()
+    except ImportError as error:
+        advice = "mend the checks above first"
+        return Check("variables", "failed", f"not checked: {_describe(error)}", advice)
     except ValueError as error:
         return Check("variables", "failed", str(error), "unset it, or give it an allowed value")
     values = (f"{field.name} {getattr(environment, field.name)}" for field in fields(environment))
@@ -144,37 +231,6 @@ def check_environment() -> Check:
 
 
 # --- GPU, torch, compilers ---
-
-
-def find_gpus() -> list[Gpu]:
-    """The GPUs that torch can use; if it can use none, those that nvidia-smi knows."""
-    known = _ask_nvidia_smi()
-    if not torch.cuda.is_available():
-        return known
-    driver = known[0].driver if known else "unknown"
-    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [Gpu(device.name, (device.major, device.minor), driver) for device in devices]
-
-
-def _ask_nvidia_smi() -> list[Gpu]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", *query], capture_output=True, text=True, check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is no driver
-        return []
-    if answer.returncode:  # no driver is loaded
-        return []
-    gpus = []
-    for line in answer.stdout.splitlines():
-        name, capability, driver = (part.strip() for part in line.rsplit(",", 2))
-        major, _, minor = capability.partition(".")
-        if major.isdecimal() and minor.isdecimal():  # a GPU that does not tell says "[N/A]"
-            gpus.append(Gpu(name, (int(major), int(minor)), driver))
-    return gpus
 
 
 def check_gpu(gpus: Sequence[Gpu]) -> Check:
@@ -190,7 +246,11 @@ def check_gpu(gpus: Sequence[Gpu]) -> Check:
 
 
 def check_torch(gpus: Sequence[Gpu]) -> Check:
-    """Whether torch can use the GPUs."""
+    """Whether torch is here and can use the GPUs."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation may raise anything
+        return Check("torch", "failed", f"cannot be imported: {_describe(error)}", _INSTALL_TORCH)
     cuda = torch.version.cuda
     found = f"torch {torch.__version__}, {'no CUDA' if cuda is None else f'CUDA {cuda}'}"
     if not gpus:
@@ -210,16 +270,35 @@ def check_torch(gpus: Sequence[Gpu]) -> Check:
 
 
 def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """The compiler of the kernels, and which of them are compiled for the GPUs here."""
-    cache = default_cache() if cache is None else cache
+    """The compiler of the kernels, and which kernels are compiled for the GPUs here.
+
+    Parameters
+    ----------
+    gpus
+        The GPUs of this machine.
+    cache
+        The folder of compiled kernels. None: the one that a server would use.
+
+    Returns
+    -------
+    list[Check]
+        One for nvcc, one for the cache. nvcc may be missing where the cache holds kernels.
+    """
     try:
-        toolchain = Toolchain.find()
+        from sglang_pat.executors.jit import KernelBuildError, Toolchain
+    except Exception as error:  # of torch, and of whatever else is missing
+        advice = "mend the checks above first"
+        return [Check("kernels", "failed", f"not checked: {_describe(error)}", advice)]
+
+    cache_check, has_kernels = _check_cache(gpus, cache)
+    try:
+        newest = max((gpu.capability for gpu in gpus), default=None)
+        toolchain = Toolchain.find(newest)
     except KernelBuildError as error:
-        # Without a GPU nothing will be compiled here.
-        return [Check("nvcc", "failed" if gpus else "warning", *_found_and_advice(error))]
-    release = next(line for line in toolchain.versions.splitlines() if "release" in line)
-    compiler = Check("nvcc", "ok", f"{toolchain.nvcc}, {release.partition('release ')[2]}")
-    return [compiler, _check_cache(gpus, toolchain, cache)]
+        # Without a GPU, or with kernels in the cache, nothing need be compiled here.
+        status: Status = "failed" if gpus and not has_kernels else "warning"
+        return [Check("nvcc", status, *_found_and_advice(error)), cache_check]
+    return [Check("nvcc", "ok", f"{toolchain.nvcc}, {toolchain.release}"), cache_check]
 
 
 def _found_and_advice(error: Exception) -> tuple[str, str]:
@@ -227,33 +306,59 @@ def _found_and_advice(error: Exception) -> tuple[str, str]:
     return found, advice
 
 
-def _check_cache(gpus: Sequence[Gpu], toolchain: Toolchain, cache: Path) -> Check:
+def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
+    """The check of the cache, and whether it holds kernels for a GPU here."""
+    from sglang_pat.executors import kernel_cache
+
     topic = "kernel cache"
-    folder = next(path for path in (cache, *cache.parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        advice = f"make {folder} writable, or set XDG_CACHE_HOME to a folder that is"
-        return Check(topic, "failed", f"{cache} cannot be written", advice)
-    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    found = f"{cache}, {size / 1e6:.1f} MB"
-    if not gpus:
-        return Check(topic, "ok", found)
-    configs = [
-        KernelConfig(getattr(torch, dtype), head_dim, capability)
-        for capability in sorted({gpu.capability for gpu in gpus})
-        if capability >= support.OLDEST_CAPABILITY
-        for dtype in support.KERNEL_DTYPES
-        for head_dim in support.HEAD_DIMS
-    ]
-    compiled = [
-        config.name for config in configs if library_path(config, toolchain, cache).exists()
-    ]
+    try:
+        cache = kernel_cache.default_cache() if given is None else given
+        compiled = _compiled_kernels(gpus, cache)
+        if cache.is_dir():
+            kernel_cache.check_owners(cache)
+    except (ValueError, OSError, kernel_cache.KernelCacheError) as error:
+        return Check(topic, "failed", *_found_and_advice(error)), False
+    found = f"{cache}, {_size(cache) / 1e6:.1f} MB"
     if compiled:
-        return Check(topic, "ok", f"{found}; compiled: {', '.join(compiled)}")
+        return Check(topic, "ok", f"{found}; compiled: {', '.join(compiled)}"), True
+    problem = kernel_cache.problem_with_writing(cache)
+    if problem is not None:
+        advice = f"make it writable, or set {kernel_cache.CACHE_VARIABLE} to a folder that is"
+        return Check(topic, "failed", f"{cache} cannot be written: {problem}", advice), False
+    if not gpus:
+        return Check(topic, "ok", found), False
     advice = (
-        "nothing: the first start compiles them, in half a minute; or do it now: "
-        f"sglang-pat build --arch {gpus[0].arch}"
+        "nothing: the first start compiles them, in half a minute; or do it now: sglang-pat build"
     )
-    return Check(topic, "warning", f"{found}; none compiled for this GPU", advice)
+    return Check(topic, "warning", f"{found}; none compiled for this GPU", advice), False
+
+
+def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
+    """The kernels in the cache that run here, each with the nvcc that compiled it."""
+    import torch
+
+    from sglang_pat.executors import jit, kernel_cache
+
+    found = []
+    for capability in sorted({gpu.capability for gpu in gpus}):
+        if capability < support.OLDEST_CAPABILITY:
+            continue
+        for dtype in support.KERNEL_DTYPES:
+            for head_dim in support.HEAD_DIMS:
+                config = jit.KernelConfig(getattr(torch, dtype), head_dim, capability)
+                library = kernel_cache.find(cache, jit.cache_key(config))
+                if library is not None:
+                    found.append(f"{config.name} (nvcc {jit.compiler_of(library)})")
+    return found
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another process may just have removed it
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 # --- SGLang, as far as it need not be imported ---
@@ -278,7 +383,7 @@ def check_sglang() -> Check:
 
 def check_entry_point() -> Check:
     """Whether SGLang can see the plug-in."""
-    names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=NAME)]
+    names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=support.BACKEND)]
     if len(names) != 1:
         found = "none" if not names else f"several: {', '.join(names)}"
         advice = "install sglang-pat, once, into the Python that runs SGLang: " + _INSTALL
@@ -290,7 +395,7 @@ def check_white_list() -> Check:
     """Whether SGLANG_PLUGINS lets SGLang load the plug-in."""
     given = os.environ.get("SGLANG_PLUGINS", "")
     allowed = [name.strip() for name in given.split(",") if name.strip()]
-    if allowed and NAME not in allowed:
-        advice = f"add {NAME}: SGLANG_PLUGINS={','.join([*allowed, NAME])}"
+    if allowed and support.BACKEND not in allowed:
+        advice = f"add {support.BACKEND}: SGLANG_PLUGINS={','.join([*allowed, support.BACKEND])}"
         return Check("SGLANG_PLUGINS", "failed", given, advice)
     return Check("SGLANG_PLUGINS", "ok", given or "not set: every plug-in is loaded")

@@ -1,32 +1,30 @@
 """The console script `sglang-pat`: one subcommand per thing a user does outside of SGLang.
 
-Beside the pipeline. Here and in the modules imported here are the arguments only; what a subcommand
-needs to run, torch above all, is imported when it runs.
+Only the arguments are defined when this module is imported. What a subcommand needs to run, torch
+above all, is imported when it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import build, demo, doctor_command, replay
+from sglang_pat.cli import build, demo, doctor, replay
 
-
-def _support(arguments: argparse.Namespace) -> int:
-    print(support.markdown_table())
-    return 0
+INTERRUPTED = 130  # exit status: 128 + SIGINT
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `sglang-pat`. Every subcommand sets `run`, a function of its arguments."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-pat", description="Prefix-shared decode attention for SGLang."
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser = _Parser(prog="sglang-pat", description="Prefix-shared decode attention for SGLang.")
+    parser.add_argument("--version", action=_PrintVersion)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in (
-        ("doctor", doctor_command),
+        ("doctor", doctor),
         ("build", build),
         ("demo", demo),
         ("replay", replay),
@@ -34,16 +32,69 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_arguments(
             commands.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION)
         )
-    matrix = commands.add_parser("support", help="print what is supported, as a Markdown table")
+    description = "print what is supported, as a Markdown table"
+    matrix = commands.add_parser("support", help=description, description=description)
     matrix.set_defaults(run=_support)
+    names = ", ".join(commands.choices)
+    parser.set_defaults(run=lambda _: parser.error(f"give a command: {names}"))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status."""
-    arguments = build_parser().parse_args(argv)
-    status: int = arguments.run(arguments)
+    """Run one subcommand and return its exit status: 2 for wrong input, 130 after Ctrl-C."""
+    try:
+        arguments = build_parser().parse_args(argv)
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("sglang-pat: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status
+
+
+def _support(arguments: argparse.Namespace) -> int:
+    print(support.markdown_table())
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers wrong input with one line that names the value and what is allowed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
+        self.register("type", int, _converter(int, "a whole number"))
+        self.register("type", float, _converter(float, "a number"))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [action.option_strings for action in self._actions if action.option_strings]
+            allowed = ", ".join(max(names, key=len) for names in options)
+            self.error(f"unknown argument {unknown[0]!r}; allowed: {allowed}")
+        return namespace, unknown
+
+
+class _PrintVersion(argparse.Action):
+    """`--version`. argparse's own action wants the text ahead: a read of the package's metadata."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, nargs=0, default=argparse.SUPPRESS, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
+        print(f"sglang-pat {sglang_pat.__version__}")
+        parser.exit()
+
+
+def _converter(kind: type[int] | type[float], meaning: str) -> Callable[[str], int | float]:
+    def convert(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {meaning}") from None
+
+    return convert
 
 
 if __name__ == "__main__":

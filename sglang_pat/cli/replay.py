@@ -1,7 +1,7 @@
-"""`sglang-pat replay`: its options, its progress, and where its results go.
+"""`sglang-pat replay`: its options, its progress, its signals, and where its results go.
 
-What a user sees of the replay. The work is done by `session.py`; libraries that only this command
-needs are imported when it runs.
+The work is done by `replay/session.py`. All input is checked before SGLang is imported, which takes
+many seconds. Libraries that only this command needs are imported when it runs.
 """
 
 from __future__ import annotations
@@ -9,22 +9,30 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
+import os
+import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from sglang_pat.output_file import output_file
-from sglang_pat.replay.presets import FIGURE_10, PRESETS
+from sglang_pat.output_file import check_outputs, output_file
+from sglang_pat.replay.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODEL_NAMES
+from sglang_pat.replay.options import FIGURE_10, PRESETS
 from sglang_pat.support import POLICIES
 
 DESCRIPTION = "replay a trace of requests through SGLang's radix tree and the pack scheduler"
+_USAGE = "sglang-pat replay (TRACE | --generate NAME | --preset NAME | --compare A B) [options]"
 _EPILOG = (
-    "Without a GPU and without a model: the radix tree and the scheduling are SGLang's and ours, "
-    "the clock is simulated. Ctrl-C ends the replay and writes what there is."
+    "It runs without a GPU and without a model: the radix tree and the scheduling are SGLang's and "
+    "ours, the clock is simulated. Ctrl-C and SIGTERM end the replay and write what there is."
 )
 _NEEDED = ("sglang", "rich", "msgspec")
 _NEEDED_FOR_HTML = ("plotly", "jinja2")
@@ -32,7 +40,9 @@ _NEEDED_FOR_HTML = ("plotly", "jinja2")
 # In the order of precedence: the command line, the preset, these.
 _DEFAULTS: dict[str, Any] = {
     "format": "auto",
-    "model": "llama-3-8b",
+    "model": DEFAULT_MODEL,
+    "gpu": DEFAULT_GPU,
+    "tp": 1,
     "kv_pool_gb": 40.0,
     "page_size": 1,
     "max_batch": 128,
@@ -42,20 +52,26 @@ _DEFAULTS: dict[str, Any] = {
     "max_rows": 2048,
     "time_scale": 1.0,
     "seed": 0,
+    "device": "cpu",
 }
+_OUTPUTS = ("save", "json", "csv", "html")
 _GENERATED_REQUESTS = 2000
 _SAMPLE_ON_GPU = 256  # a sampled step takes some tenths of a second there
+_MOST_REQUESTS_AT_ONCE = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the replay itself as the default `run`."""
+    parser.usage = _USAGE
     parser.epilog = _EPILOG
+    count = _whole(1)
     trace = parser.add_argument_group("what is replayed")
     trace.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a file of requests")
     trace.add_argument(
         "--format",
         metavar="NAME",
-        help="mooncake, burstgpt, sglang-dump or tokens (default: by the file's first lines)",
+        help="mooncake, tokens, openai, burstgpt, azure or sglang-dump (default: by the file's "
+        "first lines); gzip and zstd are read",
     )
     trace.add_argument(
         "--generate",
@@ -66,10 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
     )
-    trace.add_argument("--rate", type=float, help="generated requests a second, or inf")
-    trace.add_argument("--seed", type=int, help="of the generator (default: 0)")
-    trace.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    trace.add_argument("--time-scale", type=float, metavar="X", help="arrive X times as fast")
+    trace.add_argument("--rate", type=_rate, help="generated requests a second, or inf")
+    trace.add_argument("--seed", type=_whole(0), help="of the generator (default: 0)")
+    trace.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
+    trace.add_argument(
+        "--time-scale", type=_positive, metavar="X", help="requests arrive X times as fast"
+    )
     trace.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     trace.add_argument(
         "--preset",
@@ -77,14 +95,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{name}: {preset.description}" for name, preset in PRESETS.items()),
     )
     server = parser.add_argument_group("the server that is simulated")
-    server.add_argument("--model", metavar="NAME", help="llama-3-8b, qwen3-8b or a config.json")
-    pool = server.add_mutually_exclusive_group()
-    pool.add_argument("--kv-pool-gb", type=float, metavar="GB", help="KV pool (default: 40)")
-    pool.add_argument("--kv-tokens", type=int, metavar="N", help="the same, in tokens")
-    server.add_argument("--page-size", type=int, metavar="N", help="tokens a page (default: 1)")
-    server.add_argument("--max-batch", type=int, metavar="N", help="running requests at most")
     server.add_argument(
-        "--prefill-tokens", type=int, metavar="N", help="new tokens of one prefill (default: 8192)"
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(MODEL_NAMES)} or the path of a config.json (default: {DEFAULT_MODEL})",
+    )
+    server.add_argument(
+        "--context-length", type=count, metavar="N", help="tokens (default: the model's own)"
+    )
+    server.add_argument(
+        "--gpu", type=str.upper, choices=tuple(GPUS), help=f"GPU type (default: {DEFAULT_GPU})"
+    )
+    server.add_argument(
+        "--tp", type=count, metavar="N", help="GPUs that share the model (default: 1)"
+    )
+    pool = server.add_mutually_exclusive_group()
+    pool.add_argument(
+        "--kv-pool-gb", type=_positive, metavar="GB", help="KV pool of one GPU (default: 40)"
+    )
+    pool.add_argument("--kv-tokens", type=count, metavar="N", help="the same, in tokens")
+    server.add_argument("--page-size", type=count, metavar="N", help="tokens a page (default: 1)")
+    server.add_argument(
+        "--max-batch",
+        type=_whole(1, _MOST_REQUESTS_AT_ONCE),
+        metavar="N",
+        help="running requests at most (default: 128)",
+    )
+    server.add_argument(
+        "--prefill-tokens",
+        type=count,
+        metavar="N",
+        help="new tokens of one prefill (default: 8192)",
     )
     output = parser.add_argument_group("what is counted, and where it goes")
     output.add_argument(
@@ -92,17 +133,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"of {', '.join(POLICIES)}; the first is timed (default: {_DEFAULTS['policies']})",
     )
-    output.add_argument("--sample", type=int, metavar="N", help="a row every N steps (default: 1)")
     output.add_argument(
-        "--max-rows", type=int, metavar="N", help="thin rows out beyond N (default: 2048; 0: none)"
+        "--sample", type=count, metavar="N", help="a row every N steps (default: 1)"
     )
-    output.add_argument("--forest-step", type=int, metavar="N", help="keep the forest of this step")
+    output.add_argument(
+        "--max-rows",
+        type=_whole(0),
+        metavar="N",
+        help="thin rows out beyond N (default: 2048; 0: none)",
+    )
+    output.add_argument(
+        "--forest-step", type=_whole(0), metavar="N", help="keep the forest of this step"
+    )
     output.add_argument("--capacity", action="store_true", help="also study how many requests fit")
     output.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: also time kernels on the sampled steps",
+        "--device", choices=("cpu", "cuda"), help="cuda: also time kernels on the sampled steps"
     )
     output.add_argument("--json", type=output_file, metavar="FILE", help="everything, as JSON")
     output.add_argument("--csv", type=output_file, metavar="FILE", help="the sampled steps, as CSV")
@@ -118,7 +163,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, report. Returns the exit status: 0, 2 for what cannot be done, 130 interrupted."""
+    """Replay and report. Returns the exit status: 0, 2 for what cannot be done, 128 plus the
+    number of the signal if interrupted."""
     needed = _NEEDED if arguments.html is None else _NEEDED + _NEEDED_FOR_HTML
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -128,69 +174,55 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    with _Interruption() as interruption:
+        try:
+            if arguments.compare is not None:
+                return _compare(arguments)
+            return _replay(arguments, interruption)
+        except (ValueError, OSError, RuntimeError) as error:
+            print(f"sglang-pat replay: {error}", file=sys.stderr)
+            return 2
+
+
+# --- values of options ---
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The argparse type of a whole number from `least` on, to `most`."""
+    allowed = f"a whole number from {least:,}" + ("" if most is None else f" to {most:,}")
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {allowed}")
+        return value
+
+    return parse
+
+
+def _rate(text: str) -> float:
+    """The argparse type of a number above 0, or inf."""
     try:
-        if arguments.compare is not None:
-            return _compare(*arguments.compare)
-        return _replay(arguments)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"sglang-pat replay: {error}", file=sys.stderr)
-        return 2
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a number above 0, or inf")
+    return value
 
 
-def _compare(left: Path, right: Path) -> int:
-    from rich.console import Console
-
-    from sglang_pat.replay.compare import print_comparison
-
-    print_comparison(left, right, Console())
-    return 0
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from sglang_pat.replay.step_csv import write_csv
-    from sglang_pat.replay.tables import print_result
-    from sglang_pat.sglang.cpu import enable_cpu_engine
-
-    settings = _settings(arguments)
-    options = _options(settings)
-    trace = _open_trace(settings)
-    if arguments.save is not None:
-        _save(arguments.save, settings)
-    enable_cpu_engine()
-    warnings.simplefilter("ignore")  # of SGLang's imports
-
-    from sglang_pat.replay.session import Replay
-
-    measure = None
-    if arguments.device == "cuda":
-        from sglang_pat.replay.gpu import KernelTimes
-
-        measure = KernelTimes(options.model, options.kv_tokens)
-    replay = Replay(trace, options, measure=measure)
-    console = Console()
-    with _interruptible(replay):
-        _run_with_progress(replay, trace.requests, options.limit, console)
-    result = replay.result()
-    interrupted = result["meta"]["interrupted"]
-    result["meta"]["command"] = _command_line(settings)
-    if settings["capacity"] and not interrupted:
-        from sglang_pat.replay.capacity import capacity
-
-        pool_bytes = options.kv_tokens * options.model.kv_bytes_per_token
-        requests = _limited(_open_trace(settings).stream, options.limit)
-        result["capacity"] = capacity(requests, options.model, pool_bytes).as_dict()
-    print_result(result, console)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if arguments.csv is not None:
-        write_csv(result["steps"], arguments.csv)
-    if arguments.html is not None:
-        from sglang_pat.replay.report import write_report
-
-        write_report(result, arguments.html)
-    return 130 if interrupted else 0
+def _positive(text: str) -> float:
+    """The argparse type of a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a finite number above 0")
+    return value
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,18 +254,41 @@ def _refuse_unused(given: dict[str, Any], settings: dict[str, Any]) -> None:
         if given.get(name, False) is not False:
             replayed = settings["trace"] or settings["generate"]
             raise ValueError(f"--{name} {given[name]} has no effect on {replayed}: leave it out")
+    if is_file and "save" in given:
+        raise ValueError(f"--save {given['save']}: only what --generate makes can be saved")
+
+
+def _check_files(settings: dict[str, Any]) -> None:
+    """ValueError if an output cannot be written, is an input, or is another output."""
+    from sglang_pat.replay.models import config_file
+    from sglang_pat.replay.request_dump import dump_files
+
+    inputs = [config_file(settings["model"])]
+    trace = settings["trace"]
+    if trace is not None:
+        inputs += dump_files(trace) if trace.is_dir() else [trace]
+    check_outputs({f"--{name}": settings[name] for name in _OUTPUTS}, inputs)
 
 
 def _options(settings: dict[str, Any]) -> Any:
     from sglang_pat.replay.models import model_shape
     from sglang_pat.replay.options import ReplayOptions
 
-    model = model_shape(settings["model"])
+    model = model_shape(settings["model"]).on_one_of(settings["tp"])
+    if settings["context_length"] is not None:
+        model = replace(model, context_length=settings["context_length"])
     kv_tokens = settings["kv_tokens"]
     if kv_tokens is None:
         kv_tokens = int(settings["kv_pool_gb"] * 1e9) // model.kv_bytes_per_token
+        if kv_tokens < 2 * settings["page_size"]:
+            raise ValueError(
+                f"--kv-pool-gb {settings['kv_pool_gb']:g} holds {kv_tokens} tokens of "
+                f"{model.name}; two pages, {2 * settings['page_size']} tokens, are needed at least"
+            )
     return ReplayOptions(
         model=model,
+        gpu=GPUS[settings["gpu"]],
+        tp=settings["tp"],
         kv_tokens=kv_tokens,
         page_size=settings["page_size"],
         max_batch=settings["max_batch"],
@@ -248,14 +303,86 @@ def _options(settings: dict[str, Any]) -> Any:
     )
 
 
+def _command_line(settings: dict[str, Any]) -> str:
+    """The command that repeats this replay, without where its results went. For a shell."""
+    words = ["sglang-pat", "replay"]
+    if settings["trace"] is not None:
+        words.append(str(settings["trace"]))
+    for name, value in settings.items():
+        is_default = value is None or value is False or value == _DEFAULTS.get(name)
+        if is_default or name in ("trace", "run", "preset", "compare", *_OUTPUTS):
+            continue
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
+
+
+# --- the replay ---
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sglang_pat.replay.compare import print_comparison
+
+    for name in ("trace", "generate", "preset", *_OUTPUTS):
+        value = getattr(arguments, name)
+        if value is not None:
+            option = "TRACE" if name == "trace" else f"--{name}"
+            raise ValueError(f"{option} {value} has no effect with --compare: leave it out")
+    left, right = arguments.compare
+    print_comparison(left, right, Console())
+    return 0
+
+
+def _replay(arguments: argparse.Namespace, interruption: _Interruption) -> int:
+    from rich.console import Console
+
+    from sglang_pat.replay.report_text import print_result
+    from sglang_pat.sglang.cpu import enable_cpu_engine
+
+    settings = _settings(arguments)
+    options = _options(settings)
+    _check_files(settings)
+    trace = _with_first_request_read(_open_trace(settings))
+    if arguments.save is not None:
+        from sglang_pat.replay.formats import write_mooncake
+
+        write_mooncake(arguments.save, _open_trace(settings).stream)
+    console = Console()
+    console.print("Loading SGLang, which takes some seconds ...", highlight=False)
+    enable_cpu_engine()
+    warnings.simplefilter("ignore")  # of SGLang's imports
+
+    from sglang_pat.replay.session import Replay
+
+    measure = None
+    if settings["device"] == "cuda":
+        from sglang_pat.replay.gpu import KernelTimes
+
+        measure = KernelTimes(options.model, options.kv_tokens)
+    replay = Replay(trace, options, measure=measure)
+    interruption.ends(replay.stop)
+    _run_with_progress(replay, trace.requests, options.limit, console)
+    result = replay.result()
+    if settings["capacity"] and interruption.signal is None:
+        _add_capacity(result, settings, options, interruption)
+    result["meta"]["interrupted"] = interruption.signal is not None
+    result["meta"]["command"] = _command_line(settings)
+    print_result(result, console)
+    status = _write(result, settings)
+    return status if interruption.signal is None else 128 + interruption.signal
+
+
 def _open_trace(settings: dict[str, Any]) -> Any:
-    from sglang_pat.replay.generators import WORKLOADS, generate
-    from sglang_pat.replay.pat_trees import figure_10_trace
-    from sglang_pat.replay.readers import open_trace
+    from sglang_pat.replay.formats import open_trace
+    from sglang_pat.replay.generate import WORKLOADS, generate
 
     if settings["trace"] is not None:
         return open_trace(settings["trace"], settings["format"], strict=settings["strict"])
     if settings["generate"] == FIGURE_10:
+        from sglang_pat.replay.pat_trees import figure_10_trace
+
         return figure_10_trace()
     if settings["generate"] not in WORKLOADS:
         allowed = ", ".join((*WORKLOADS, FIGURE_10))
@@ -266,56 +393,92 @@ def _open_trace(settings: dict[str, Any]) -> Any:
     )
 
 
-def _save(path: Path, settings: dict[str, Any]) -> None:
-    from sglang_pat.replay.mooncake import write_mooncake
-
-    if settings["trace"] is not None:
-        raise ValueError(f"--save {path}: only what --generate makes can be saved")
-    write_mooncake(path, _open_trace(settings).stream)
+def _with_first_request_read(trace: Any) -> Any:
+    """The trace. A file without a single request is refused now."""
+    stream = iter(trace.stream)
+    return replace(trace, stream=chain([next(stream)], stream))
 
 
-def _limited(stream: Any, limit: int | None) -> Iterator[Any]:
-    from itertools import islice
+def _add_capacity(
+    result: Any, settings: dict[str, Any], options: Any, interruption: _Interruption
+) -> None:
+    """Study the capacity, unless that is interrupted."""
+    from sglang_pat.replay.capacity import capacity
 
-    return islice(stream, limit)
+    def requests() -> Iterator[Any]:
+        for request in islice(_open_trace(settings).stream, options.limit):
+            if interruption.signal is not None:
+                return
+            yield request
 
-
-def _command_line(settings: dict[str, Any]) -> str:
-    """The command that repeats this replay, without where its results went."""
-    words = ["sglang-pat", "replay"]
-    if settings["trace"] is not None:
-        words.append(str(settings["trace"]))
-    for name, value in settings.items():
-        is_default = value is None or value is False or value == _DEFAULTS.get(name)
-        if is_default or name in (
-            "trace",
-            "run",
-            "json",
-            "csv",
-            "html",
-            "save",
-            "preset",
-            "compare",
-        ):
-            continue
-        flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
-    return " ".join(words)
+    pool_bytes = options.kv_tokens * options.model.kv_bytes_per_token
+    study = capacity(requests(), options.model, pool_bytes)
+    if interruption.signal is None:
+        result["capacity"] = study.as_dict()
 
 
-@contextmanager
-def _interruptible(replay: Any) -> Iterator[None]:
-    """Ctrl-C ends the replay after its step; a second one is as ever."""
+def _write(result: Any, settings: dict[str, Any]) -> int:
+    """Write every file that was asked for. A file that fails does not cost the others. Returns
+    the exit status."""
+    from sglang_pat.replay.result import write_csv
 
-    def stop(*_: object) -> None:
-        replay.stop()
-        signal.signal(signal.SIGINT, previous)
+    def write_html(path: Path) -> None:
+        from sglang_pat.replay.report_html import write_report
 
-    previous = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        write_report(result, path)
+
+    writers: dict[str, Callable[[Path], object]] = {
+        "json": lambda path: path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8"),
+        "csv": lambda path: write_csv(result["steps"], path),
+        "html": write_html,
+    }
+    status = 0
+    for name, write in writers.items():
+        path = settings[name]
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                print(f"sglang-pat replay: --{name} {path}: {error.strerror}", file=sys.stderr)
+                status = 2
+    return status
+
+
+class _Interruption(AbstractContextManager["_Interruption"]):
+    """SIGINT (Ctrl-C) and SIGTERM while the command runs.
+
+    Before the replay has begun they end the process: an import that takes many seconds cannot be
+    left in another way without a traceback. Then the first one ends the replay after its step, and
+    what there is is written; a second one acts as ever. signal: the number of the first one.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._stop: Callable[[], object] | None = None
+        self._previous: dict[int, Any] = {}
+
+    def ends(self, stop: Callable[[], object]) -> None:
+        """From now on, a signal calls `stop`."""
+        self._stop = stop
+
+    def __enter__(self) -> _Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._stop is None:
+            print("sglang-pat replay: interrupted before the first step", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(128 + number)
+        self.signal = number
+        self._stop()
+        self.__exit__()
 
 
 def _run_with_progress(replay: Any, requests: int | None, limit: int | None, console: Any) -> None:

@@ -18,7 +18,8 @@ import torch
 from sglang_pat._scheduler import PackScheduler
 from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig, load_operators
-from sglang_pat.plan import CAPACITY_FIELDS, BufferSizes, DecodePlan, write_plan
+from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 
 
 class DeviceBuffers(NamedTuple):
@@ -27,8 +28,12 @@ class DeviceBuffers(NamedTuple):
 
     plan: int32, laid out for `capacity` (plan_format.h), whose entries are in the order of
     PlanCapacity's fields. shared_slots: int32. partial_out: float32 `[num_partials, num_qo_heads,
-    head_dim]`; partial_lse: float32 `[num_partials, num_qo_heads]`. num_draws: int32 `[1]`, 0
-    between steps; not for two streams at once.
+    head_dim]`; partial_lse: float32 `[num_partials, num_qo_heads]`. counters: int32
+    `[num_counters, 2]`, which CTA draws what: each graph has a counter of its own, and all are 0
+    between steps but for the first, which says whose partials are in the buffer. loaded: int64
+    `[4]` on the host, what the operators know of the plan: its last stream, and sizes.
+
+    Graphs share the partials: two of them that run at the same time stop with an error.
     """
 
     plan: torch.Tensor
@@ -36,7 +41,8 @@ class DeviceBuffers(NamedTuple):
     shared_slots: torch.Tensor
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
-    num_draws: torch.Tensor
+    counters: torch.Tensor
+    loaded: torch.Tensor
 
 
 class StagingBuffer:
@@ -47,10 +53,11 @@ class StagingBuffer:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+        with torch.cuda.device(device):  # else it would be pinned in a context on another device
+            self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(device))  # before that it has no handle
         self.array = self.tensor.numpy()
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(torch.cuda.current_stream(device))  # before that it has no handle
         self.copied: int = self._copied.cuda_event
 
     def wait(self) -> None:
@@ -71,11 +78,17 @@ class DecodeKernels:
         # Overloads: torch would look for the one that fits the arguments in each call.
         self._load_plan = operators.load_plan.default
         self._decode = operators.decode.default
+        self._num_ctas = operators.num_ctas.default
 
     @classmethod
     def load(cls, config: KernelConfig) -> DecodeKernels:
         """The operators of `config`, compiled if need be (`jit.py`)."""
         return cls(load_operators(config), config)
+
+    def num_ctas(self, device: torch.device) -> int:
+        """How many CTAs of pack_decode the device runs at the same time: as many are launched."""
+        count: int = self._num_ctas(device)
+        return count
 
     def load_plan(self, staging: StagingBuffer, buffers: DeviceBuffers, step: Step) -> None:
         """Copy a plan to the device, and gather its shared slots out of the step's rows."""
@@ -87,26 +100,17 @@ class DecodeKernels:
             step.req_to_token,
             step.req_pool_indices,
             buffers.shared_slots,
+            buffers.loaded,
         )
 
-    def decode(
-        self,
-        buffers: DeviceBuffers,
-        step: Step,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        out_lse: torch.Tensor | None,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> None:
-        """Attention of one layer under the loaded plan: pack_decode, then merge_partials. Writes
-        `out`, and `out_lse` if given.
+    def decode(self, buffers: DeviceBuffers, step: Step, layer: LayerInputs) -> None:
+        """Attention of one layer under the loaded plan: pack_decode, then merge_partials, which a
+        plan without merges does not need outside of a graph.
 
-        q, out: `[num_requests, num_qo_heads, head_dim]`; k_cache, v_cache: `[num_slots,
-        num_kv_heads, head_dim]`; out_lse: float32 `[num_requests, num_qo_heads]`, natural log.
+        On another stream than the plan's, it waits for that one. Not in a graph: it must be
+        replayed on the stream on which plans are loaded, or ordered with it by the caller.
         """
+        q, k_cache, v_cache, out, out_lse, sm_scale, logit_cap = layer
         self._decode(
             q,
             k_cache,
@@ -121,11 +125,16 @@ class DecodeKernels:
             out_lse,
             buffers.partial_out,
             buffers.partial_lse,
-            buffers.num_draws,
+            buffers.counters,
+            buffers.loaded,
             sm_scale,
             logit_cap,
         )
 
+
+# Two more than the graphs that have a counter of their own; a server captures some 50. Of more,
+# those that share one must not run at the same time.
+_COUNTERS = 256
 
 # Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
 # while step N runs; one more absorbs jitter.
@@ -202,21 +211,10 @@ class CudaExecutor:
         self._in_buffers.executor = self
         self.step = step
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> None:
-        """One layer; writes `out`, and `lse` if given."""
+    def run(self, layer: LayerInputs) -> None:
+        """One layer; writes its `out`, and `lse` if given."""
         assert self.step is not None
-        self.kernels.decode(
-            self.buffers, self.step, q, k_cache, v_cache, out, lse, sm_scale, logit_cap
-        )
+        self.kernels.decode(self.buffers, self.step, layer)
 
     def _write(self, scheduler: PackScheduler) -> tuple[StagingBuffer, DecodePlan | None]:
         staging = next(self._ring)
@@ -237,11 +235,12 @@ class CudaExecutor:
         floats = partial(torch.empty, dtype=torch.float32, device=self._device)
         self.buffers = DeviceBuffers(
             plan=integers(plan_size),
-            capacity=[getattr(sizes.plan, name) for name in CAPACITY_FIELDS],
+            capacity=[*sizes.plan.entries().values()],
             shared_slots=integers(sizes.num_shared_slots),
             partial_out=floats((*rows, head_dim)),
             partial_lse=floats(rows),
-            num_draws=integers(1),
+            counters=integers((_COUNTERS, 2)),
+            loaded=torch.full((4,), -1, dtype=torch.int64),  # no plan, no stream
         )
         # Earlier ones may be dropped while they are being copied: load_plan() keeps their memory.
         self._ring = self._new_ring(sizes)

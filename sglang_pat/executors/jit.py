@@ -1,33 +1,34 @@
-"""Compiles the kernels on first use, from the package's sources into the user's cache.
+"""Compiles the kernels on first use, from the package's sources into the kernel cache.
 
-A library's path contains a hash of everything it is made from, and a library appears by renaming:
-what exists is complete and current.
+The cache is asked first. Compilers are looked for only when something must be compiled: a machine
+without nvcc runs kernels that were built elsewhere.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.resources
+import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import dropwhile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from sglang_pat import support
+from sglang_pat.executors import kernel_cache
+from sglang_pat.executors.kernel_cache import LIBRARY, default_cache
 
 # dtype -> CUDA type, torch scalar type, short name
 _ELEMENTS = {
@@ -40,14 +41,29 @@ _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """dtype: of queries and KV, float16 or bfloat16. head_dim: 64 or 128. arch: compute capability.
+    """One variant of the kernels.
 
-    ValueError, naming the value and what is supported, for anything else.
+    Attributes
+    ----------
+    dtype
+        Of queries and KV cache: float16 or bfloat16.
+    head_dim
+        64 or 128.
+    arch
+        Compute capability, 8.0 or newer.
+    force_mma_sync
+        On Hopper too, the bodies that other architectures run: for their tests.
+
+    Raises
+    ------
+    ValueError
+        Names the value and what is supported.
     """
 
     dtype: torch.dtype
     head_dim: int
     arch: tuple[int, int]
+    force_mma_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ELEMENTS:
@@ -69,12 +85,19 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """Short name, usable in identifiers and file names: `bf16_d128_sm90`."""
-        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}"
+        suffix = "_mma" if self.force_mma_sync else ""
+        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def namespace(self) -> str:
         """Namespace of the operators below `torch.ops`."""
         return f"sglang_pat_{self.name}"
+
+    @property
+    def build_options(self) -> str:
+        """The options of `sglang-pat build` for this variant."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"--arch {self.arch[0]}.{self.arch[1]} --dtype {dtype} --head-dim {self.head_dim}"
 
     @property
     def defines(self) -> list[str]:
@@ -86,6 +109,7 @@ class KernelConfig:
             f"-DPAT_HEAD_DIM={self.head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",
             f"-DPAT_NAMESPACE={self.namespace}",
+            *(["-DPAT_FORCE_MMA_SYNC"] if self.force_mma_sync else []),
         ]
 
     @property
@@ -99,14 +123,6 @@ class KernelConfig:
         return 10 * self.arch[0] + self.arch[1]
 
 
-def parse_arch(text: str) -> tuple[int, int]:
-    """`9.0` -> (9, 0). ValueError if it is no compute capability."""
-    major, dot, minor = text.partition(".")
-    if not (dot and major.isdecimal() and len(minor) == 1 and minor.isdecimal()):
-        raise ValueError(f"a compute capability looks like 9.0, got {text!r}")
-    return int(major), int(minor)
-
-
 _CUDA_SOURCES = (
     "pack_decode/launch_pack_decode.cu",
     "pack_decode/launch_pack_decode_soft_cap.cu",
@@ -114,10 +130,10 @@ _CUDA_SOURCES = (
 )
 _TORCH_SOURCE = "torch_ops.cpp"
 _SOURCE_SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
-_OLDEST_NVCC = (12, 3)  # C++20 and programmatic dependent launch in graphs
-_LIBRARY = "kernels.so"
 _REPORT = "compiler_report.txt"
+_RECORD = "build.json"
 _SYSTEM_CUDA = "/usr/local/cuda"
+_LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # words of CXX before the compiler
 
 
 class KernelBuildError(RuntimeError):
@@ -126,68 +142,116 @@ class KernelBuildError(RuntimeError):
 
 @functools.cache
 def load_operators(config: KernelConfig) -> Any:
-    """The operators of `config`, compiled if need be. Once per process and config."""
+    """The operators of `config`, compiled if need be. Once per process and config.
+
+    Raises
+    ------
+    KernelBuildError
+        There is no usable compiler, it fails, or the library that it made cannot be loaded.
+    KernelCacheError
+        The cache cannot be used (`kernel_cache.py`).
+    """
     library = build(config)
-    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    try:
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise KernelBuildError(
+            f"{library} cannot be loaded ({error}): it was built on another system, or is damaged; "
+            f"compile it anew: sglang-pat build --force {config.build_options}"
+        ) from error
     return getattr(torch.ops, config.namespace)
 
 
-def build(config: KernelConfig, *, cache: Path | None = None, verbose: bool = False) -> Path:
-    """Compile `config` unless the cache holds it, and return the library's path.
+def build(
+    config: KernelConfig, *, cache: Path | None = None, verbose: bool = False, force: bool = False
+) -> Path:
+    """The library of `config`, compiled unless the cache holds it.
 
-    Safe to call from any number of processes at once: one compiles, the others wait for it. A build
-    that was killed leaves nothing that blocks the next. verbose: print the compiler's report of
-    registers and spills, which lies beside the library.
+    Any number of processes may call this at once: one compiles, the others wait for it.
 
-    KernelBuildError if there is no usable compiler, or if it fails.
+    Parameters
+    ----------
+    config
+        What the kernels are compiled for. No GPU is needed.
+    cache
+        The folder of all libraries. None: `default_cache()`.
+    verbose
+        Print the compiler's report of registers and spills.
+    force
+        Compile even if the cache holds the library, for example after an update of nvcc.
+
+    Returns
+    -------
+    Path
+        The shared library.
+
+    Raises
+    ------
+    KernelBuildError
+        There is no usable compiler, or it fails.
+    KernelCacheError
+        The cache cannot be used (`kernel_cache.py`).
     """
-    toolchain = Toolchain.find()
-    library = library_path(config, toolchain, default_cache() if cache is None else cache)
-    if not library.exists():
-        _build_locked(config, toolchain, library)
+    cache = default_cache() if cache is None else cache.absolute()
+    key = cache_key(config)
+    library = None if force else kernel_cache.find(cache, key)
+    if library is None:
+        toolchain = Toolchain.find(config.arch)
+        fill = functools.partial(_fill, config, toolchain, cache / key)
+        library = kernel_cache.add(cache, key, fill, replace=force)
     if verbose:
         print(library.with_name(_REPORT).read_text())
     return library
 
 
-def library_path(config: KernelConfig, toolchain: Toolchain, cache: Path) -> Path:
-    """Where the library of `config` lies once it is compiled from today's sources and compilers."""
-    return cache / f"{config.name}-{_content_hash(config, toolchain)}" / _LIBRARY
+def cache_key(config: KernelConfig) -> str:
+    """The name of the cache entry of `config`: it changes with everything that makes kernels stale.
+
+    That is: every source file, the compilers' flags, and torch (its version, its CUDA, its C++
+    ABI), whose C++ interface the library uses. The compilers are no part of it: a machine that runs
+    the kernels need not have any. Which ones built an entry is recorded in its build.json.
+    """
+    digest = hashlib.sha256()
+    folder = source_folder()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _SOURCE_SUFFIXES:
+            contents = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)
+    digest.update(json.dumps(_identity(config)).encode())
+    return f"{config.name}-{digest.hexdigest()[:16]}"
 
 
-def _build_locked(config: KernelConfig, toolchain: Toolchain, library: Path) -> None:
-    key, cache = library.parent.name, library.parent.parent
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = (cache / f"{key}.lock").open("w")
-    except OSError as error:
-        raise KernelBuildError(
-            f"the kernels' cache {cache} cannot be written ({error.strerror}): make it writable, "
-            "or set XDG_CACHE_HOME to a folder that is"
-        ) from error
-    with _locked(lock):
-        for abandoned in cache.glob(f"{key}.build-*"):
-            shutil.rmtree(abandoned, ignore_errors=True)
-        if library.exists():
-            return
-        print(
-            f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {library.parent}",
-            file=sys.stderr,
-            flush=True,
-        )
-        start = time.monotonic()
-        work = Path(tempfile.mkdtemp(prefix=f"{key}.build-", dir=cache))
-        try:
-            (work / _REPORT).write_text(_compile(config, toolchain, work))
-            work.rename(library.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+def _identity(config: KernelConfig) -> dict[str, Any]:
+    """All that a library depends on besides its sources. The flags stand beside stand-in paths."""
+    nowhere = Toolchain(Path("nvcc"), ("c++",), Path("cuda"), Path("torch"), "")
+    return {
+        "commands": _commands(config, nowhere, Path("sources"), Path("out")),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "machine": platform.machine(),
+    }
 
 
-def default_cache() -> Path:
-    """Where libraries are kept: `sglang-pat` in XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-pat"
+def _fill(config: KernelConfig, toolchain: Toolchain, entry: Path, work: Path) -> None:
+    """Write a library into `work`, the compilers' report, and a record of what it was made by."""
+    print(
+        f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {entry}",
+        file=sys.stderr,
+        flush=True,
+    )
+    start = time.monotonic()
+    (work / _REPORT).write_text(_compile(config, toolchain, work))
+    record = {"compilers": toolchain.as_dict(), **_identity(config)}
+    (work / _RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    for path in work.glob("*.o"):
+        path.unlink()
+    print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+def compiler_of(library: Path) -> str:
+    """Which nvcc built a library: its release."""
+    record = json.loads(library.with_name(_RECORD).read_text())
+    return str(record["compilers"]["release"])
 
 
 def source_folder() -> Path:
@@ -201,40 +265,106 @@ def source_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """The compilers, and which versions they say they are."""
+    """The compilers, and where headers and libraries are.
+
+    Attributes
+    ----------
+    nvcc
+        Its path.
+    cxx
+        The words of the command that compiles C++.
+    cuda_home
+        The folder of the CUDA toolkit.
+    torch
+        The folder of torch.
+    release
+        Of nvcc, like `13.0, V13.0.88`.
+    """
 
     nvcc: Path
-    cxx: str
+    cxx: tuple[str, ...]
     cuda_home: Path
-    versions: str
+    torch: Path
+    release: str
 
     @classmethod
-    def find(cls) -> Toolchain:
-        """KernelBuildError, saying what to install, if something is missing or does not fit."""
+    def find(cls, arch: tuple[int, int] | None = None) -> Toolchain:
+        """The compilers of this machine.
+
+        Parameters
+        ----------
+        arch
+            The compute capability to compile for: newer ones need a newer nvcc. None: any.
+
+        Raises
+        ------
+        KernelBuildError
+            Something is missing or does not fit. The message says what to install.
+        """
         if torch.version.cuda is None:
             raise KernelBuildError(
                 f"this torch ({torch.__version__}) has no CUDA: install a CUDA build of torch"
             )
         cuda_home = _find_cuda_home()
         nvcc = cuda_home / "bin" / "nvcc"
-        cxx = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-        if cxx is None:
-            raise KernelBuildError("no C++ compiler found: install g++, or set CXX")
         report = _run([str(nvcc), "--version"])
-        release = re.search(r"release (\d+)\.(\d+)", report)
+        release = re.search(r"release ((\d+)\.(\d+).*)", report)
         if release is None:
             raise KernelBuildError(f"{nvcc} --version names no release:\n{report}")
-        found = f"{release[1]}.{release[2]}"
-        version = int(release[1]), int(release[2])
-        if version < _OLDEST_NVCC:
-            oldest = f"{_OLDEST_NVCC[0]}.{_OLDEST_NVCC[1]}"
-            raise KernelBuildError(f"{nvcc} is CUDA {found}; {oldest} or newer needed")
+        version = int(release[2]), int(release[3])
+        found = f"{release[2]}.{release[3]}"
+        oldest = _oldest_nvcc(arch)
+        if version < oldest:
+            purpose = "" if arch is None else f" for compute capability {arch[0]}.{arch[1]}"
+            raise KernelBuildError(
+                f"{nvcc} is CUDA {found}: {oldest[0]}.{oldest[1]} or newer is needed{purpose}"
+            )
         if version[0] != int(torch.version.cuda.split(".")[0]):
             raise KernelBuildError(
                 f"{nvcc} is CUDA {found}, but torch {torch.__version__} is built for "
                 f"CUDA {torch.version.cuda}: install that CUDA toolkit, or point CUDA_HOME to it"
             )
-        return cls(nvcc, cxx, cuda_home, report + _run([cxx, "--version"]))
+        return cls(nvcc, _find_cxx(), cuda_home, Path(torch.__file__).parent, release[1])
+
+    @property
+    def host_compiler(self) -> tuple[str, ...]:
+        """`cxx` without launchers such as ccache: the compiler, and the flags given with it."""
+        return tuple(dropwhile(lambda word: Path(word).name in _LAUNCHERS, self.cxx))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record beside a library."""
+        first_line = _run([*self.cxx, "--version"]).partition("\n")[0]
+        paths = {name: str(value) for name, value in asdict(self).items()}
+        return paths | {"cxx": shlex.join(self.cxx), "cxx_version": first_line}
+
+
+def _oldest_nvcc(arch: tuple[int, int] | None) -> tuple[int, int]:
+    """The oldest nvcc for an architecture. One that is not known is newer than all that are."""
+    if arch is None:
+        return min(support.OLDEST_NVCC.values())
+    return support.OLDEST_NVCC.get(arch, max(support.OLDEST_NVCC.values()))
+
+
+def _find_cxx() -> tuple[str, ...]:
+    given = os.environ.get("CXX")
+    if not given:
+        found = shutil.which("g++") or shutil.which("c++")
+        if found is None:
+            raise KernelBuildError("no C++ compiler found: install g++, or set CXX")
+        return (found,)
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise KernelBuildError(f"CXX={given!r} is no command ({error}): set it to one") from error
+    compiler = next((word for word in words if Path(word).name not in _LAUNCHERS), None)
+    if compiler is None:
+        raise KernelBuildError(f"CXX={given!r} names no compiler: set it like 'ccache g++'")
+    for program in words[: words.index(compiler) + 1]:
+        if shutil.which(program) is None:
+            raise KernelBuildError(
+                f"CXX={given!r}: there is no program {program!r}: install it, or unset CXX"
+            )
+    return tuple(words)
 
 
 def _find_cuda_home() -> Path:
@@ -256,35 +386,22 @@ def _find_cuda_home() -> Path:
     )
 
 
-def _content_hash(config: KernelConfig, toolchain: Toolchain) -> str:
-    digest = hashlib.sha256()
-    folder = source_folder()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in _SOURCE_SUFFIXES:
-            digest.update(str(path.relative_to(folder)).encode())
-            digest.update(path.read_bytes())
-    identity = (*_commands(config, toolchain, folder, Path("out")), toolchain.versions)
-    digest.update(repr((identity, torch.__version__, platform.machine())).encode())
-    return digest.hexdigest()[:16]
-
-
 def _commands(
     config: KernelConfig, toolchain: Toolchain, sources: Path, work: Path
 ) -> tuple[list[list[str]], list[str]]:
     """The compile commands, which may run at once, and the link command after them."""
-    torch_folder = Path(torch.__file__).parent
-    includes = [f"-I{sources}"]
-    common = [*config.defines, *includes, "-std=c++20", "-O3"]
+    common = [*config.defines, f"-I{sources}", "-std=c++20", "-O3"]
     # Libraries of several configs live in one process and must not see each other's symbols.
     private = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
+    host_compiler, *host_flags = toolchain.host_compiler
     nvcc = [
         str(toolchain.nvcc),
         *common,
         f"-gencode={config.code_generation}",
-        f"-Xcompiler={','.join(private)}",
+        f"-Xcompiler={','.join([*private, *host_flags])}",
         "-Xptxas=-v",
         "-lineinfo",
-        f"-ccbin={toolchain.cxx}",
+        f"-ccbin={host_compiler}",
     ]
     objects = [work / f"{Path(name).stem}.o" for name in (*_CUDA_SOURCES, _TORCH_SOURCE)]
     compiles = [
@@ -294,11 +411,11 @@ def _commands(
     abi = int(torch.compiled_with_cxx11_abi())
     compiles.append(
         [
-            toolchain.cxx,
+            *toolchain.cxx,
             *common,
             *private,
             f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-            f"-isystem{torch_folder / 'include'}",
+            f"-isystem{toolchain.torch / 'include'}",
             f"-isystem{toolchain.cuda_home / 'include'}",
             "-c",
             str(sources / _TORCH_SOURCE),
@@ -306,8 +423,8 @@ def _commands(
             str(objects[-1]),
         ]
     )
-    link = [toolchain.cxx, "-shared", "-o", str(work / _LIBRARY), *map(str, objects)]
-    link += [f"-L{torch_folder / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
+    link = [*toolchain.cxx, "-shared", "-o", str(work / LIBRARY), *map(str, objects)]
+    link += [f"-L{toolchain.torch / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
     # The static runtime: no second libcudart to be found at load time.
     link += [f"-L{toolchain.cuda_home / lib}" for lib in ("lib64", "lib")]
     # Not the compiler's default libraries: where it would link libstdc++ statically, exceptions and
@@ -335,18 +452,13 @@ def _compile(config: KernelConfig, toolchain: Toolchain, work: Path) -> str:
 
 
 def _run(command: list[str]) -> str:
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    try:
+        result = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        raise KernelBuildError(f"{command[0]} cannot be run: {error.strerror}") from error
     if result.returncode:
         tail = "\n".join(result.stdout.splitlines()[-40:])
-        raise KernelBuildError(f"this command failed:\n  {' '.join(command)}\n{tail}")
+        raise KernelBuildError(f"this command failed:\n  {shlex.join(command)}\n{tail}")
     return result.stdout
-
-
-@contextmanager
-def _locked(file: TextIO) -> Iterator[None]:
-    """Hold an exclusive lock on `file`. The system releases it however the process ends."""
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -16,6 +16,7 @@ import torch
 
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
 from sglang_pat.batch import Step
+from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import DecodePlan, copy_plan
 
 _Int64Array = npt.NDArray[np.int64]
@@ -127,18 +128,12 @@ class PlanExecution:
             partial_slot=to_device(partial_slots[valid & ~is_direct]),
         )
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer: output `[num_requests, num_qo_heads, head_dim]` and natural-log
         LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
-        float64 inputs).
+        float64 inputs). Does not write the layer's `out` and `lse`.
         """
+        q, k_cache, v_cache, _, _, sm_scale, logit_cap = layer
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
         out = q.new_zeros((num_requests, num_qo_heads, head_dim), dtype=dtype)
@@ -207,25 +202,16 @@ class ReferenceExecutor:
         self._step = step
         self._execution = None
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        sm_scale: float,
-        logit_cap: float,
-    ) -> None:
-        """One layer; writes `out`, and `lse` if given."""
+    def run(self, layer: LayerInputs) -> None:
+        """One layer; writes its `out`, and `lse` if given."""
         assert self._plan is not None
         assert self._step is not None
         if self._execution is None:
             self._execution = PlanExecution(self._plan, self._shared_slots, self._step)
-        result, result_lse = self._execution.run(q, k_cache, v_cache, sm_scale, logit_cap)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(result_lse)
+        out, lse = self._execution.run(layer)
+        layer.out.copy_(out)
+        if layer.lse is not None:
+            layer.lse.copy_(lse)
 
 
 def _attend(

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_pat.replay.flat import flatten
-from sglang_pat.replay.result import TIMING_KEYS, Result, Totals
-from sglang_pat.replay.summary import (
+from sglang_pat.replay.report_text import (
     LOWER_BOUND,
     NONE,
     QUERY_CENTRIC,
@@ -27,6 +25,9 @@ from sglang_pat.replay.summary import (
     warnings,
     words,
 )
+from sglang_pat.replay.result import TIMING_KEYS, Result, Totals, flatten
+
+T = TypeVar("T")
 
 _SECTIONS = frozenset(Result.__annotations__)
 
@@ -89,6 +90,8 @@ def compared(left: Result, right: Result) -> list[RowGroup]:
     a, b = left["totals"], right["totals"]
     return [
         RowGroup("Serving", list(_serving(a, b))),
+        RowGroup("Latency, mean, s", list(_latencies(a, b))),
+        RowGroup("Estimated mean decode step, ms", list(_steps(a, b))),
         RowGroup("KV tokens", list(_counts(_kv_tokens(a), _kv_tokens(b)))),
         RowGroup("KV tokens, times the lower bound", list(_over_bound(a, b))),
         RowGroup("Bytes, partials included", list(_counts(_bytes(a), _bytes(b), _in_bytes))),
@@ -107,6 +110,12 @@ def print_comparison(left: Path, right: Path, console: Console) -> None:
     for path, result in zip((left, right), results, strict=True):
         for warning in warnings(result):
             console.print(f"[bold yellow]WARNING[/] {escape(f'{path}: {warning}')}")
+    charged = ["query_centric" in result["totals"]["partial_bytes"] for result in results]
+    if charged[0] != charged[1]:
+        console.print(
+            "[bold yellow]WARNING[/] Only one of the two charges query-centric attention for the "
+            "partials of its splits: its bytes cannot be compared."
+        )
     console.print(f"A is {left}", f"B is {right}", sep="\n", markup=False, highlight=False)
     if different := differences(*results):
         table = Table(title="What differs")
@@ -122,7 +131,7 @@ def print_comparison(left: Path, right: Path, console: Console) -> None:
     table.add_column("")
     for heading in ("A", "B", "B / A"):
         table.add_column(heading, justify="right")
-    for group in compared(*results):
+    for group in filter(lambda group: group.rows, compared(*results)):
         table.add_section()
         table.add_row(f"[bold]{escape(group.title)}[/]")
         for row in group.rows:
@@ -149,6 +158,24 @@ def _serving(a: Totals, b: Totals) -> Iterator[Row]:
         yield _row(label, a[name], b[name])  # type: ignore[literal-required]
 
 
+def _latencies(a: Totals, b: Totals) -> Iterator[Row]:
+    """Mean seconds. Results of older versions have none."""
+    of_a, of_b = (_latency_means(totals) for totals in (a, b))
+    for name, left, right in _pairs(of_a, of_b):
+        yield _row(name, left, right, "{:.4f}".format)
+
+
+def _latency_means(totals: Totals) -> dict[str, float]:
+    latency = totals.get("latency")
+    if latency is None:
+        return {}
+    return {
+        "waiting for admission": latency["queue_s"]["mean"],
+        "to the first token": latency["ttft_s"]["mean"],
+        "per further token": latency["tpot_s"]["mean"],
+    }
+
+
 def _kv_tokens(totals: Totals) -> dict[str, int]:
     kv_tokens = totals["kv_tokens"]
     return {
@@ -156,6 +183,12 @@ def _kv_tokens(totals: Totals) -> dict[str, int]:
         **kv_tokens["policies"],
         LOWER_BOUND: kv_tokens["lower_bound"],
     }
+
+
+def _steps(a: Totals, b: Totals) -> Iterator[Row]:
+    step_ms = a.get("step_ms", {}), b.get("step_ms", {})
+    for name, left, right in _pairs(*step_ms):
+        yield _row(words(name), left, right, "{:.2f}".format)
 
 
 def _over_bound(a: Totals, b: Totals) -> Iterator[Row]:
@@ -203,9 +236,7 @@ def _counts(
         yield _row(words(name), left, right, show)
 
 
-def _pairs(
-    a: Mapping[str, int], b: Mapping[str, int]
-) -> Iterator[tuple[str, int | None, int | None]]:
+def _pairs(a: Mapping[str, T], b: Mapping[str, T]) -> Iterator[tuple[str, T | None, T | None]]:
     for name in dict.fromkeys([*a, *b]):
         yield name, a.get(name), b.get(name)
 

@@ -1,8 +1,8 @@
 """The prefix forest of one decode step as a picture: where the running requests share KV.
 
-Beside the pipeline: a chart of the HTML report. Every request of the batch is one row, every node
-a rectangle: as wide as it is long, as high as it has sharers, coloured by their number. So an area
-is KV that query-centric attention reads, and the lower bound reads each rectangle's width once.
+A chart of the HTML report. Every request of the batch is one row, every node a rectangle: as wide
+as it is long, as high as it has sharers, coloured by their number. An area is KV that query-centric
+attention reads. The lower bound reads each rectangle's width once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from sglang_pat.replay.chart_style import GREY, OUTLINE, Chart, styled
+from sglang_pat.replay.charts import GREY, OUTLINE, Chart, styled
+from sglang_pat.replay.report_text import NumberTable
 from sglang_pat.replay.result import Forest, ForestNode
-from sglang_pat.replay.summary import NumberTable
 
 # More rectangles make a browser slow, and are thinner than a pixel anyway.
 MAX_NODES = 1500

@@ -49,7 +49,7 @@ class KernelTimes:
         """Milliseconds of one layer, by contender, with a cold L2."""
         table = token_table(batch.read_paths(), batch.seq_lens)
         num_requests = len(batch.seq_lens)
-        step = peers.StepTensors(
+        step = peers.DecodeTensors(
             q=torch.randn(
                 num_requests,
                 self._model.num_qo_heads,
@@ -78,8 +78,8 @@ class KernelTimes:
     def _bound(self, layer: peers.Layer) -> Callable[[], object]:
         return lambda: layer(self._k_cache, self._v_cache)
 
-    def _installed(self) -> dict[str, Callable[[peers.StepTensors], peers.Layer]]:
-        found: dict[str, Callable[[peers.StepTensors], peers.Layer]] = {}
+    def _installed(self) -> dict[str, Callable[[peers.DecodeTensors], peers.Layer]]:
+        found: dict[str, Callable[[peers.DecodeTensors], peers.Layer]] = {}
         try:
             import flashinfer  # noqa: F401
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
-from sglang_pat.replay.presets import FIGURE_10
+from sglang_pat.replay.options import FIGURE_10
 from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
 
 # The 20 trees of Figure 10 of the PAT paper, in its order. The last two share nothing.

@@ -1,6 +1,6 @@
 """SGLang's own request dump: a pickle of the requests that a server has answered.
 
-A format of `readers.py`. A server writes one per `dump_requests_threshold` finished requests
+A format of `formats.py`. A server writes one per `dump_requests_threshold` finished requests
 (`POST /configure_logging` with `dump_requests_folder`), and one when it crashes
 (`--crash-dump-folder`). SGLang 0.5.17 and 0.5.23 write the same: a dict whose `requests` are tuples
 `(GenerateReqInput, answer, seconds of arrival, seconds of completion)`.
@@ -14,28 +14,25 @@ from __future__ import annotations
 import math
 import pickle
 from array import _array_reconstructor, array  # type: ignore[attr-defined]
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from sglang_pat.replay.trace import TokenPrompt, TraceErrors, TraceRequest
-
-Tokenize = Callable[[str], Sequence[int]]
+from sglang_pat.replay.trace import TokenPrompt, TraceErrors, TraceRequest, text_tokens
 
 # SGLang may keep token ids in an array. Neither of these runs code of the file.
 _ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array_reconstructor}
 
 
 def read_dump(
-    binary: BinaryIO, file: str, errors: TraceErrors, tokenize: Tokenize | None = None
+    binary: BinaryIO, file: str, errors: TraceErrors
 ) -> Iterator[tuple[int, TraceRequest]]:
     """The number, from 1, and the request of every record. A dump is held in memory as a whole.
 
-    tokenize: for requests that hold text; without, such a record is malformed. A request that was
-    not finished, as in a crash dump, counts with the tokens it had so far. ValueError if the file
-    is no request dump.
+    A request that was not finished, as in a crash dump, counts with the tokens it had so far. Text
+    counts one token per 4 bytes. ValueError if the file is no request dump.
     """
     try:
         dump = _InertUnpickler(binary).load()
@@ -46,7 +43,7 @@ def read_dump(
         raise ValueError(f"{file}: not a request dump of SGLang: it has no list 'requests'")
     for number, record in enumerate(records, start=1):
         try:
-            request = _parse_record(record, tokenize)
+            request = _parse_record(record, errors)
         except ValueError as error:
             errors.add(file, number, str(error))
         else:
@@ -90,7 +87,7 @@ class _InertUnpickler(pickle.Unpickler):
         return _ALLOWED.get((module_name, global_name), _Inert)
 
 
-def _parse_record(record: object, tokenize: Tokenize | None) -> TraceRequest:
+def _parse_record(record: object, errors: TraceErrors) -> TraceRequest:
     if not (isinstance(record, tuple) and len(record) == 4):
         raise ValueError("not a tuple of request, answer, arrival and completion")
     asked, answer, arrival, _ = record
@@ -98,16 +95,15 @@ def _parse_record(record: object, tokenize: Tokenize | None) -> TraceRequest:
         raise ValueError("no GenerateReqInput with an answer")
     if not (isinstance(arrival, (int, float)) and math.isfinite(arrival)):
         raise ValueError(f"it arrived at {arrival!r}; a number of seconds is needed")
-    prompt = TokenPrompt(_token_ids(vars(asked), tokenize))
+    prompt = TokenPrompt(_token_ids(vars(asked), errors))
     return TraceRequest(float(arrival), prompt, _output_length(answer))
 
 
-def _token_ids(asked: dict[str, Any], tokenize: Tokenize | None) -> np.ndarray:
+def _token_ids(asked: dict[str, Any], errors: TraceErrors) -> np.ndarray:
     tokens, text = asked.get("input_ids"), asked.get("text")
-    if tokens is None and isinstance(text, str):
-        if tokenize is None:
-            raise ValueError("it holds text and no input_ids, and no tokenizer is given")
-        tokens = tokenize(text)
+    if tokens is None and isinstance(text, str) and text:
+        tokens = text_tokens(text)
+        errors.estimated += 1
     if tokens is None:
         raise ValueError("it holds neither input_ids nor text")
     try:

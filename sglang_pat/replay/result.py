@@ -1,13 +1,15 @@
-"""What a replay says: one JSON document, here as types.
+"""The result of a replay: one JSON document, here as types, and its steps as CSV.
 
-Last stage of the simulation; the table, the CSV, the HTML report and comparisons read it. All
-counts are exact sums over every decode step, whatever was sampled for `steps`. KV tokens are those
-of one KV head of one layer (as in `KvTokens`); bytes are those of the whole model: all KV heads and
-layers, K and V.
+Last stage of the simulation. The tables, the HTML report and comparisons read it. All counts are
+exact sums over every decode step, whatever was sampled for `steps`. KV tokens are those of one KV
+head of one layer. Bytes are those of one GPU: all its KV heads and layers, K and V.
 """
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 # Keys, at any depth, whose values are measured times: two replays of a trace are equal without.
@@ -41,6 +43,30 @@ class Balance(TypedDict):
     tail_max: float
 
 
+class Quantiles(TypedDict):
+    """Of simulated durations, in seconds. Quantiles are exact to 2%."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+class Latency(TypedDict):
+    """What the requests of the simulated server waited for.
+
+    Its decode steps take as long as query-centric attention does. queue_s: from arrival to
+    admission. ttft_s: to the first token. tpot_s: between two tokens of a request, retractions
+    included. service_s: from admission to the last token. overloaded: requests wait longer than
+    they are served, in the mean.
+    """
+
+    queue_s: Quantiles
+    ttft_s: Quantiles
+    tpot_s: Quantiles
+    service_s: Quantiles
+    overloaded: bool
+
+
 class PlanCounts(TypedDict):
     """built: by cause, "first", "batch_changed", "tail_growth"."""
 
@@ -49,7 +75,7 @@ class PlanCounts(TypedDict):
 
 
 class PlanningTime(TypedDict):
-    """Microseconds of planning, in total and per plan built (a "built" step) or reused."""
+    """Microseconds of host time, paths included: of a plan built, and of one reused."""
 
     p50: float
     p99: float
@@ -88,15 +114,19 @@ class Totals(TypedDict):
     steps: int
     requests: int  # finished
     retracted: int
-    refused: int  # would never fit the pool or the context
+    refused: int
+    refused_by: NotRequired[dict[str, int]]  # "context" of the model, "pool" of KV: the limit
+    truncated: NotRequired[int]  # requests whose answer was cut at one of these limits
     decode_tokens: int
     prompt_tokens: int
     simulated_seconds: float
     batch_mean: float
     prefix_hit_rate: float  # prompt tokens found in the tree over all prompt tokens
+    latency: NotRequired[Latency]
+    step_ms: NotRequired[dict[str, float]]  # estimated mean decode step, keys as in `bytes`
     kv_tokens: KvTokenCounts
     partial_bytes: dict[str, PartialBytes]
-    bytes: dict[str, int]  # by policy, partials included; "query_centric", "lower_bound": KV only
+    bytes: dict[str, int]  # by policy and "query_centric", partials included; "lower_bound": KV
     policies: dict[str, PolicyTotals]
     comparisons: dict[str, PolicyComparison]  # of "memory" with each other policy
     mutations: dict[str, int]  # of the tree, by kind
@@ -149,6 +179,7 @@ class TraceCounts(TypedDict):
     malformed: int
     errors: list[str]  # the first few malformed lines
     failed: int  # requests that the trace records as failed, left out
+    estimated: NotRequired[int]  # requests whose prompt is text: 4 bytes count as a token
     input_tokens: int
     output_tokens: int
 
@@ -166,3 +197,33 @@ class Result(TypedDict):
     steps: list[StepRow]
     capacity: dict[str, Any]
     forest: Forest | None
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values that are no objects themselves, in order; keys are joined with a dot.
+
+    `{"kv_tokens": {"policies": {"memory": 7}}}` gives `("kv_tokens.policies.memory", 7)`.
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# The columns of a file without steps; nested objects of a step follow these, named by their keys.
+PLAIN_COLUMNS = ("step", "time", "batch", "held_tokens", "cause", "planning_us")
+
+
+def write_csv(steps: Sequence[StepRow], path: Path) -> None:
+    """Write one row per step, UTF-8, with a header.
+
+    Columns of nested values join their keys with a dot: `kv_tokens.policies.memory`. A value that a
+    step does not have, of a policy say, is empty. Raises OSError where the file cannot be written.
+    """
+    rows = [dict(flatten(step)) for step in steps]
+    nested = dict.fromkeys(name for row in rows for name in row if name not in PLAIN_COLUMNS)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*PLAIN_COLUMNS, *nested], restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

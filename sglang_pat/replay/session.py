@@ -1,6 +1,6 @@
 """One replay from beginning to end: a trace and options in, the result out.
 
-Puts the stages together: simulator, planner, recorder. SGLang is imported here and nowhere above.
+Puts the stages together: simulator, account, recorder. The replay imports SGLang here only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from time import perf_counter
 
+from sglang_pat.replay.account import Account, Measure, Recorder, totals
 from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.planning import StepPlanner
-from sglang_pat.replay.recording import Measure, StepRecorder, totals
 from sglang_pat.replay.result import Result, TraceCounts
-from sglang_pat.replay.simulator import Simulator
+from sglang_pat.replay.simulate import Simulator
 from sglang_pat.replay.trace import Trace
 
 _PROGRESS_STEPS = 64  # between two reports of progress
@@ -35,7 +34,7 @@ class Replay:
         self, trace: Trace, options: ReplayOptions, *, measure: Measure | None = None
     ) -> None:
         try:
-            from sglang_pat.sglang.replay_tree import ReplayRequest, new_tree
+            from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, new_tree
         except ImportError as error:
             raise SGLangMissingError(
                 f"the replay runs SGLang's radix tree, but SGLang cannot be imported ({error}); "
@@ -44,15 +43,18 @@ class Replay:
         self._trace = trace
         self._options = options
         self._tree = new_tree(options.kv_tokens, options.page_size)
-        self._planner = StepPlanner(options.model, options.policies, options.workers)
-        self._simulator = Simulator(trace, self._tree, self._planner, options, ReplayRequest)
-        self._recorder = StepRecorder(self._planner, options, measure)
+        self._account = Account(options.model, options.policies, options.workers)
+        self._simulator = Simulator(
+            trace, self._tree, ReplayReader(self._tree), self._account, options, ReplayRequest
+        )
+        self._recorder = Recorder(self._account, options, measure)
         self._seconds = 0.0
 
     @property
     def requests_done(self) -> int:
         """Requests that are finished or were refused."""
-        return self._simulator.served.finished + self._simulator.served.refused
+        served = self._simulator.served
+        return served.finished + served.refused_context + served.refused_pool
 
     @property
     def steps_done(self) -> int:
@@ -83,7 +85,9 @@ class Replay:
         """What has been counted until now."""
         served, trace = self._simulator.served, self._trace
         seconds = max(self._seconds, 1e-9)
-        sums = totals(served, self._planner, self._simulator.now, self._tree.mutations)
+        sums = totals(
+            served, self._account, self._options, self._simulator.now, self._tree.mutations
+        )
         if self._recorder.is_measured:
             from sglang_pat.replay.gpu import mean_times
 
@@ -105,6 +109,7 @@ class Replay:
                 requests=served.arrived,
                 malformed=trace.errors.count,
                 failed=trace.errors.failed,
+                estimated=trace.errors.estimated,
                 errors=[str(error) for error in trace.errors.first],
                 input_tokens=served.input_tokens,
                 output_tokens=served.output_tokens,

@@ -1,6 +1,6 @@
 """What a trace is: requests in order of arrival, their prompts as segments instead of tokens.
 
-First stage of the replay. Readers and generators produce it, the simulator consumes it.
+First stage of the replay. `formats.py` and `generate.py` produce it, `simulate.py` consumes it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ def token_ids(prompt: Prompt) -> TokenIds:
     return np.repeat(firsts - begins, lengths) + np.arange(sum(lengths), dtype=np.int64)
 
 
+def text_tokens(text: str) -> TokenIds:
+    """Tokens of a text without its tokenizer: 4 bytes of UTF-8 are one token, int64 `[length]`.
+
+    Texts share a prefix of tokens as far as their bytes are equal. The count is about that of a
+    tokenizer for English; the ids are not those of a vocabulary.
+    """
+    encoded = text.encode(errors="replace")
+    padded = encoded + bytes(-len(encoded) % 4)
+    return np.frombuffer(padded, dtype="<u4").astype(np.int64)
+
+
 def _first_token(content: int) -> int:
     """splitmix64's finalizer: contents that differ a little get tokens that differ in all bits."""
     x = (content * _GOLDEN + _GOLDEN) & _MASK_64
@@ -96,13 +107,21 @@ class TraceError(ValueError):
 class TraceErrors:
     """The malformed lines that a reader has skipped so far; the first few of them in full.
 
-    strict: the first one is raised instead. failed: requests that the trace itself records as
-    failed; they are well-formed, but there is nothing to replay, so they are left out too.
+    Attributes
+    ----------
+    strict
+        Raise the first malformed line instead.
+    failed
+        Requests that the trace itself records as failed. They are well-formed, but there is
+        nothing to replay, so they are left out too.
+    estimated
+        Requests whose prompt is text, so that its tokens are `text_tokens`.
     """
 
     strict: bool = False
     count: int = 0
     failed: int = 0
+    estimated: int = 0
     first: list[TraceError] = field(default_factory=list)
     keep: int = 10
 
@@ -120,12 +139,12 @@ class TraceErrors:
 class Trace:
     """Requests in order of arrival, read while they are consumed, once.
 
-    name: of the file or generator. requests: how many there are, None if only the end will tell;
-    for progress. errors: filled while reading.
+    name: of the file or generator. format: one of `formats.FORMATS`, or "generated". requests:
+    how many there are, for progress; None if only the end will tell. errors: filled while reading.
     """
 
     name: str
-    format: str  # "mooncake", "burstgpt", "sglang-dump", "tokens", or "generated"
+    format: str
     stream: Iterable[TraceRequest]
     errors: TraceErrors
     requests: int | None = None

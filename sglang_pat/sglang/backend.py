@@ -24,7 +24,6 @@ from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests, install_hooks
 from sglang_pat.sglang.microbatches import Microbatches
-from sglang_pat.sglang.plugin import NAME
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.refusals import (
     attention_layers,
@@ -35,6 +34,7 @@ from sglang_pat.sglang.refusals import (
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.stats import Counters, read_counters
+from sglang_pat.support import BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ def create_pat_backend(model_runner: Any) -> AttentionBackend:
     ValueError if the configuration is not supported, RuntimeError if SGLang cannot be hooked.
     """
     prefill, decode = _chosen_backends(model_runner)
-    if decode != NAME:
+    if decode != BACKEND:
         raise ValueError(
             f"pat only decodes, but the backend for decode is {decode!r}, for prefill {prefill!r}; "
-            f"use --attention-backend {NAME} or --decode-attention-backend {NAME}"
+            f"use --attention-backend {BACKEND} or --decode-attention-backend {BACKEND}"
         )
     backend = PatAttnBackend(model_runner)
-    if prefill != NAME:
+    if prefill != BACKEND:
         return backend  # SGLang itself puts it beside the prefill backend
     default = _default_backend(model_runner)
     logger.info("pat decodes, %s does everything else", default)
@@ -300,6 +300,6 @@ def _default_backend(model_runner: Any) -> str:
         raise ValueError(
             f"SGLang's default backend here is {default}, which needs --page-size "
             f"{' or '.join(map(str, page_sizes))}, not {arguments.page_size}; pass it, or select "
-            f"pat by --decode-attention-backend {NAME}"
+            f"pat by --decode-attention-backend {BACKEND}"
         )
     return default

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang.events import RadixEvents
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests
+from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import PathMismatchError, RadixSource, Request, radix_source
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class BatchReader:
 
     A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
     retraction is what can give a running request another last node or another row, or a row other
-    slots (docs/design.md). The forest keeps it in between, until the request leaves.
+    slots (docs/design/decisions/0010-kept-paths.md). The forest keeps it in between, until the
+    request leaves.
 
     private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
     requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),
@@ -55,9 +56,17 @@ class BatchReader:
     last cache seen.
     """
 
-    def __init__(self, *, strict: bool = False) -> None:
-        """strict: raise PathMismatchError where a path does not match its request. Otherwise that
-        step shares nothing."""
+    def __init__(self, channel: StepChannel = CHANNEL, *, strict: bool = False) -> None:
+        """
+        Parameters
+        ----------
+        channel : StepChannel
+            Tells which requests have moved.
+        strict : bool
+            Raise PathMismatchError where a path does not match its request. Otherwise that step
+            shares nothing.
+        """
+        self._channel = channel
         self._strict = strict
         self.private_steps: Counter[str] = Counter()
         self.changes: Counter[str] = Counter(dict.fromkeys(_CHANGES, 0))
@@ -70,7 +79,7 @@ class BatchReader:
         self._moved: set[int] = set()  # id() of requests since the last step that may share
         self._shares = False
         self.repeats_last = False  # whether the last step repeated the one before
-        CHANNEL.subscribe(self)
+        channel.subscribe(self)
 
     @property
     def last_shared(self) -> SharedStep | None:
@@ -169,7 +178,7 @@ class BatchReader:
         self._source = radix_source(tree)
         if self._source is not None:
             self.events = RadixEvents.of(
-                tree, lambda req: CHANNEL.note_moved([req]), CHANNEL.note_reset
+                tree, lambda req: self._channel.note_moved([req]), self._channel.note_reset
             )
         self._tree = tree
 

@@ -1,8 +1,8 @@
 """SGLang's prefix cache without an engine: what the replay serves its requests through.
 
 The tree is SGLang's own, and so is all that it decides: matches, splits, locks, evictions. The KV
-pool behind it only counts, since a replay moves no KV: every slot is 0. `replay/simulator.py`
-drives it, `sglang/radix.py` reads the paths from it as it does in an engine.
+pool behind it only counts, since a replay moves no KV: every slot is 0. `replay/simulate.py` drives
+it. The backend's `BatchReader` reads the paths of each step, as in an engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -20,7 +20,10 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.version import __version__ as sglang_version
 
+from sglang_pat.batch import DecodeBatch, IntArray
+from sglang_pat.sglang.hooks import StepChannel
 from sglang_pat.sglang.radix import radix_source
+from sglang_pat.sglang.reader import BatchReader
 
 
 class CountingPool:
@@ -298,3 +301,65 @@ def new_tree(num_tokens: int, page_size: int) -> ReplayTree:
     """The prefix cache that the installed SGLang uses by default, empty."""
     kind = IdTree if hasattr(UnifiedRadixCache, "checkpoint") else NodeTree
     return kind(num_tokens, page_size)
+
+
+class _Mode(NamedTuple):
+    """In place of SGLang's ForwardMode."""
+
+    decodes: bool
+
+    def is_decode(self) -> bool:
+        return self.decodes
+
+    def is_extend(self) -> bool:
+        return not self.decodes
+
+
+class _Batch(NamedTuple):
+    """In place of the scheduler's ScheduleBatch."""
+
+    reqs: list[ReplayRequest]
+    tree_cache: Any
+
+
+class _Forward:
+    """In place of a ForwardBatch: what the hooks and the reader look at."""
+
+    def __init__(self, mode: _Mode, seq_lens: IntArray | None = None) -> None:
+        self.forward_mode = mode
+        if seq_lens is not None:
+            self.batch_size = len(seq_lens)
+            self.seq_lens_cpu = torch.from_numpy(seq_lens)
+
+
+_DECODE, _EXTEND = _Mode(decodes=True), _Mode(decodes=False)
+
+
+class ReplayReader:
+    """The backend's BatchReader, told of each forward as SGLang's hooks tell it."""
+
+    def __init__(self, tree: ReplayTree) -> None:
+        self._tree = tree.tree
+        self._channel = StepChannel()
+        self._reader = BatchReader(self._channel)
+
+    def prefilled(self, reqs: list[ReplayRequest]) -> None:
+        """A prefill of these requests has run."""
+        self._channel.note(_Forward(_EXTEND), _Batch(reqs, self._tree))
+
+    def retracted(self, req: ReplayRequest) -> None:
+        """A request has lost its row and its lock."""
+        self._channel.note_moved([req])
+
+    def read(self, reqs: list[ReplayRequest], seq_lens: IntArray) -> DecodeBatch:
+        """The decode step of these requests. Its paths are valid until the next read().
+
+        seq_lens: int32 `[num_requests]`, this step's token included. They are copied.
+        """
+        forward = _Forward(_DECODE, seq_lens)
+        self._channel.note(forward, _Batch(reqs, self._tree))
+        outer = self._channel.enter(forward)
+        try:
+            return self._reader.read(self._channel.acknowledge(), forward)
+        finally:
+            self._channel.leave(outer)

@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections import deque
@@ -275,7 +276,6 @@ class StatsFile:
     def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
         """read_counters: called from another thread."""
         self._path = path
-        self._new_path = path.with_name(f"{path.name}.{os.getpid()}.new")
         self._read_counters = read_counters
         self._written: Counters | None = None
         self._outdated = threading.Event()
@@ -298,8 +298,7 @@ class StatsFile:
             counters = self._read_counters()
             if counters == self._written:
                 return False
-            self._new_path.write_text(json.dumps(counters) + "\n")
-            self._new_path.replace(self._path)
+            _replace(self._path, json.dumps(counters) + "\n")
             self._written = counters
             return True
 
@@ -314,6 +313,20 @@ class StatsFile:
                     time.sleep(WRITE_SECONDS)
         except Exception:
             logger.exception("pat writes no more to %s; decode goes on", self._path)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give a file a new content, all at once."""
+    # A new file, under a name that nobody can foresee: it follows no link that was put there.
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(text)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import replay_results
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from sglang_pat.replay.report import write_report
+from sglang_pat.replay.report_html import write_report
 from sglang_pat.replay.result import Result
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -70,7 +70,9 @@ def show(browser: webdriver.Chrome, tmp_path: Path) -> Open:
     def opened(result: Result, width: int = 1600, scheme: str = "light") -> webdriver.Chrome:
         page = tmp_path / "report.html"
         write_report(result, page)
-        browser.set_window_size(width, 1200)
+        # A window has a least width; a phone is narrower.
+        metrics = {"width": width, "height": 1200, "deviceScaleFactor": 1, "mobile": width < 640}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
         browser.get(page.as_uri())
@@ -115,7 +117,7 @@ RESULTS: dict[str, Callable[[], Result]] = {
 }
 
 
-@pytest.mark.parametrize("width", [800, 1600])
+@pytest.mark.parametrize("width", [400, 800, 1600])
 @pytest.mark.parametrize("name", RESULTS)
 def test_draws_everything(show: Open, name: str, width: int) -> None:
     browser = show(RESULTS[name](), width)
@@ -137,6 +139,26 @@ def test_draws_everything(show: Open, name: str, width: int) -> None:
         for index, first in enumerate(readable):
             for second in readable[index + 1 :]:
                 assert not _overlap(first, second), (chart["key"], first, second)
+
+
+def test_a_phone_shows_every_number(show: Open) -> None:
+    """No column is cut off: every cell of every open table lies within the window."""
+    browser = show(replay_results.result(), 400)
+    cells = browser.execute_script(
+        "return [...document.querySelectorAll('td, th')]"
+        ".filter((cell) => cell.offsetParent)"
+        ".map((cell) => [cell.textContent, cell.getBoundingClientRect().right,"
+        " cell.scrollWidth - cell.clientWidth])"
+    )
+    assert len(cells) > 80
+    assert any("1.04" in words for words, *_ in cells)
+    for words, right, hidden in cells:
+        assert right <= 400, words
+        assert hidden <= 0, words
+    verdict = browser.execute_script(
+        "return document.querySelector('.verdict').getBoundingClientRect().top"
+    )
+    assert verdict < 200
 
 
 def test_error_in_the_page_is_noticed(show: Open) -> None:

@@ -20,11 +20,11 @@ from sglang_plugins import install_plugin
 from sglang_step_recorder import FILE, WAIT_FOR, described
 
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.replay.account import Account
 from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.planning import StepPlanner
-from sglang_pat.replay.simulator import Simulator
+from sglang_pat.replay.simulate import Simulator
 from sglang_pat.replay.trace import TokenPrompt, Trace, TraceErrors, TraceRequest
-from sglang_pat.sglang.replay_tree import ReplayRequest, ReplayTree, new_tree
+from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree, new_tree
 
 pytestmark = pytest.mark.engine
 
@@ -89,14 +89,22 @@ def replayed_steps(
     simulator = Simulator(
         Trace("engine", "tokens", stream, TraceErrors()),
         tree,
-        StepPlanner(options.model, ("memory",), 8),
+        ReplayReader(tree),
+        Account(options.model, ("memory",), 8),
         options,
         with_answer,
     )
     steps = []
     for step in simulator.steps():
         tokens = [request.tokens for request in step.reqs]
-        steps.append(described(step.reqs, step.seq_lens.tolist(), tokens, tree.source))
+        lens = step.batch.seq_lens.tolist()
+        steps.append(
+            {
+                "requests": described(step.reqs, lens, tokens, tree.source),
+                "free_tokens": tree.pool.available,
+                "evictable_tokens": int(tree.tree.evictable_size()),
+            }
+        )
     return steps, simulator, tree
 
 
@@ -106,6 +114,7 @@ def test_every_step_is_the_engines(tmp_path: Path, tiny_model: Path) -> None:
     assert [len(answer) for answer in answers] == [request.num_tokens for request in asked]
     replayed, simulator, tree = replayed_steps(asked, answers)
     for number, (ours, theirs) in enumerate(zip(replayed, recorded, strict=False)):
+        # Free and evictable tokens say what was evicted: that and no more.
         assert ours == theirs, f"decode step {number}"
     assert len(replayed) == len(recorded)
     assert simulator.served.finished == len(asked)
@@ -113,3 +122,4 @@ def test_every_step_is_the_engines(tmp_path: Path, tiny_model: Path) -> None:
     assert simulator.served.retracted > 0
     assert simulator.served.prompt_tokens_found > 0
     assert tree.mutations["evicted_tokens"] > 0
+    assert len({step["free_tokens"] for step in recorded}) > 10

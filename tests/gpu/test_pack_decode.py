@@ -22,7 +22,7 @@ from pack_decode_cases import (
 
 from sglang_pat.replay.pat_trees import PrefixTree
 
-pytestmark = needs_gpu
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

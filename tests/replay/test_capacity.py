@@ -1,4 +1,4 @@
-"""The capacity study on traces small enough to work out by hand, its prefix tree, and models."""
+"""The capacity study on traces small enough to work out by hand, and its prefix tree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_pat.replay.capacity import Capacity, PoolUse, capacity
-from sglang_pat.replay.generators import generate
-from sglang_pat.replay.models import MODEL_NAMES, ModelShape, model_shape
-from sglang_pat.replay.prefix_tree import PrefixTree
-from sglang_pat.replay.readers import open_trace
+from sglang_pat.replay.capacity import Capacity, PoolUse, TokenTree, capacity
+from sglang_pat.replay.formats import open_trace
+from sglang_pat.replay.generate import generate
+from sglang_pat.replay.models import ModelShape, model_shape
 from sglang_pat.replay.trace import Segment, TraceRequest
 
 DATA = Path(__file__).parents[1] / "support" / "data"
@@ -175,7 +174,7 @@ def test_without_sharing_shared_is_paged():
 
 def test_prefix_tree_equals_comparing_with_every_earlier_sequence():
     rng = random.Random(1)
-    tree, before = PrefixTree(), []
+    tree, before = TokenTree(), []
     for _ in range(300):
         tokens = np.array(rng.choices([1, 2], weights=[4, 1], k=rng.randrange(1, 12)))
         same = [np.flatnonzero(a[: len(tokens)] != tokens[: len(a)]) for a in before]
@@ -187,74 +186,3 @@ def test_prefix_tree_equals_comparing_with_every_earlier_sequence():
         before.append(tokens)
     distinct = {tuple(a[:n]) for a in before for n in range(1, len(a) + 1)}
     assert tree.tokens == len(distinct)
-
-
-# --- Models. ---
-
-TINY = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "vocab_size": 1000,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}
-
-
-def write_config(folder: Path, **changes: object) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**TINY, **changes}))
-    return path
-
-
-def test_named_models():
-    llama, qwen = (model_shape(name) for name in MODEL_NAMES)
-    assert (llama.num_qo_heads, llama.num_kv_heads, llama.head_dim) == (32, 8, 128)
-    assert llama.kv_bytes_per_token == 128 << 10
-    assert qwen.kv_bytes_per_token == 144 << 10
-    # 8.03 and 8.19 billion parameters, as published.
-    assert llama.weight_bytes == pytest.approx(2 * 8.03e9, rel=0.002)
-    assert qwen.weight_bytes == pytest.approx(2 * 8.19e9, rel=0.002)
-
-
-def test_config_json_and_its_folder(tmp_path):
-    shape = model_shape(write_config(tmp_path))
-    assert (shape.num_kv_heads, shape.head_dim, shape.dtype_bytes) == (4, 16, 4)
-    layer = 4 * 64 * 64 + 3 * 64 * 128
-    assert shape.weight_bytes == 4 * (2 * layer + 64 * 1000)
-    assert model_shape(tmp_path) == shape
-    assert model_shape(write_config(tmp_path, num_key_value_heads=2)).kv_bytes_per_token == 512
-
-
-def test_config_of_experts_and_of_a_multimodal_model(tmp_path):
-    experts = {"num_experts": 8, "moe_intermediate_size": 32}
-    shape = model_shape(write_config(tmp_path, **experts, torch_dtype=None, dtype="bfloat16"))
-    layer = 4 * 64 * 64 + 8 * 3 * 64 * 32
-    assert shape.weight_bytes == 2 * (2 * layer + 64 * 1000)
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": TINY}))
-    assert model_shape(tmp_path).num_layers == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"kv_lora_rank": 512}, "kv_lora_rank"),
-        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
-        ({"num_key_value_heads": 3}, "4 query heads, no multiple of 3"),
-        ({"torch_dtype": "int8"}, "torch_dtype='int8'; allowed: float16"),
-        ({"vocab_size": "many"}, "vocab_size='many'"),
-    ],
-)
-def test_unusable_config_is_refused(tmp_path, changes, reason):
-    with pytest.raises(ValueError, match=reason):
-        model_shape(write_config(tmp_path, **changes))
-
-
-def test_unknown_model_and_broken_json_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model 'gpt'; allowed: llama-3-8b, qwen3-8b, or"):
-        model_shape("gpt")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"not a config\.json"):
-        model_shape(tmp_path)

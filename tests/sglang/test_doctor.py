@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,3 +34,16 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.check_hooks()
     assert check.status == "failed"
     assert "pat could not hook sglang.srt.model_executor.forward_batch_info" in check.found
+
+
+def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / "sglang-pat"
+    report = tmp_path / "report.json"
+    child = subprocess.run(
+        [script, "doctor", "--json", report], capture_output=True, text=True, timeout=120
+    )
+    checks = {each["topic"]: each for each in json.loads(report.read_text())["checks"]}
+    assert child.returncode == (1 if "failed" in {c["status"] for c in checks.values()} else 0)
+    for topic in ("C++ scheduler", "SGLang", "entry point", "registration", "hooks"):
+        assert checks[topic]["status"] == "ok", child.stdout
+    assert child.stderr == ""

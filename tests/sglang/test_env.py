@@ -6,13 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.executors.kernel_cache import default_cache
 from sglang_pat.sglang.env import Environment
 
 
 def test_defaults() -> None:
     assert Environment.read({"HOME": "/", "SGLANG_OTHER": "1"}) == Environment(
-        "memory", False, None, 256
+        "memory", False, None, 256, default_cache({})
     )
 
 
@@ -22,9 +25,12 @@ def test_values(tmp_path: Path) -> None:
         "SGLANG_PAT_DEBUG": "1",
         "SGLANG_PAT_STATS_FILE": str(tmp_path / "stats-{pid}.json"),
         "SGLANG_PAT_GROWTH_TOKENS": "1",
+        "SGLANG_PAT_KERNEL_CACHE": "/kernels",
     }
     stats_file = tmp_path / f"stats-{os.getpid()}.json"
-    assert Environment.read(given) == Environment("query-centric", True, stats_file, 1)
+    assert Environment.read(given) == Environment(
+        "query-centric", True, stats_file, 1, Path("/kernels")
+    )
 
 
 def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +44,13 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("SGLANG_PAT_POLICY", "greedy", "SGLANG_PAT_POLICY='greedy'; allowed: memory, paper"),
         ("SGLANG_PAT_DEBUG", "yes", "SGLANG_PAT_DEBUG='yes'; allowed: 0, 1"),
         ("SGLANG_PAT_DEBUG", "", "SGLANG_PAT_DEBUG=''; allowed: 0, 1"),
-        ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "'/no/such/folder/f'; allowed: a file's"),
-        ("SGLANG_PAT_STATS_FILE", "/", "SGLANG_PAT_STATS_FILE='/'; allowed: a file's path in a"),
-        ("SGLANG_PAT_STATS_FILE", "", "SGLANG_PAT_STATS_FILE=''; allowed: a file's path in a"),
+        ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "can be written .its folder /no/such/fold"),
+        ("SGLANG_PAT_STATS_FILE", "/", "SGLANG_PAT_STATS_FILE='/'; allowed: the path of a file th"),
+        ("SGLANG_PAT_STATS_FILE", "", "SGLANG_PAT_STATS_FILE=''; allowed: the path of a file that"),
+        ("SGLANG_PAT_STATS_FILE", "/dev/null", "='/dev/null'; allowed: .*it is no regular file"),
+        ("SGLANG_PAT_STATS_FILE", f"/tmp/{'x' * 300}", "allowed: .*File name too long"),
+        ("SGLANG_PAT_KERNEL_CACHE", "", "SGLANG_PAT_KERNEL_CACHE=''; allowed: an absolute path"),
+        ("SGLANG_PAT_KERNEL_CACHE", "k", "SGLANG_PAT_KERNEL_CACHE='k'; allowed: an absolute path"),
         ("SGLANG_PAT_GROWTH_TOKENS", "0", "SGLANG_PAT_GROWTH_TOKENS='0'; allowed: 1 to 65536"),
         ("SGLANG_PAT_GROWTH_TOKENS", "-5", "='-5'; allowed: 1 to 65536"),
         ("SGLANG_PAT_GROWTH_TOKENS", "65537", "='65537'; allowed: 1 to 65536"),
@@ -54,3 +64,23 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
 def test_a_bad_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Environment.read({name: value})
+
+
+@pytest.mark.parametrize("option", ["attention_backend", "decode_attention_backend"])
+def test_a_bad_variable_stops_sglang_before_the_model_is_loaded(
+    option: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    load_plugins()
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", "/no/such/folder/f")
+
+    def start(**arguments: str) -> None:
+        """What a launch does first, in the process of the command line."""
+        resolved = ServerArgs(model_path=str(tiny_model), device="cpu", **arguments)
+        if hasattr(resolved, "resolve_once"):  # 0.5.17 resolves in the constructor
+            resolved.resolve_once()
+
+    with pytest.raises(ValueError, match=r"SGLANG_PAT_STATS_FILE='/no/such/folder/f'; allowed"):
+        start(**{option: "pat"})
+    start(**{option: "torch_native"})  # of no concern where pat is not used
+    monkeypatch.delenv("SGLANG_PAT_STATS_FILE")
+    start(**{option: "pat"})

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.managers.io_struct import ConfigureLoggingReq
 from sglang_engines import Workload, generate, run, running_engine
 
-from sglang_pat.replay.readers import open_trace
+from sglang_pat.replay.formats import open_trace
 from sglang_pat.replay.trace import token_ids
 
 pytestmark = pytest.mark.engine

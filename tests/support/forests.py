@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sglang_pat import DecodeBatch, DecodePlan, PathNode, PrefixPaths
-from sglang_pat._scheduler import TILE_TABLE, PackScheduler
+from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 from sglang_pat.plan import copy_plan
 
 # Around the sizes at which something changes: tiles, cut granularity, shortest piece.
@@ -104,8 +104,32 @@ def three_level_case(
     return make_case(nodes, requests)
 
 
+def tree_case(levels: list[int], tokens: int) -> ForestCase:
+    """A balanced tree by its nodes per level, of `tokens` each. The last level is the requests."""
+    nodes: list[tuple[int, int]] = []
+    parents = [-1]
+    *above, count = levels
+    for size in above:
+        first = len(nodes)
+        nodes += [(parents[i * len(parents) // size], tokens) for i in range(size)]
+        parents = [*range(first, len(nodes))]
+    return make_case(nodes, [(parents[i * len(parents) // count], tokens) for i in range(count)])
+
+
+def chain_case(num_requests: int, tokens: int) -> ForestCase:
+    """Requests that leave a chain of nodes, each at another one."""
+    nodes = [(index - 1, tokens) for index in range(num_requests)]
+    return make_case(nodes, [(index, 50) for index in range(num_requests)])
+
+
 def make_scheduler(
-    group_size: int = 4, num_workers: int = 33, policy: str = "memory", max_block_q: int = 0
+    group_size: int = 4,
+    num_workers: int = 33,
+    policy: str = "memory",
+    max_block_q: int = 0,
+    *,
+    growth_tokens: int = 256,
+    cost: CostModel | None = None,
 ) -> PackScheduler:
     return PackScheduler(
         group_size=group_size,
@@ -113,7 +137,8 @@ def make_scheduler(
         max_block_q=max_block_q or TILE_TABLE[-1][0],
         policy=policy,
         min_piece_tokens=128,
-        growth_tokens=256,
+        growth_tokens=growth_tokens,
+        cost=cost or CostModel(),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.result import (
     Forest,
     ForestNode,
@@ -88,7 +89,12 @@ def result(
             "input_tokens": 41_000 * steps,
             "output_tokens": 1_300 * steps,
         },
-        "config": {"policies": list(policies), "max_batch": batch, "kv_tokens": 400_000},
+        "config": {
+            "policies": list(policies),
+            "max_batch": batch,
+            "kv_tokens": 400_000,
+            **_server(),
+        },
         "totals": {
             "steps": steps,
             "requests": 4 * steps,
@@ -99,13 +105,21 @@ def result(
             "simulated_seconds": steps * 0.025,
             "batch_mean": sum(row["batch"] for row in rows) / steps if steps else 0.0,
             "prefix_hit_rate": 0.41 if steps else 0.0,
+            "latency": {
+                "queue_s": {"mean": 0.5, "p50": 0.25, "p99": 4.0},
+                "ttft_s": {"mean": 0.75, "p50": 0.5, "p99": 4.25},
+                "tpot_s": {"mean": 0.021, "p50": 0.02, "p99": 0.035},
+                "service_s": {"mean": 6.0, "p50": 4.0, "p99": 31.0},
+                "overloaded": False,
+            },
+            "step_ms": _step_ms(rows, policies) if steps else {},
             "kv_tokens": kv_tokens,
             "partial_bytes": {
                 name: {
                     kind: sum(row["partial_bytes"][name][kind] for row in rows)
                     for kind in ("written", "read")
                 }
-                for name in policies
+                for name in ("query_centric", *policies)
             },
             "bytes": {
                 name: sum(row["bytes"][name] for row in rows)
@@ -147,6 +161,7 @@ def _step(step: int, policies: Sequence[str], rng: random.Random, batch: int) ->
         name: int(read[name] * BYTES_PER_TOKEN * PARTIAL_SHARES.get(name, 0.05) / 2)
         for name in policies
     }
+    partials["query_centric"] = int(query_centric * BYTES_PER_TOKEN * 0.003)
     causes = ["reused", "reused", "reused", "batch_changed", "tail_growth"]
     cause = rng.choice(causes) if step else "first"
     return {
@@ -163,13 +178,26 @@ def _step(step: int, policies: Sequence[str], rng: random.Random, batch: int) ->
             name: {"written": moved, "read": moved} for name, moved in partials.items()
         },
         "bytes": {
-            "query_centric": query_centric * BYTES_PER_TOKEN,
+            "query_centric": query_centric * BYTES_PER_TOKEN + 2 * partials["query_centric"],
             "lower_bound": lower_bound * BYTES_PER_TOKEN,
             **{name: read[name] * BYTES_PER_TOKEN + 2 * partials[name] for name in policies},
         },
         "packs": dict.fromkeys(policies, running + 12),
         "cause": cause,
         "planning_us": 6.0 if cause == "reused" else 41.0,
+    }
+
+
+def _server() -> dict[str, object]:
+    """Llama 3.1 8B on an H100, as `ReplayOptions.as_dict()` has it."""
+    options = ReplayOptions().as_dict()
+    return {name: options[name] for name in ("model", "gpu", "tp", "time")}
+
+
+def _step_ms(rows: Sequence[StepRow], policies: Sequence[str]) -> dict[str, float]:
+    names = ("query_centric", "lower_bound", *policies)
+    return {
+        name: 7.7 + sum(row["bytes"][name] for row in rows) / len(rows) / 2.8e9 for name in names
     }
 
 

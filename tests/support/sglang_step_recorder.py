@@ -66,9 +66,14 @@ def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object)
         return
     tokens = [array("q", [*req.origin_input_ids, *req.output_ids]) for req in batch.reqs]
     lens = result.seq_lens_cpu.tolist()
-    step = described(batch.reqs, lens, tokens, radix_source(batch.tree_cache))
+    tree = batch.tree_cache
+    line = {
+        "requests": described(batch.reqs, lens, tokens, radix_source(tree)),
+        "free_tokens": int(batch.token_to_kv_pool_allocator.available_size()),
+        "evictable_tokens": int(tree.evictable_size()),
+    }
     with open(os.environ[FILE], "a") as file:
-        file.write(json.dumps(step) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def _wait(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,20 +29,15 @@ class Steps:
         case = make_case([(-1, 300), (0, 40)], [(1, 10), (1, 20), (0, 30)], spare_tokens=spare)
         self.paths = PrefixPaths.from_lists(case.paths)
         self.lens = case.seq_lens
-        self.reads = 0
         self.attention = make_attention(**kwargs)
         self.tables = {
             "req_to_token": torch.from_numpy(case.tokens),
             "req_pool_indices": torch.arange(3),
         }
 
-    def read(self) -> PrefixPaths:
-        self.reads += 1
-        return self.paths
-
     def step(self, grown: int, key: object = "batch") -> None:
         lens = self.lens + np.int32(grown)
-        batch = DecodeBatch(lens, self.read, key)
+        batch = DecodeBatch(lens, self.paths, key)
         self.attention.plan(batch, seq_lens=torch.from_numpy(lens), **self.tables)
 
 
@@ -50,13 +45,13 @@ def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> Non
     steps = Steps(growth_tokens=100)
     for grown in range(101):
         steps.step(grown)
-    assert steps.reads == 1
+    assert steps.attention.stats.plans_built == 1
     steps.step(101)
     steps.step(102, key="another batch")
     steps.step(103, key="another batch")
     steps.step(90, key="another batch")  # shorter than planned
     stats = steps.attention.stats
-    assert steps.reads == stats.plans_built == 4
+    assert stats.plans_built == 4
     assert stats.plans_reused == 101
     assert stats.causes == {"first": 1, "tail_growth": 2, "batch_changed": 1}
 
@@ -192,7 +187,7 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 64), {"dtype": torch.float64}, "float64; supported: float16"),
         ((8, 2, 64), {"policy": "greedy"}, "packing policy = greedy; supported: memory"),
         ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
-        ((8, 2, 64), {"num_workers": 0}, "num_workers must be at least 1, got 0"),
+        ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
     ],
 )
@@ -293,7 +288,7 @@ def good_step() -> dict[str, Any]:
         ),
         (
             "batch",
-            DecodeBatch(np.array([4, 5], np.int32), lambda: [[(1, 0, 4)], []]),  # type: ignore
+            DecodeBatch(np.array([4, 5], np.int32), [[(1, 0, 4)], []]),  # type: ignore
             r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
         ),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from forests import ForestCase, make_case, make_scheduler, plan_case
 
+from sglang_pat.attention import default_workers
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors import cuda
 from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
@@ -124,3 +127,42 @@ def test_siblings_send_their_plan_again_when_the_other_was_there(kernels: Kernel
 def test_buffers_that_may_move_are_not_shared(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="pass max_requests"):
         make_executor(kernels, None).sibling()
+
+
+def test_memory_is_pinned_in_the_context_of_the_executors_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anywhere else it would create a context on the current device, some 500 MB."""
+    current: list[torch.device] = []
+    pinned_on: list[torch.device] = []
+
+    @contextmanager
+    def device_guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def zeros(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        pinned_on.extend(current)
+        return torch.empty(size, dtype=dtype)
+
+    event = SimpleNamespace(record=lambda stream: pinned_on.extend(current), cuda_event=1)
+    monkeypatch.setattr(torch.cuda, "device", device_guard)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    device = torch.device("cuda", 3)
+    cuda.StagingBuffer(16, device)
+    assert pinned_on == [device, device]
+
+
+@pytest.mark.parametrize(("num_ctas", "num_kv_heads", "workers"), [(264, 8, 33), (84, 8, 10)])
+def test_workers_are_the_ctas_that_fit(num_ctas: int, num_kv_heads: int, workers: int) -> None:
+    kernels: Any = SimpleNamespace(num_ctas=lambda device: num_ctas)
+    assert default_workers(kernels, torch.device("cuda", 0), num_kv_heads) == workers
+
+
+def test_more_kv_heads_than_ctas_leave_one_worker() -> None:
+    kernels: Any = SimpleNamespace(num_ctas=lambda device: 30)
+    assert default_workers(kernels, torch.device("cuda", 0), 32) == 1

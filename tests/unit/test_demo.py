@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from sglang_pat.cli import demo
-from sglang_pat.cli.demo import engine
+from sglang_pat.cli.demo import comparison
 from sglang_pat.cli.demo.engine import Candidate, Machine, Served
 from sglang_pat.cli.demo.report import TIE_LOGPROB, Difference, Report, differences
 from sglang_pat.cli.demo.workload import (
@@ -20,7 +22,7 @@ from sglang_pat.cli.demo.workload import (
     Request,
     make_requests,
 )
-from sglang_pat.sglang import cpu
+from sglang_pat.cli.main import main
 
 STATS = {
     "plans_built": 3,
@@ -118,11 +120,11 @@ def test_exit_status_and_json(
         assert stats_file is None
         return Served([[2]] * (len(requests) - 1) + [[own_token]], 1.0)
 
-    monkeypatch.setattr(demo, "_quieten", lambda: None)
-    monkeypatch.setattr(engine, "serve", serve)
-    monkeypatch.setattr(cpu, "enable_cpu_engine", lambda: True)
+    monkeypatch.setattr(comparison, "serve", serve)
+    monkeypatch.setattr(comparison, "enable_cpu_engine", lambda: True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result_file = tmp_path / "result.json"
-    assert demo.main(["--requests", "48", "--json", str(result_file)]) == status
+    assert comparison.compare(48, result_file) == status
     result = json.loads(result_file.read_text())
     difference = {"request": 47, "position": 0, "pat": 2, "own": 7} if status else None
     assert result["first_difference"] == difference
@@ -130,8 +132,28 @@ def test_exit_status_and_json(
     assert result["stats"] == STATS
 
 
-@pytest.mark.parametrize("count", ["47", "many", "-1"])
-def test_too_few_requests_are_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        demo.main([f"--requests={count}"])
-    assert f"{count!r}; a number from 48 is allowed" in capsys.readouterr().err
+def test_the_command_runs_the_comparison_in_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def fake(command: list[str]) -> int:
+        commands.append(command[1:])
+        return 1
+
+    monkeypatch.setattr(demo, "run_in_session", fake)
+    monkeypatch.setattr(demo, "_quieten", lambda: None)
+    assert main(["demo"]) == 1
+    assert main(["demo", "--requests", "48", "--json", str(tmp_path / "f")]) == 1
+    module = ["-m", "sglang_pat.cli.demo.comparison"]
+    assert commands == [[*module, "64"], [*module, "48", str(tmp_path / "f")]]
+
+
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert "sglang and rich missing: pip install '.[sglang]'" in error
+    assert error.count("\n") == 1

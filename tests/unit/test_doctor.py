@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import sglang_pat
-from sglang_pat.cli import doctor, main
-from sglang_pat.cli.doctor import Check, Gpu, worst
-from sglang_pat.executors.jit import KernelBuildError, KernelConfig, Toolchain, library_path
+from sglang_pat.cli import doctor, gpus, main
+from sglang_pat.cli.doctor import Check, worst
+from sglang_pat.cli.gpus import Gpu
+from sglang_pat.executors import kernel_cache
+from sglang_pat.executors.jit import KernelBuildError, KernelConfig, Toolchain, cache_key
 
 H100 = Gpu("NVIDIA H100", (9, 0), "580.1")
 V100 = Gpu("Tesla V100", (7, 0), "580.1")
@@ -36,7 +38,7 @@ def found_version(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_torch_executes_the_plans() -> None:
     check = doctor.check_gpu([])
     assert check.status == "warning"
-    assert check.found == "no NVIDIA GPU: plans are executed by torch (tests only)"
+    assert check.found == "no NVIDIA GPU: torch executes the plans (tests only)"
 
 
 def test_a_gpu_and_its_driver() -> None:
@@ -53,18 +55,21 @@ def test_a_gpu_that_is_too_old() -> None:
 
 
 def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_ask_nvidia_smi", lambda: [V100, H100])
+    monkeypatch.setattr(gpus, "ask_nvidia_smi", lambda: [V100, H100])
+    monkeypatch.setattr(gpus, "cuda_driver_is_present", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert doctor.find_gpus() == [H100]
+    assert gpus.find_gpus() == [H100]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor.find_gpus() == [V100, H100]
+    assert gpus.find_gpus() == [V100, H100]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert gpus.find_gpus() == [V100, H100]
 
 
 @pytest.mark.parametrize(
-    ("answer", "gpus"),
+    ("answer", "names"),
     [
         (
             "echo 'NVIDIA H100, 80GB, 9.0, 580.1'; echo 'Tesla V100, 7.0, 580.1'",
@@ -75,15 +80,15 @@ def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_nvidia_smi_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str, gpus: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str, names: list[str]
 ) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{answer}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert [gpu.name for gpu in doctor._ask_nvidia_smi()] == gpus
+    assert [gpu.name for gpu in gpus.ask_nvidia_smi()] == names
     monkeypatch.setenv("PATH", "")
-    assert doctor._ask_nvidia_smi() == []
+    assert gpus.ask_nvidia_smi() == []
 
 
 @pytest.mark.parametrize(
@@ -120,24 +125,62 @@ def test_torch(
 
 @pytest.fixture
 def toolchain(monkeypatch: pytest.MonkeyPatch) -> Toolchain:
-    versions = "nvcc: NVIDIA\nCuda compilation tools, release 13.0, V13.0.88\ng++ 14"
-    toolchain = Toolchain(Path("/cuda/bin/nvcc"), "g++", Path("/cuda"), versions)
-    monkeypatch.setattr(Toolchain, "find", lambda: toolchain)
+    toolchain = Toolchain(
+        Path("/cuda/bin/nvcc"), ("g++",), Path("/cuda"), Path("/torch"), "13.0, V13.0.88"
+    )
+    monkeypatch.setattr(Toolchain, "find", lambda arch: toolchain)
     return toolchain
 
 
-@pytest.mark.parametrize(("gpus", "status"), [([H100], "failed"), ([], "warning")])
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], status: str) -> None:
-    def find() -> Toolchain:
+@pytest.fixture
+def no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(arch: object) -> Toolchain:
         raise KernelBuildError("no nvcc found (tried PATH): install the CUDA toolkit 13.0")
 
     monkeypatch.setattr(Toolchain, "find", find)
-    (check,) = doctor.check_kernels(gpus)
-    assert check.status == status
-    assert (check.found, check.advice) == (
+
+
+def add_kernels(cache: Path) -> Path:
+    """A library of 1.5 MB for the H100."""
+
+    def fill(work: Path) -> None:
+        (work / "kernels.so").write_bytes(bytes(1_500_000))
+        (work / "build.json").write_text('{"compilers": {"release": "13.0, V13.0.88"}}')
+
+    key = cache_key(KernelConfig(torch.bfloat16, 128, H100.capability))
+    return kernel_cache.add(cache, key, fill)
+
+
+@pytest.mark.parametrize(("found", "status"), [([H100], "failed"), ([], "warning")])
+def test_no_compiler(no_toolchain: None, tmp_path: Path, found: list[Gpu], status: str) -> None:
+    compiler, _ = doctor.check_kernels(found, tmp_path)
+    assert compiler.status == status
+    assert (compiler.found, compiler.advice) == (
         "no nvcc found (tried PATH)",
         "install the CUDA toolkit 13.0",
     )
+
+
+def test_compiled_kernels_need_no_compiler(no_toolchain: None, tmp_path: Path) -> None:
+    """A runtime image: the kernels are there, nvcc is not."""
+    add_kernels(tmp_path)
+    compiler, cache = doctor.check_kernels([H100], tmp_path)
+    assert (compiler.status, cache.status) == ("warning", "ok")
+
+
+def test_the_newest_gpu_decides_which_nvcc_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def find(arch: object) -> Toolchain:
+        asked.append(arch)
+        raise KernelBuildError("nvcc is CUDA 12.4: 12.8 or newer is needed")
+
+    monkeypatch.setattr(Toolchain, "find", find)
+    doctor.check_kernels([H100, Gpu("B200", (10, 0), "580.1")], tmp_path)
+    doctor.check_kernels([], tmp_path)
+    assert asked == [(10, 0), None]
 
 
 def test_kernels_that_are_compiled(toolchain: Toolchain, tmp_path: Path) -> None:
@@ -145,22 +188,116 @@ def test_kernels_that_are_compiled(toolchain: Toolchain, tmp_path: Path) -> None
     assert (compiler.status, compiler.found) == ("ok", "/cuda/bin/nvcc, 13.0, V13.0.88")
     assert cache.status == "warning"
     assert cache.found == f"{tmp_path}, 0.0 MB; none compiled for this GPU"
-    assert "sglang-pat build --arch 9.0" in cache.advice
+    assert cache.advice.endswith("sglang-pat build")
 
-    config = KernelConfig(torch.bfloat16, 128, H100.capability)
-    library = library_path(config, toolchain, tmp_path)
-    library.parent.mkdir()
-    library.write_bytes(bytes(1_500_000))
+    add_kernels(tmp_path)
     _, cache = doctor.check_kernels([H100], tmp_path)
-    assert (cache.status, cache.found) == ("ok", f"{tmp_path}, 1.5 MB; compiled: bf16_d128_sm90")
+    assert cache.status == "ok"
+    assert cache.found == f"{tmp_path}, 1.5 MB; compiled: bf16_d128_sm90 (nvcc 13.0, V13.0.88)"
 
 
-def test_a_cache_that_cannot_be_written(toolchain: Toolchain, tmp_path: Path) -> None:
+def test_the_cache_is_the_one_that_a_server_uses(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", str(tmp_path))
+    _, cache = doctor.check_kernels([])
+    assert cache.found.startswith(f"{tmp_path}, ")
+    monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", "a folder")
+    _, cache = doctor.check_kernels([])
+    assert cache.status == "failed"
+    assert cache.found == "SGLANG_PAT_KERNEL_CACHE='a folder'; allowed"
+    assert cache.advice == "an absolute path of a folder"
+
+
+def test_a_cache_that_cannot_be_written(
+    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("")
     _, cache = doctor.check_kernels([], occupied / "sglang-pat")
     assert cache.status == "failed"
-    assert f"make {occupied} writable" in cache.advice
+    assert f"{occupied} is not a folder" in cache.found
+    assert "set SGLANG_PAT_KERNEL_CACHE" in cache.advice
+    # An image's cache is complete, and need not be written.
+    add_kernels(tmp_path)
+    monkeypatch.setattr(kernel_cache, "problem_with_writing", lambda cache: "read-only")
+    assert doctor.check_kernels([], tmp_path)[1].status == "failed"
+    assert doctor.check_kernels([H100], tmp_path)[1].status == "ok"
+
+
+def test_a_cache_that_others_can_write(toolchain: Toolchain, tmp_path: Path) -> None:
+    add_kernels(tmp_path).chmod(0o666)
+    _, cache = doctor.check_kernels([H100], tmp_path)
+    assert cache.status == "failed"
+    assert "can be written by other users (mode 0666)" in cache.found
+    tmp_path.chmod(0o777)
+    _, cache = doctor.check_kernels([], tmp_path)
+    assert cache.status == "failed"
+    assert f"run chmod go-w {tmp_path}" in cache.advice
+
+
+# --- what may be missing ---
+
+
+def without(*modules: str) -> str:
+    """Code that hides modules, and then runs doctor's checks that need no SGLang."""
+    hidden = dict.fromkeys(modules)
+    return (
+        f"import sys; sys.modules.update({hidden})\n"
+        "from sglang_pat.cli import doctor, main\n"
+        "doctor._checks_by_sglang = lambda: []\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+
+
+def run_without(*modules: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", without(*modules), *command], capture_output=True, text=True
+    )
+
+
+def test_doctor_reports_that_torch_is_missing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    child = run_without("torch", command=["doctor", "--json", str(report)])
+    assert (child.returncode, child.stderr) == (1, "")
+    checks = {each["topic"]: Check(**each) for each in json.loads(report.read_text())["checks"]}
+    assert checks["torch"].status == "failed"
+    assert checks["torch"].found.startswith("cannot be imported: ")
+    assert "install torch" in checks["torch"].advice
+    assert checks["kernels"].status == "failed"
+    assert checks["variables"].status == "ok"
+    assert checks["C++ scheduler"].status == "ok"
+
+
+def test_doctor_runs_without_any_of_its_packages() -> None:
+    child = run_without("torch", "rich", "filelock", "platformdirs", "numpy", command=["doctor"])
+    assert (child.returncode, child.stderr) == (1, "")
+    assert "failed   torch: cannot be imported" in child.stdout
+    assert "failed   variables: not checked" in child.stdout
+
+
+def test_build_says_that_torch_is_missing() -> None:
+    child = run_without("torch", command=["build", "--arch", "9.0"])
+    assert child.returncode == 1
+    assert child.stderr.count("\n") == 1
+    assert "torch cannot be imported" in child.stderr
+    assert "install it" in child.stderr
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = doctor.check_packages()
+    assert (check.status, check.found) == ("ok", f"sglang-pat {sglang_pat.__version__}")
+    needed = [
+        "torch>=2.4",
+        "no-such-package[all]>=1; python_version > '3'",
+        "sphinx ; extra == 'x'",
+    ]
+    monkeypatch.setattr(doctor, "requires", lambda name: needed)
+    check = doctor.check_packages()
+    assert check.status == "failed"
+    assert check.advice == "pip install no-such-package"
+    found_version(None, monkeypatch)
+    assert doctor.check_packages().found == "sglang-pat is not installed"
 
 
 # --- the package and SGLang ---
@@ -178,7 +315,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PAT_GROWTH_TOKENS", "7")
     check = doctor.check_environment()
     assert check.status == "ok"
-    assert "policy memory, debug False, stats_file None, growth_tokens 7" in check.found
+    assert "policy memory, debug False, stats_file None, growth_tokens 7, kernel_" in check.found
     monkeypatch.setenv("SGLANG_PAT_POLICY", "greedy")
     check = doctor.check_environment()
     assert check.status == "failed"
@@ -254,16 +391,3 @@ def test_report_and_exit_status(
     for check in checks:
         assert check.topic in table
     assert "[x] found" in table
-
-
-def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
-    script = Path(sys.executable).parent / "sglang-pat"
-    report = tmp_path / "report.json"
-    child = subprocess.run(
-        [script, "doctor", "--json", report], capture_output=True, text=True, timeout=120
-    )
-    checks = {each["topic"]: each for each in json.loads(report.read_text())["checks"]}
-    assert child.returncode == (1 if "failed" in {c["status"] for c in checks.values()} else 0)
-    for topic in ("C++ scheduler", "SGLang", "entry point", "registration", "hooks"):
-        assert checks[topic]["status"] == "ok", child.stdout
-    assert child.stderr == ""

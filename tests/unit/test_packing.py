@@ -78,6 +78,15 @@ def test_memory_stores_directly_where_that_saves_two_partials() -> None:
     assert shared_packs(make_case([(-1, 17)], two_requests), "memory") == [(0, 17, 2)]
 
 
+def test_memory_counts_one_partial_where_an_ancestor_leaves_another() -> None:
+    """A request that takes along a child of the root still has the root's partial: 2 per row."""
+    below = [(1, 5000)] * 2
+    for tokens, merges in ((8, True), (9, False), (16, False)):
+        case = make_case([(-1, 3000), (0, tokens)], [*below, *[(0, 5000)] * 4])
+        packs = shared_packs(case, "memory")
+        assert packs == [(0, 3000, 6), *([] if merges else [(3000, tokens, 2)])]
+
+
 def test_memory_counts_passes_per_tile() -> None:
     """Children that fill tiles of their own add no pass over the root, so they take it along."""
     per_tile = TILE_TABLE[-1][0] // 4
@@ -95,6 +104,14 @@ def test_nodes_with_the_same_holders_are_one_range() -> None:
 def test_a_node_of_one_request_is_private() -> None:
     case = make_case([(-1, 100), (0, 50)], [(1, 10), (0, 20)])
     assert shared_packs(case, "per-node") == [(0, 100, 2)]
+
+
+def test_private_packs_are_in_tree_order() -> None:
+    """Requests that share more lie closer together: their private ranges too."""
+    case = make_case([(-1, 300), (-1, 400)], [(0, 9), (1, 9), (0, 9), (1, 9), (-1, 7), (0, 9)])
+    plan = plan_case(make_scheduler(num_workers=1), case)
+    private = plan.work_items[plan.work_items[:, 3] != SHARED_KV, 3].tolist()
+    assert private == [0, 2, 5, 1, 3, 4]
 
 
 def test_two_roots_are_two_packs() -> None:

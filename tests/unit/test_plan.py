@@ -8,10 +8,38 @@ import numpy as np
 import pytest
 from forests import make_case, make_scheduler, plan_case, three_level_case
 
-from sglang_pat._scheduler import PLAN_MAGIC, PLAN_VERSION, TILE_TABLE, PackScheduler, PlanCapacity
-from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, write_plan
+from sglang_pat._scheduler import (
+    PLAN_MAGIC,
+    PLAN_SECTIONS,
+    PLAN_VERSION,
+    TILE_TABLE,
+    CostModel,
+    PackScheduler,
+    PlanCapacity,
+    row_lengths,
+)
+from sglang_pat.attention import new_scheduler
+from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, copy_plan, write_plan
 
 SECTIONS = ("num_tickets", "num_work_items", "num_item_requests", "num_gather_spans", "num_merges")
+
+
+def test_python_names_all_that_the_format_describes() -> None:
+    """plan_format.h describes the sections; the attributes and the header only name them."""
+    assert tuple(PlanCapacity().entries()) == SECTIONS
+    assert tuple(PlanCapacity().layout()) == ("header", *(s[0] for s in PLAN_SECTIONS), "size")
+    attributes = [name for name in vars(DecodePlan) if name in {s[0] for s in PLAN_SECTIONS}]
+    assert attributes == [section[0] for section in PLAN_SECTIONS]
+    assert [field for field in PlanHeader._fields if field in SECTIONS] == [*SECTIONS]
+
+
+def test_a_capacity_takes_the_counts_of_the_format() -> None:
+    assert PlanCapacity(num_merges=3).entries() == dict.fromkeys(SECTIONS, 0) | {"num_merges": 3}
+    with pytest.raises(TypeError, match=r"a capacity has num_tickets, .*num_merges, got merges"):
+        PlanCapacity(merges=3)
+    for number in (-1, 1 << 31):
+        with pytest.raises(ValueError, match=f"num_merges must be 0 to 2147483647, got {number}"):
+            PlanCapacity(num_merges=number)
 
 
 def test_sections_start_on_cache_lines_and_do_not_overlap() -> None:
@@ -48,7 +76,7 @@ def test_a_plan_is_written_if_no_size_is_too_small(short: str) -> None:
     needed = BufferSizes.needed_by(scheduler)
     out = np.full(2 * needed.plan.layout()["size"], 7, dtype=np.int32)
     if short in SECTIONS:
-        sizes = {name: getattr(needed.plan, name) for name in SECTIONS}
+        sizes = needed.plan.entries()
         sizes[short] -= 1
         small = needed._replace(plan=PlanCapacity(**sizes))
     else:
@@ -65,33 +93,54 @@ def test_a_plan_is_written_if_no_size_is_too_small(short: str) -> None:
     assert more == (short in SECTIONS)
     for name in ("num_partials", "num_shared_slots"):  # what suffices stays
         assert getattr(grown, name) == getattr(needed, name) * (2 if name == short else 1)
-    size = getattr(needed.plan if short in SECTIONS else needed, short)
+    size = needed.plan.entries()[short] if short in SECTIONS else getattr(needed, short)
     assert f"{size} {short.removeprefix('num_')}" in str(needed)
 
 
-def test_a_reservation_has_room_for_paths_of_five_nodes() -> None:
+def test_a_reservation_bounds_shared_slots_as_it_is_told() -> None:
     scheduler = make_scheduler(num_workers=33)
     nodes = [(-1 if depth == 0 else depth - 1, 300) for depth in range(5)]
     plan_case(scheduler, make_case(nodes, [(4, 200)] * 64))
-    for max_shared_slots, fits in ((1500, True), (1, False)):
+    for max_shared_slots, fits in ((1500, True), (1499, False), (1, False)):
         sizes = BufferSizes.for_requests(64, max_shared_slots, num_workers=33, group_size=4)
         out = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
         assert (write_plan(scheduler, sizes, out) is not None) == fits
 
 
-def test_a_buffer_without_a_plan_is_recognised() -> None:
-    scheduler = make_scheduler()
-    plan_case(scheduler, three_level_case(4))
-    sizes = BufferSizes.needed_by(scheduler)
-    capacity = sizes.plan
-    buffer = np.zeros(capacity.layout()["size"], dtype=np.int32)
-    tokens = KvTokens(0, 0, 0)
-    with pytest.raises(ValueError, match="no plan of version"):
-        DecodePlan.parse(buffer, capacity, tokens)
-    scheduler.write(*sizes, buffer)
-    assert DecodePlan.parse(buffer, capacity, tokens).header[:2] == (PLAN_MAGIC, PLAN_VERSION)
-    with pytest.raises(ValueError, match="got 3"):
-        DecodePlan.parse(buffer[:3], capacity, tokens)
+def test_a_reservation_stays_small() -> None:
+    """Of 256 requests of Llama-3-8B, 60 MB of partials."""
+    sizes = BufferSizes.for_requests(256, 1 << 20, num_workers=33, group_size=4)
+    assert sizes.num_partials == 12 * 256 + 33 * 16
+    assert sizes.num_partials * 32 * (128 + 1) * 4 < 60e6
+    assert sizes.plan.layout()["size"] * 4 < 120e3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 5, 33, 4), "max_requests must be at least 1, got 0"),
+        ((1, 5, 0, 4), "num_workers must be 1 to 65536, got 0"),
+        ((1, 5, 33, 17), "group_size must be 1 to 16 query heads per KV head, got 17"),
+        ((1 << 30, 5, 33, 4), "max_requests 1073741824 is too large"),
+    ],
+)
+def test_bad_reservations(arguments: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BufferSizes.for_requests(*arguments)
+
+
+def test_a_plan_serves_256_more_tokens() -> None:
+    """PackAttention's default; each growth beyond it costs a plan of 30 us at batch 256."""
+    scheduler = new_scheduler(group_size=4, num_workers=33)
+    case = make_case([], [(-1, 5), (-1, 600)])
+    plan_case(scheduler, case)
+    assert scheduler.check_lengths(case.seq_lens + np.int32(256))[0]
+    assert not scheduler.check_lengths(case.seq_lens + np.int32(257))[0]
+
+
+def test_a_plan_begins_with_magic_and_version() -> None:
+    plan = plan_case(make_scheduler(), three_level_case(4))
+    assert plan.header[:2] == (PLAN_MAGIC, PLAN_VERSION)
 
 
 def test_every_tile_of_the_table_is_chosen() -> None:
@@ -115,7 +164,8 @@ def test_every_tile_of_the_table_is_chosen() -> None:
             "policy must be one of memory, paper, compute, per-node, query-centric, got best",
         ),
         ({"min_piece_tokens": 100}, "min_piece_tokens must be a positive multiple of 64, got 100"),
-        ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
+        ({"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
+        ({"num_workers": 65537}, "num_workers must be 1 to 65536, got 65537"),
         ({"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
     ],
 )
@@ -138,3 +188,60 @@ def test_array_dtypes_are_not_converted() -> None:
         make_scheduler().plan(one, np.zeros(1, dtype=np.int32), one, one, one)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seq_lens must have 1 dimension, got 2"):
         make_scheduler().check_lengths(np.zeros((1, 1), dtype=np.int32))
+
+
+@pytest.mark.parametrize("name", ["partial_row", "piece", "query_row", "shortest", "rows_at_ridge"])
+def test_costs_have_a_range(name: str) -> None:
+    least = int(name == "rows_at_ridge")
+    for value in (least - 1, (1 << 20) + 1):
+        with pytest.raises(ValueError, match=f"cost {name} must be {least} to 1048576, got"):
+            CostModel(**{name: value})
+    case = three_level_case(40)
+    for value in (least, 1 << 20):
+        scheduler = make_scheduler(cost=CostModel(**{name: value}))
+        assert plan_case(scheduler, case).header.num_work_items > 0
+
+
+def test_the_last_plan_stays_in_force_if_another_does_not_fit_its_format() -> None:
+    """Two roots of 2**31 - 1 tokens: more shared slots than int32 can count."""
+    scheduler = make_scheduler()
+    before = plan_case(scheduler, three_level_case(40))
+    summary, lens = scheduler.summary, three_level_case(40).seq_lens
+    longest = (1 << 31) - 1
+    too_long = (
+        np.arange(5, dtype=np.int32),
+        np.array([7, 8, 7, 8], dtype=np.int64),
+        np.zeros(4, dtype=np.int32),
+        np.full(4, longest, dtype=np.int32),
+        np.full(4, longest, dtype=np.int32),
+    )
+    with pytest.raises(ValueError, match="shared slots of this plan do not fit into int32"):
+        scheduler.plan(*too_long)
+    assert scheduler.summary == summary
+    assert scheduler.check_lengths(lens)[0]
+    assert copy_plan(scheduler).buffer.tobytes() == before.buffer.tobytes()
+
+
+def test_lengths_that_are_negative_or_of_another_batch_have_no_steps_left() -> None:
+    scheduler = make_scheduler()
+    plan_case(scheduler, make_case([], [(-1, 5), (-1, 6)]))
+    with pytest.raises(ValueError, match="seq_lens must not be negative, got -2147483648 for"):
+        scheduler.steps_left(np.array([5, -(1 << 31)], dtype=np.int32), 100)
+    with pytest.raises(ValueError, match="the plan is for 2 requests, got lengths of 1"):
+        scheduler.steps_left(np.array([5], dtype=np.int32), 100)
+    lens = np.array([5, 6], dtype=np.int32)
+    assert scheduler.steps_left(lens, -(1 << 31)) == 0
+    assert scheduler.steps_left(lens, (1 << 31) - 1) == 256
+
+
+def test_arrays_must_be_aligned() -> None:
+    odd = np.zeros(9, dtype=np.int8)[1:].view(np.int32)
+    with pytest.raises(ValueError, match="seq_lens must be aligned to 4 bytes"):
+        make_scheduler().check_lengths(odd)
+    assert row_lengths(odd, 2, 3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [(-1, 2), (1, -2)])
+def test_numbers_of_rows_must_not_be_negative(rows: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="must not be negative, got"):
+        row_lengths(np.zeros(3, dtype=np.int64), *rows)

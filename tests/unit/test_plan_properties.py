@@ -6,23 +6,26 @@ import numpy as np
 import pytest
 from forests import (
     ForestCase,
+    chain_case,
     forest_cases,
     make_case,
     make_scheduler,
     plan_case,
     three_level_case,
+    tree_case,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
+    MAX_PACKS_PER_REQUEST,
     OPEN_END,
     SHARED_KV,
     TILE_TABLE,
     PackScheduler,
 )
-from sglang_pat.plan import DecodePlan
+from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 many = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -83,9 +86,16 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
     # Partials: dense and unique; merged in the order of the KV; single ones stored
     # directly.
     num_requests = len(case.seq_lens)
-    slots_of: list[list[int]] = [[] for _ in range(num_requests)]
-    for request, slot in plan.item_requests.tolist():
-        slots_of[request].append(slot)
+    reads_of: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]
+    spans = plan.gather_spans
+    for _, count, first, kv_request, kv_begin, *_ in plan.work_items.tolist():
+        position = kv_begin
+        if kv_request == SHARED_KV:
+            span = spans[np.searchsorted(spans[:, 3], kv_begin, side="right") - 1]
+            position += int(span[1] - span[3])
+        for request, slot in plan.item_requests[first : first + count].tolist():
+            reads_of[request].append((position, slot))
+    slots_of = [[slot for _, slot in sorted(reads)] for reads in reads_of]
     used: list[int] = []
     merged = {}
     for request, begin, count, _ in plan.merges.tolist():
@@ -185,6 +195,62 @@ def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase
         assert getattr(fresh, name).tobytes() == getattr(again, name).tobytes()
 
 
+def check_reservation(scheduler: PackScheduler, case: ForestCase, workers: int, group: int) -> None:
+    """The plan fits into what is reserved for as many requests."""
+    sizes = BufferSizes.for_requests(
+        len(case.seq_lens), scheduler.num_shared_slots, num_workers=workers, group_size=group
+    )
+    buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
+    needed = BufferSizes.needed_by(scheduler)
+    assert write_plan(scheduler, sizes, buffer) is not None, f"{needed} exceeds {sizes}"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(case=forest_cases(), heads=st.integers(1, 8), group_size=st.integers(1, 16))
+def test_every_plan_fits_its_reservation(
+    policy: str, case: ForestCase, heads: int, group_size: int
+) -> None:
+    scheduler = make_scheduler(group_size, 264 // heads, policy)
+    plan_case(scheduler, case)
+    check_reservation(scheduler, case, 264 // heads, group_size)
+
+
+@pytest.mark.parametrize("heads", range(1, 9))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(tree_case([1, 4, 8, 256], 60), id="1,4,8,256"),
+        pytest.param(tree_case([1, 16, 64], 150), id="1,16,64"),
+        pytest.param(tree_case([2**i for i in range(8)], 70), id="1,2,4,...,128"),
+        pytest.param(tree_case([1], 60_000), id="1"),
+        pytest.param(tree_case([1] * 10 + [100], 40), id="a chain above 100"),
+        pytest.param(chain_case(200, 40), id="each of 200 leaves a chain elsewhere"),
+        pytest.param(chain_case(64, 2), id="each of 64 leaves a chain of short nodes"),
+    ],
+)
+def test_plans_of_deep_trees_fit_their_reservation(case: ForestCase, heads: int) -> None:
+    for group_size in range(1, 17):
+        for policy in ("memory", "per-node") if group_size in (1, 4, 16) else ("memory",):
+            scheduler = make_scheduler(group_size, 264 // heads, policy)
+            plan_case(scheduler, case)
+            check_reservation(scheduler, case, 264 // heads, group_size)
+
+
+def test_a_plan_that_had_to_stay_within_its_reservation_is_right() -> None:
+    """One in four of 200 * 201 / 2 packed requests is more than 12 for each request."""
+    case = chain_case(200, 40)
+    for policy in POLICIES:
+        scheduler = make_scheduler(policy=policy)
+        plan = plan_case(scheduler, case)
+        check_structure(plan, case, 4)
+        check_coverage(plan, case, case.seq_lens)
+        check_tokens(plan, case)
+        assert len(plan.item_requests) <= MAX_PACKS_PER_REQUEST * 200 + 33 * 16
+    shared = plan_case(make_scheduler(), case).kv_tokens
+    assert shared.planned < 0.2 * shared.query_centric
+
+
 def test_a_thousand_requests() -> None:
     case = three_level_case(1000)
     for policy in POLICIES:
@@ -240,9 +306,19 @@ def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:
     assert 0.35 < private_before / (~is_shared).sum() < 0.65
 
 
-def test_long_kv_of_many_requests_is_cut_no_more_than_partials_allow() -> None:
-    """Tickets that shrink would cut the one tile here into hundreds of pieces."""
-    case = make_case([(-1, 300_000)], [(0, 9)] * 16)
+@pytest.mark.parametrize("tokens", [60_000, 100_000, 130_000, 300_000])
+def test_long_kv_of_many_requests_is_cut_no_more_than_partials_allow(tokens: int) -> None:
+    """Tickets that shrink would cut the one tile here into dozens of pieces."""
+    case = make_case([(-1, tokens)], [(0, 9)] * 16)
     plan = plan_case(make_scheduler(), case)
     assert plan.header.num_item_requests <= 2 * 16 + 33 * 16
-    assert len(ticket_tokens(plan, case)) == 33
+    assert len(ticket_tokens(plan, case)) == 33 or tokens < 80_000
+
+
+def test_no_cut_leaves_a_piece_that_is_too_short() -> None:
+    for tokens in range(30_000, 34_000, 37):
+        case = make_case([], [(-1, tokens)] * 3 + [(-1, 2 * tokens)])
+        plan = plan_case(make_scheduler(num_workers=7), case)
+        ends = plan.work_items[:, 5]
+        ends = np.where(ends == OPEN_END, case.seq_lens[plan.work_items[:, 3]], ends)
+        assert (ends - plan.work_items[:, 4]).min() >= 128

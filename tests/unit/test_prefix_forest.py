@@ -20,15 +20,24 @@ from sglang_pat.plan import copy_plan
 class Request:
     """Equal to all others: only identity tells them apart."""
 
-    def __init__(self, path: list[PathNode], seq_len: int = 400, children: int = 0) -> None:
-        """children: below the last node; what lies on the path has one."""
-        self.path, self.seq_len, self.children = path, seq_len, children
+    def __init__(
+        self,
+        path: list[PathNode],
+        seq_len: int = 400,
+        children: int = 0,
+        beside: Collection[int] = (),
+    ) -> None:
+        """children: below the last node. beside: nodes that have children beside the path."""
+        self.path, self.seq_len, self.children, self.beside = path, seq_len, children, beside
 
     def read(self) -> list[tuple[int, int, int, int, int, int]]:
         """As SGLang's trees give it: id, parent, begin, end, tokens, children."""
         last = len(self.path) - 1
         return [
-            (node_id, -1, begin, end, end - begin, self.children if i == last else 1)
+            (
+                *(node_id, -1, begin, end, end - begin),
+                (self.children if i == last else 1) + (node_id in self.beside),
+            )
             for i, (node_id, begin, end) in enumerate(self.path)
         ]
 
@@ -134,21 +143,53 @@ UPPER, LOWER = PathNode(7, 100, 180), PathNode(2, 180, 300)
 
 
 @pytest.mark.parametrize(
-    "newcomer",
+    ("newcomer", "batches_read"),
     [
-        pytest.param(Request([SYSTEM, UPPER, LOWER]), id="goes through both parts"),
-        pytest.param(Request([SYSTEM, UPPER, PathNode(9, 180, 200)]), id="leaves at the split"),
-        pytest.param(Request([SYSTEM, UPPER], children=2), id="ends at the split"),
+        pytest.param(Request([SYSTEM, UPPER, LOWER]), ["ab"], id="goes through both parts"),
+        pytest.param(
+            Request([SYSTEM, UPPER, PathNode(9, 180, 200)], beside={7}),
+            ["a", "b"],
+            id="leaves at the split",
+        ),
+        pytest.param(Request([SYSTEM, UPPER], children=2), ["a", "b"], id="ends at the split"),
+        pytest.param(
+            Request([SYSTEM, PathNode(30, 100, 140), PathNode(31, 140, 180)], children=1),
+            ["a", "b"],
+            id="ends at the second of two splits",
+        ),
     ],
 )
-def test_a_split_is_found_by_the_path_of_a_newcomer(newcomer: Request) -> None:
+def test_a_split_is_found_by_the_path_of_a_newcomer(
+    newcomer: Request, batches_read: list[str]
+) -> None:
+    """At once if the path holds the lower part; else one request is asked first."""
     a, b = Request([SYSTEM, LONG]), Request([SYSTEM, LONG])
-    other = Request([SYSTEM, PathNode(3, 100, 150)])
+    other = Request([SYSTEM, PathNode(3, 100, 140)])
     batches = Batches(a, b, other)
-    a.path = b.path = [SYSTEM, UPPER, LOWER]
+    a.path = b.path = [*newcomer.path[: 2 + (newcomer.path[-1].kv_begin == 140)], LOWER]
     assert batches.go_to([a, b, other, newcomer]) == (1, 0, 0, 2)
-    assert batches.reads == [[id(newcomer)], [id(a), id(b)]]
-    assert batches.forest.num_kept == 2
+    names = {"a": id(a), "b": id(b)}
+    reads = [[names[name] for name in read] for read in batches_read]
+    assert batches.reads == [[id(newcomer)], *reads]
+    batches.check()
+
+
+def test_a_longer_sibling_that_was_not_split_costs_one_request() -> None:
+    """Documents of varied lengths lie side by side; each is asked for once, not all its readers."""
+    documents = [PathNode(10 + i, 100, 200 + i) for i in range(8)]
+    readers = [Request([SYSTEM, document]) for document in documents for _ in range(16)]
+    batches = Batches(*readers)
+    newcomer = Request([SYSTEM, PathNode(99, 100, 203), PathNode(100, 203, 210)], beside={99})
+    assert batches.go_to([*readers, newcomer]) == (1, 0, 0, 4)
+    assert batches.reads[1] == [id(reader) for reader in readers[4 * 16 :: 16]]
+    assert batches.forest.num_kept == len(readers)
+    batches.check()
+
+
+def test_a_new_node_without_other_children_outdates_nothing() -> None:
+    a, newcomer = Request([SYSTEM, LONG]), Request([SYSTEM, UPPER, PathNode(9, 180, 200)])
+    batches = Batches(a)
+    assert batches.go_to([a, newcomer]) == (1, 0, 0, 0)
     batches.check()
 
 
@@ -188,12 +229,17 @@ def test_a_node_that_comes_again_elsewhere_after_all_have_left_it() -> None:
         ([[(5, -1, 0)], []], r"a node must be a tuple of 6 integers, got \(5, -1, 0\)"),
         ([[(5, -1, 0, 2**32 + 4, 4, 0)], []], "positions must fit into int32, got 4294967300"),
         (7, "Object of type 'int' is not an instance of 'sequence'"),
+        (
+            [[(5, -1, 0, 2.0, 4, 0)], []],
+            r"a tuple of 6 integers, got \(5, -1, 0, 2.0",
+        ),
+        ([[(1 << 63, -1, 0, 2, 4, 0)], []], "int too big to convert"),
     ],
 )
 def test_bad_paths_leave_a_forest_without_a_batch(paths: Any, message: str) -> None:
     batches = Batches(Request([SYSTEM]))
     now = [*batches.requests, Request([]), Request([])]
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, OverflowError), match=message):
         batches.forest.update(batches.requests, now, set(), lambda requests: paths)
     batches.requests = []
     assert batches.go_to(now) == (3, 0, 0, 0)
@@ -235,6 +281,40 @@ def test_a_batch_that_the_forest_does_not_have() -> None:
     batches = Batches(a)
     assert batches.forest.update([], [], set(), list) == (0, 0, 0, 0)
     assert len(batches.forest) == 0
+
+
+def test_a_path_that_changes_while_it_is_read() -> None:
+    """Python code that a node runs must not meet a path that is being read."""
+    batches = Batches(Request([SYSTEM]))
+
+    class Clears:
+        def __index__(self) -> int:
+            path.clear()
+            return 0
+
+        def __repr__(self) -> str:
+            path.clear()
+            return "Clears()"
+
+    now = [*batches.requests, Request([])]
+    path: list[Any] = [(5, -1, 0, 9, Clears(), 0)]  # not looked at: neither is its tokens field
+    assert batches.forest.update(batches.requests, now, set(), lambda _: [path]) == (1, 0, 0, 0)
+    path += [(6, -1, Clears(), 19, 9, 0)] * 1000
+    joins = [*now, Request([])]
+    with pytest.raises(TypeError, match=r"a node must be .* got \(6, -1, Clears\(\), 19, 9, 0\)"):
+        batches.forest.update(now, joins, set(), lambda _: [path])
+
+
+def test_a_batch_that_changes_while_it_is_read() -> None:
+    batches = Batches(Request([SYSTEM]))
+    now = [*batches.requests, *(Request([SYSTEM, LONG]) for _ in range(5))]
+
+    def read(requests: list[Request]) -> list[Any]:
+        now.clear()
+        return [request.read() for request in requests]
+
+    assert batches.forest.update([*batches.requests], now, set(), read) == (5, 0, 0, 0)
+    assert len(batches.forest) == 6
 
 
 def test_same_objects() -> None:

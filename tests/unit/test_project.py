@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
+import tarfile
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import entry_points, version
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 import torch
 
@@ -21,6 +26,10 @@ from sglang_pat.sglang.env import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs/guide.md").read_text()
+PAGES = {
+    path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -52,17 +61,40 @@ def _imported(path: Path) -> set[str]:
     return names
 
 
-# --- README ---
+# --- README and documentation ---
 
 
-def test_readme_shows_the_support_matrix() -> None:
-    assert support.markdown_table() in README
-    for row in support.support_matrix():
-        assert f"| {row.topic} | {row.supported} |" in README
+def test_the_support_table_is_documented_once() -> None:
+    head = support.markdown_table().splitlines()[0]
+    (page,) = (text for text in PAGES.values() if head in text)
+    assert page.count(head) == 1
+    lines = page[page.index(head) :].splitlines()
+    table = "\n".join(takewhile(lambda line: line.startswith("|"), lines))
+    assert table == support.markdown_table(), "copy the output of: sglang-pat support"
 
 
-def test_readme_example_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_support_table_holds_every_row() -> None:
+    lines = support.markdown_table().splitlines()
+    rows = [tuple(cell.strip() for cell in line[1:-1].split("|")) for line in lines[2:]]
+    matrix = support.support_matrix()
+    assert rows == [(row.topic, row.supported, row.everything_else) for row in matrix]
+    supported = {row.topic: row.supported for row in matrix}
+    for topic, values in (
+        ("SGLang", support.SGLANG_VERSIONS),
+        ("Python", support.PYTHON_VERSIONS),
+        ("head_dim", support.HEAD_DIMS),
+        ("dtype of queries and KV cache", support.DTYPES),
+        ("packing policy", support.POLICIES),
+    ):
+        assert supported[topic] == ", ".join(map(str, values))
+
+
+def test_readme_names_the_supported_sglang_versions() -> None:
+    assert f"| SGLang | {', '.join(support.SGLANG_VERSIONS)} |" in README
+
+
+def test_example_of_the_guide_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code[1], names)
@@ -81,14 +113,33 @@ def test_readme_names_only_make_targets_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     mentioned = set(re.findall(r"make ([a-z-]+)", README))
-    assert {"demo", "test", "lint"} <= mentioned <= targets
+    assert {"demo", "test", "test-fast", "lint"} <= mentioned <= targets
 
 
-def test_readme_lists_every_variable() -> None:
+def test_relative_links_lead_somewhere() -> None:
+    """Those of the files that the documentation's own strict build does not see."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text()
+        links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+        assert not [link for link in links if not (ROOT / link).exists()], name
+
+
+def test_documentation_quotes_existing_results() -> None:
+    """Files below benchmarks/results/ that a page names are there."""
+    for page in ("docs/results.md", "docs/when-it-does-not-pay.md", "docs/related-work.md"):
+        text = (ROOT / page).read_text()
+        quoted = set(re.findall(r"`(?:benchmarks/results/)?((?:h100|h200|cpu)/[\w./*-]+)`", text))
+        assert quoted, page
+        for name in quoted:
+            assert list((ROOT / "benchmarks/results").glob(name)), f"{page}: {name}"
+
+
+def test_every_variable_is_documented() -> None:
     with pytest.raises(ValueError, match="allowed: ") as error:
         Environment.read({"SGLANG_PAT_NO_SUCH": "1"})
     allowed = str(error.value).partition("allowed: ")[2].split(", ")
-    assert re.findall(r"^\| `(SGLANG_PAT_\w+)`", README, re.MULTILINE) == allowed
+    documented = [re.findall(r"^\| `(SGLANG_PAT_\w+)`", page, re.M) for page in PAGES.values()]
+    assert max(documented, key=len) == allowed
 
 
 # --- packaging ---
@@ -141,6 +192,40 @@ def test_types_are_published() -> None:
     assert (files("sglang_pat") / "py.typed").is_file()
 
 
+def test_a_source_distribution_can_set_itself_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scikit_build_core.build import build_sdist
+
+    monkeypatch.chdir(ROOT)
+    with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("Makefile", "pyproject.toml", ".ci/check_python.py", "scheduler/CMakeLists.txt"):
+        assert name in names
+    assert {_relative(path) for path in (ROOT / "kernels").rglob("*.cu")} <= names
+    assert not [name for name in names if name.startswith((".venv", "build/", ".git/"))]
+
+
+def test_supported_pythons() -> None:
+    project = PYPROJECT["project"]
+    minors = [int(version.removeprefix("3.")) for version in support.PYTHON_VERSIONS]
+    assert project["requires-python"] == f">=3.{minors[0]},<3.{minors[-1] + 1}"
+    prefix = "Programming Language :: Python :: "
+    classified = [each.removeprefix(prefix) for each in project["classifiers"] if prefix in each]
+    assert tuple(classified) == support.PYTHON_VERSIONS
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [((3, 10), True), ((3, 11), False), ((3, 12), False), ((3, 13), True)]
+)
+def test_the_set_up_refuses_other_pythons(
+    version: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = runpy.run_path(str(ROOT / ".ci/check_python.py"))
+    monkeypatch.setattr(sys, "version_info", (*version, 1, "final", 0))
+    assert ("needs Python 3.11 or 3.12" in check["problem"]()) == refused
+
+
 # --- one truth in several files ---
 
 
@@ -157,9 +242,12 @@ def test_support_names_every_refused_server_option() -> None:
 
 
 def test_every_supported_sglang_is_tested() -> None:
-    (pinned,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
-    default = pinned.removeprefix("sglang==")
-    assert default in support.SGLANG_VERSIONS
+    (wanted,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
+    oldest, default = support.SGLANG_VERSIONS
+    # A range: a host with the older version is not upgraded.
+    assert wanted == f"sglang>={oldest},<={default}"
+    makefile = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
+    assert f"the default is {default}\n" in makefile.stdout
     tested = {
         default,
         *re.findall(r"make test-sglang SGLANG=(\S+)", (ROOT / ".ci/run").read_text()),
@@ -190,6 +278,12 @@ def test_imports_go_in_one_direction() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    graph = grimp.build_graph("sglang_pat", exclude_type_checking_imports=True)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    TopologicalSorter(imports).prepare()  # CycleError names the cycle
 
 
 def test_every_module_says_what_it_is() -> None:

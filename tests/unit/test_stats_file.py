@@ -63,6 +63,26 @@ def test_many_steps_are_few_writes_and_an_unchanged_state_is_none(path: Path) ->
     assert path.stat() == written  # every write makes a file of its own
 
 
+def test_no_link_is_followed(path: Path, tmp_path: Path) -> None:
+    """Another user may write to the folder, as to /tmp, and knows the process."""
+    precious = tmp_path / "precious"
+    precious.write_text("not to be overwritten")
+    for name in (path.name, f"{path.name}.new", f"{path.name}.{os.getpid()}.new"):
+        (tmp_path / name).symlink_to(precious)
+    StatsFile(path, lambda: {"steps": 0}).write()
+    assert precious.read_text() == "not to be overwritten"
+    assert json.loads(path.read_text()) == {"steps": 0}
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_write_that_fails_leaves_nothing(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        StatsFile(path, dict).write()
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_mark_never_waits_for_the_file(path: Path) -> None:
     writing, go_on = threading.Event(), threading.Event()
 

@@ -1,7 +1,4 @@
-"""One run of the demo: a real SGLang engine serves the workload as it arrives.
-
-Beside the pipeline, called by the demo once per attention backend.
-"""
+"""One run of the demo: an SGLang engine with one attention backend serves the workload."""
 
 from __future__ import annotations
 
@@ -23,11 +20,18 @@ KV_POOL_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How the demo runs here.
+    """How the demo runs on this machine.
 
-    own_backend: what pat is compared with, None for SGLang's default. arguments: for sglang.Engine.
-    exact: float32 on the CPU gives every token again; half precision on a GPU does so only where no
-    two tokens tie within rounding, so there the two most probable tokens are asked for as well.
+    Attributes
+    ----------
+    own_backend
+        The attention backend that pat is compared with. None: SGLang's default.
+    exact
+        Whether both runs must give the same tokens: float32 on the CPU. With half precision on a
+        GPU two tokens may tie within rounding, so the two most probable tokens are requested as
+        well.
+    arguments
+        Of sglang.Engine.
     """
 
     own_backend: str | None
@@ -55,10 +59,19 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The new tokens of every request, in the order of the workload, and the seconds it took.
+    """What one run gave.
 
-    candidates: the two most probable tokens at every position of every request, best first; only
-    where the run is not exact. stats: what pat has counted, empty for other backends.
+    Attributes
+    ----------
+    tokens
+        The new tokens of every request, in the order of the workload.
+    seconds
+        How long the run took, without the start of the engine.
+    candidates
+        The two most probable tokens at every position of every request, best first. None if the run
+        is exact.
+    stats
+        The counters of pat. Empty for other backends.
     """
 
     tokens: list[list[int]]
@@ -76,7 +89,18 @@ def serve(
 ) -> Served:
     """Start an engine with `backend`, send every request at its time, and shut the engine down.
 
-    stats_file: where the engine was told to write what pat counts.
+    Parameters
+    ----------
+    model_path
+        The folder of the model.
+    backend
+        The attention backend. None: SGLang's default.
+    requests
+        The workload.
+    machine
+        How engines run here.
+    stats_file
+        The file to which pat writes its counters. None: they are not read.
     """
     from sglang_pat.sglang.cpu import new_engine
 
@@ -115,7 +139,7 @@ def _candidates(answer: dict[str, Any]) -> list[list[Candidate]]:
 async def _send(
     engine: Any, title: str, requests: list[Request], machine: Machine
 ) -> list[dict[str, Any]]:
-    """Every request at its time, but no more at once than the engine may run."""
+    """Send every request at its time, but no more at once than the engine may run."""
     running = asyncio.Semaphore(MAX_RUNNING_REQUESTS)
     columns = (
         TextColumn("{task.description}"),

@@ -1,7 +1,4 @@
-"""The demo's result: what was compared and counted, as a table, as JSON, and as an exit status.
-
-Beside the pipeline, last step of the demo.
-"""
+"""The demo's result: what was compared and counted, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where the runs disagree. None in place of a token: that output had ended."""
+    """The first position of a request where the runs disagree. None: that output had ended."""
 
     request: int
     position: int
@@ -44,7 +41,7 @@ class Difference:
 
 
 def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> list[Difference]:
-    """Of every request whose tokens differ, the first position where they do."""
+    """The first difference of every request whose tokens differ."""
     found = []
     for request, (left, right) in enumerate(zip(pat, own, strict=True)):
         for position, (token, expected) in enumerate(zip_longest(left, right)):
@@ -55,9 +52,9 @@ def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> l
 
 
 def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
-    """Whether both runs held both tokens for equally probable, within the rounding of float16.
+    """Whether the two tokens tie in both runs, within the rounding of float16.
 
-    Behind a tie the runs answer different texts, so there is nothing more to compare.
+    After a tie the runs continue different texts, so nothing more can be compared.
     """
     tokens = {difference.pat, difference.own}
     for served in (pat, own):
@@ -83,12 +80,12 @@ class Report:
 
     @cached_property
     def ties(self) -> list[Difference]:
-        """Where requests part that tie there: none in an exact run."""
+        """The differences that are ties. Empty in an exact run."""
         return [each for each in self._differences if is_tie(each, self.pat, self.own)]
 
     @cached_property
     def difference(self) -> Difference | None:
-        """Where the runs disagree first, other than by a tie."""
+        """The first difference that is no tie."""
         return next((each for each in self._differences if each not in self.ties), None)
 
     @cached_property
@@ -97,7 +94,7 @@ class Report:
 
     @property
     def decode_steps(self) -> int:
-        """Each step either builds a plan or reuses the last one."""
+        """How many decode steps there were: each builds a plan or reuses the last one."""
         steps: int = self.stats["plans_built"] + self.stats["plans_reused"]
         return steps
 
@@ -117,7 +114,11 @@ class Report:
         query_centric, planned, lower_bound = (
             self.stats[f"kv_tokens_{name}"] for name in ("query_centric", "planned", "lower_bound")
         )
-        table = Table(title=f"pat against {self.own_backend}, the same requests")
+        table = Table(
+            title=f"pat against {self.own_backend}, the same requests",
+            caption="Tokens are the same in every run. Steps, plans and KV tokens depend on when "
+            "the requests arrive, and vary a little.",
+        )
         table.add_column("")
         table.add_column("count", justify="right")
         table.add_column("", style="dim")

@@ -1,6 +1,6 @@
 """A tiny Llama with random weights, written to a folder: a model for SGLang without any download.
 
-Beside the pipeline: the demo and the engine tests serve it, on the CPU in seconds.
+The demo and the engine tests serve it, on the CPU, in seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The demo's live workload: requests over a three-level prefix tree, joining and leaving over time.
+"""The demo's workload: requests over a three-level prefix tree, which join and leave over time.
 
-Beside the pipeline; served twice. Everything follows from the number of requests and
-`SEED`, so both runs, and every machine, see the same requests.
+The number of requests and `SEED` determine everything, so both runs, on every machine, serve the
+same requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DOCUMENT_TOKENS = (256, 448)
 USER_TOKENS = (12, 48)
 NEW_TOKENS = (16, 64)
 MEAN_GAP_S = 0.05
-# Ids below are kept free, as tokenizers keep them for their special tokens.
+# Tokenizers keep the ids below for special tokens.
 FIRST_TOKEN_ID = 8
 
 

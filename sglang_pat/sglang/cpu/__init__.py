@@ -1,10 +1,11 @@
 """Run SGLang's engine on a machine without a CUDA driver.
 
-Beside the pipeline: the demo and the engine tests call `enable_cpu_engine()` before they import
-SGLang. SGLang imports its `sgl_kernel` wheel everywhere, and that wheel cannot be loaded without
-`libcuda.so.1`. Here a package of stubs takes its place, in this process and in every process
-started from it, and FlashInfer is hidden, which is slow to import and of no use then. Where a
-driver is present nothing of this is ever active.
+`python -m sglang_pat.sglang.cpu` starts a server there. The demo and the engine tests call
+`enable_cpu_engine()` before they import SGLang.
+
+SGLang imports its `sgl_kernel` wheel everywhere, and that wheel needs `libcuda.so.1`. Stubs replace
+it in this process and in every process that this one starts. FlashInfer, which is slow to import
+and useless without a driver, is hidden. With a driver nothing is replaced.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ STUB_DIR = Path(__file__).resolve().parent / "stubs"
 
 
 def cuda_driver_is_present() -> bool:
-    """Whether the CUDA driver library can be loaded: what the `sgl_kernel` wheel needs.
+    """Whether the CUDA driver library can be loaded, which the `sgl_kernel` wheel needs.
 
-    Devices are not counted: that would initialise the driver, which a process that forks must not
-    do.
+    This does not count devices: that would initialise the driver, and a process that forks later
+    must not do that.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -32,7 +33,7 @@ def cuda_driver_is_present() -> bool:
 
 
 def new_engine(**arguments: Any) -> Any:
-    """`sglang.Engine(**arguments)`, on the CPU where no CUDA driver is present."""
+    """`sglang.Engine(**arguments)`, on the CPU if no CUDA driver is present."""
     enable_cpu_engine()
     import sglang
 
@@ -42,8 +43,17 @@ def new_engine(**arguments: Any) -> Any:
 def enable_cpu_engine() -> bool:
     """Make SGLang run on the CPU if, and only if, no CUDA driver is present. Idempotent.
 
-    Call it before anything of SGLang is imported. Child processes inherit it through the
-    environment. Returns whether the CPU engine is active; False means that nothing was changed.
+    Child processes inherit this through the environment.
+
+    Returns
+    -------
+    bool
+        Whether the CPU engine is active. False: nothing was changed.
+
+    Raises
+    ------
+    RuntimeError
+        SGLang has already been imported, and has chosen its platform.
     """
     if cuda_driver_is_present():
         return False
@@ -52,16 +62,16 @@ def enable_cpu_engine() -> bool:
         return True
     if "sglang.srt" in sys.modules:
         raise RuntimeError(
-            "enable_cpu_engine() was called after SGLang had been imported, which has chosen its "
-            "platform by then; call it first"
+            "enable_cpu_engine() was called after SGLang had been imported and had chosen its "
+            "platform; call it first"
         )
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # SGLang 0.5.17 takes a backend that it does not know by name for one that uses Triton, on the
-    # CPU too.
+    # SGLang 0.5.17 assumes that a backend which it does not know uses Triton, also on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
-    # More threads than free cores wait for each other: a tiny model then takes ten times as long.
+    # With more threads than free cores a tiny model takes ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(STUB_DIR))
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB_DIR), *([inherited] if inherited else [])])
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [folder for folder in inherited if folder and folder != str(STUB_DIR)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB_DIR), *others])
     return True

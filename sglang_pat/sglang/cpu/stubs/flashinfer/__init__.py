@@ -1,7 +1,7 @@
-"""Hides FlashInfer where no CUDA driver is present (see `sglang/cpu`).
+"""Hides FlashInfer where no CUDA driver is present (`sglang_pat.sglang.cpu`).
 
-SGLang imports it where it can and goes without where it cannot. Without a driver it could do
-nothing, but would take a quarter of the time in which each process of an engine starts.
+SGLang does without FlashInfer if it cannot import it. Without a driver FlashInfer is useless, but
+takes a quarter of the start-up time of every process of an engine.
 """
 
 raise ImportError("flashinfer is hidden by sglang_pat.sglang.cpu: there is no CUDA driver")

@@ -1,8 +1,7 @@
-"""Stands in for SGLang's `sgl_kernel` wheel where no CUDA driver is present (see
-`sglang/cpu`).
+"""Replaces SGLang's `sgl_kernel` wheel where no CUDA driver is present (`sglang_pat.sglang.cpu`).
 
-Every name, in this package and in any submodule, is a stub that can be imported and raises when it
-is called. `scalar_type` is plain Python and is taken from the installed wheel.
+Every name in this package and in any submodule is a stub: it can be imported, and raises when it is
+called. `scalar_type` is plain Python and comes from the installed wheel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if cuda_driver_is_present():
 
 
 def _stub(qualified_name: str) -> type:
-    """A class, since SGLang also uses imported names in annotations, `isinstance` and unions."""
+    """A class, because SGLang also uses imported names in annotations, `isinstance` and unions."""
 
     def refuse(cls: type, *args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
@@ -45,8 +44,7 @@ class _StubModule(ModuleType):
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every `sgl_kernel.x`: the wheel's own file for the plain Python ones, else a stub
-    module."""
+    """Finds every `sgl_kernel.x`: the wheel's own file if it is plain Python, else a stub."""
 
     FROM_THE_WHEEL = ("scalar_type",)
 
@@ -68,7 +66,7 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _wheel_folders() -> list[str]:
-    """Folders of the installed `sgl_kernel`, found on `sys.path` behind this one."""
+    """Folders of the installed `sgl_kernel`, which comes after this one on `sys.path`."""
     here = Path(__file__).resolve().parent.parent
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     spec = importlib.machinery.PathFinder.find_spec(__name__, elsewhere)

@@ -1,0 +1,113 @@
+"""Draw the picture of the README: what sharing a prefix is worth, in SGLang and in the kernels.
+
+Left, time per output token in SGLang (bench_serving.py). Right, the speed-up of attention alone
+over the fastest other kernel, by how often a KV token is shared (bench_kernels.py).
+
+python benchmarks/plot_gain.py benchmarks/results/h100/{serving,kernels}.json docs/gain.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from plot_serving import COLORS, LABELS
+
+from sglang_pat.replay.pat_trees import PrefixTree
+
+MODEL = "llama-3-8b"
+BACKENDS = ("pat", "fa3", "flashinfer")
+HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("serving", type=Path, help="JSON of bench_serving.py")
+    parser.add_argument("kernels", type=Path, help="JSON of bench_kernels.py")
+    parser.add_argument("picture", type=Path, help="PNG to write")
+    args = parser.parse_args()
+    draw(json.loads(args.serving.read_text()), json.loads(args.kernels.read_text()), args.picture)
+
+
+def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), width_ratios=(5, 4))
+    _draw_serving(left, [case for case in serving["cases"] if case["model"] == MODEL])
+    _draw_kernels(right, kernels["cases"])
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def sharing(tree_name: str) -> float:
+    """KV tokens that the requests of a tree read, over the distinct ones: 1 if nothing is shared.
+
+    tree_name: nodes per level and tokens per node, e.g. `1,10_4096,416`.
+    """
+    tree = PrefixTree.parse(tree_name)
+    return tree.num_requests * tree.seq_len / tree.num_tokens
+
+
+def speedup(case: dict[str, Any]) -> float:
+    """Time of the fastest other contender over the time of pat."""
+    others = [us for name, us in case["us"].items() if name != "pat"]
+    return float(min(others) / case["us"]["pat"])
+
+
+def _draw_serving(axis: Axes, cases: list[dict[str, Any]]) -> None:
+    cases = sorted(cases, key=_gain_in_serving)
+    height = 0.8 / len(BACKENDS)
+    for offset, name in enumerate(BACKENDS):
+        places = [index + (1 - offset) * height for index in range(len(cases))]
+        times = [case["tpot_ms"][name] for case in cases]
+        bars = axis.barh(places, times, height, label=LABELS[name], color=COLORS[name])
+        axis.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+    axis.set_yticks(range(len(cases)), [_title(case) for case in cases], fontsize=9)
+    axis.set_xlabel("ms per output token (lower is better)")
+    axis.set_title("In SGLang: Llama-3-8B shape, one H100", fontsize=11)
+    axis.legend(fontsize=9, loc="lower right")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_kernels(axis: Axes, cases: list[dict[str, Any]]) -> None:
+    for (heads_q, heads_kv), marker in HEAD_STYLES.items():
+        points = [
+            (sharing(case["tree"]), speedup(case))
+            for case in cases
+            if (case["heads_q"], case["heads_kv"]) == (heads_q, heads_kv)
+        ]
+        label = f"{heads_q} query heads, {heads_kv} KV heads"
+        axis.scatter(*zip(*points, strict=True), s=28, marker=marker, label=label, alpha=0.85)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    ticks = (1, 2, 5, 10, 20, 50)
+    axis.set_xticks(ticks, [f"{tick}x" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("times that a KV token is shared, on average (1x: nothing shared)")
+    axis.set_ylabel("speed-up over the fastest other kernel")
+    axis.set_title("Attention alone: 20 prefix trees, four head counts", fontsize=11)
+    axis.legend(fontsize=9, loc="upper left")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _gain_in_serving(case: dict[str, Any]) -> float:
+    times = case["tpot_ms"]
+    return float(min(times[name] for name in BACKENDS[1:]) / times["pat"])
+
+
+def _title(case: dict[str, Any]) -> str:
+    if not case["prefix"]:
+        return f"{case['batch']} requests\nnothing shared"
+    groups = f"{case['groups']} x " if case["groups"] > 1 else ""
+    return f"{case['batch']} requests\n{groups}{case['prefix']:,} tokens shared"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+#include "batches.h"
+
+#include <algorithm>
+
+namespace pat::testing {
+
+int64_t draw(Random& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+bool one_in(Random& random, int64_t n) { return draw(random, 1, n) == 1; }
+
+void PathArrays::add(const Path& path) {
+  for (const Node& node : path) {
+    node_id.push_back(node.id);
+    kv_begin.push_back(node.kv_begin);
+    kv_end.push_back(node.kv_end);
+  }
+  path_begin.push_back(static_cast<int32_t>(node_id.size()));
+}
+
+PathsView PathArrays::view() const {
+  return {.path_begin = path_begin, .node_id = node_id, .kv_begin = kv_begin, .kv_end = kv_end};
+}
+
+PathArrays Batch::arrays() const {
+  PathArrays arrays;
+  for (const Path& path : paths) arrays.add(path);
+  return arrays;
+}
+
+Batch make_batch(const std::vector<std::pair<int, int32_t>>& nodes,
+                 const std::vector<std::pair<int, int32_t>>& requests) {
+  std::vector<Node> spans;
+  for (const auto& [parent, tokens] : nodes) {
+    const int32_t begin = parent < 0 ? 0 : spans[parent].kv_end;
+    spans.push_back({static_cast<int64_t>(spans.size()) * 3 + 1, begin, begin + tokens});
+  }
+  Batch batch;
+  for (auto [node, tokens] : requests) {
+    batch.seq_lens.push_back((node < 0 ? 0 : spans[node].kv_end) + tokens);
+    Path path;
+    for (; node >= 0; node = nodes[node].first) path.push_back(spans[node]);
+    std::reverse(path.begin(), path.end());
+    batch.paths.push_back(path);
+  }
+  return batch;
+}
+
+Batch random_batch(Random& random, const BatchShape& shape) {
+  const auto tokens = [&]() -> int32_t {
+    switch (draw(random, 0, 3)) {
+      case 0:
+        return static_cast<int32_t>(draw(random, 1, 5));
+      case 1:
+        return static_cast<int32_t>(draw(random, 60, 68));
+      case 2:
+        return static_cast<int32_t>(draw(random, 120, 140));
+      default:
+        return static_cast<int32_t>(draw(random, 1, shape.max_tokens));
+    }
+  };
+  const int64_t num_nodes = draw(random, 0, shape.max_nodes);
+  const int64_t chained = draw(random, 0, 10);  // of 10 nodes, how many continue the last one
+  std::vector<std::pair<int, int32_t>> nodes, requests;
+  for (int64_t i = 0; i < num_nodes; ++i) {
+    const bool chain = draw(random, 1, 10) <= chained;
+    nodes.push_back({static_cast<int>(chain ? i - 1 : draw(random, -1, i - 1)), tokens()});
+  }
+  for (int64_t i = draw(random, 1, shape.max_requests); i > 0; --i) {
+    requests.push_back(
+        {static_cast<int>(draw(random, -1, num_nodes - 1)), one_in(random, 4) ? 0 : tokens()});
+  }
+  return make_batch(nodes, requests);
+}
+
+Batch balanced_batch(const std::vector<int>& levels, int32_t tokens) {
+  std::vector<std::pair<int, int32_t>> nodes, requests;
+  int above = -1;  // the first node of the level above
+  for (size_t level = 0; level < levels.size(); ++level) {
+    const int here = static_cast<int>(nodes.size());
+    for (int i = 0; i < levels[level]; ++i) {
+      const int parent = level == 0 ? -1 : above + i * levels[level - 1] / levels[level];
+      (level + 1 == levels.size() ? requests : nodes).push_back({parent, tokens});
+    }
+    above = here;
+  }
+  return make_batch(nodes, requests);
+}
+
+Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens) {
+  std::vector<std::pair<int, int32_t>> nodes, requests;
+  for (int i = 0; i < num_requests; ++i) {
+    nodes.push_back({i - 1, node_tokens});
+    requests.push_back({i, private_tokens});
+  }
+  return make_batch(nodes, requests);
+}
+
+SchedulerConfig config(int32_t group_size, int32_t num_workers, Policy policy) {
+  return {.group_size = group_size,
+          .num_workers = num_workers,
+          .max_block_q = kTileTable[kNumTiles - 1].block_q,
+          .policy = policy,
+          .min_piece_tokens = 128,
+          .growth_tokens = 256,
+          .cost = {}};
+}
+
+SchedulerConfig random_config(Random& random) {
+  SchedulerConfig made = config(static_cast<int32_t>(draw(random, 1, kMaxGroupSize)));
+  constexpr int32_t kWorkers[] = {1, 2, 7, 33, 66, 132, 264};
+  made.num_workers = kWorkers[draw(random, 0, 6)];
+  made.max_block_q = kTileTable[draw(random, 0, kNumTiles - 1)].block_q;
+  made.policy = static_cast<Policy>(draw(random, 0, 4));
+  made.min_piece_tokens = static_cast<int32_t>(kCutGranularity * draw(random, 1, 4));
+  return made;
+}
+
+std::vector<int32_t> plan_bytes(const PackScheduler& scheduler) {
+  const PlanHeader& header = scheduler.last_plan().header();
+  const PlanCapacity capacity = PlanCapacity::of(header);
+  std::vector<int32_t> buffer(PlanLayout::of(capacity).size, 0);
+  scheduler.last_plan().write(capacity, header.num_partials, header.num_shared_slots, buffer);
+  return buffer;
+}
+
+}  // namespace pat::testing

@@ -1,0 +1,71 @@
+// Batches for the tests: paths as arrays, and random ones.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "pack_scheduler.h"
+#include "prefix_forest.h"
+
+namespace pat::testing {
+
+using Random = std::mt19937_64;
+// A number in [low, high].
+int64_t draw(Random& random, int64_t low, int64_t high);
+bool one_in(Random& random, int64_t n);
+
+struct Node {
+  int64_t id;
+  int32_t kv_begin;
+  int32_t kv_end;
+  bool operator==(const Node&) const = default;
+};
+using Path = std::vector<Node>;
+
+// Paths, flattened.
+struct PathArrays {
+  std::vector<int32_t> path_begin = {0};
+  std::vector<int64_t> node_id;
+  std::vector<int32_t> kv_begin;
+  std::vector<int32_t> kv_end;
+
+  void add(const Path& path);
+  PathsView view() const;
+};
+
+struct Batch {
+  std::vector<Path> paths;
+  std::vector<int32_t> seq_lens;
+
+  PathArrays arrays() const;
+};
+
+// nodes: (parent or -1, tokens). requests: (node or -1, private tokens).
+Batch make_batch(const std::vector<std::pair<int, int32_t>>& nodes,
+                 const std::vector<std::pair<int, int32_t>>& requests);
+
+struct BatchShape {
+  int64_t max_nodes = 12;
+  int64_t max_requests = 40;
+  int64_t max_tokens = 2500;
+};
+// Any shape from flat to a chain. Lengths lie around the sizes at which something changes.
+Batch random_batch(Random& random, const BatchShape& shape);
+
+// Levels of a balanced tree by their number of nodes, as "1,4,8,256", `tokens` each. The last level's nodes are the
+// requests' private ranges.
+Batch balanced_batch(const std::vector<int>& levels, int32_t tokens);
+// Each request leaves a chain of shared nodes one node later than the one before.
+Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens);
+
+SchedulerConfig config(int32_t group_size = 4, int32_t num_workers = 33,
+                       Policy policy = Policy::kMemory);
+SchedulerConfig random_config(Random& random);
+
+// The last plan, in a buffer that fits.
+std::vector<int32_t> plan_bytes(const PackScheduler& scheduler);
+
+}  // namespace pat::testing

@@ -1,0 +1,125 @@
+#include "plan_checks.h"
+
+#include <algorithm>
+
+#include "runner.h"
+
+namespace pat::testing {
+
+namespace {
+
+struct Range {
+  int32_t begin;
+  int32_t end;
+};
+
+// Whether [begin, end) of two requests is the same KV: both hold the same nodes there.
+bool share(const Path& a, const Path& b, Range range) {
+  for (size_t i = 0; i < a.size() && a[i].kv_begin < range.end; ++i) {
+    if (a[i].kv_end > range.begin && (i >= b.size() || !(a[i] == b[i]))) return false;
+  }
+  return !a.empty() && a.back().kv_end >= range.end;
+}
+
+}  // namespace
+
+void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, const Batch& batch) {
+  const std::vector<int32_t> buffer = plan_bytes(scheduler);
+  const PlanHeader& h = scheduler.last_plan().header();
+  const PlanView plan = PlanView::at(buffer.data(), PlanLayout::of(PlanCapacity::of(h)));
+  CHECK_EQ(plan.header->magic, kPlanMagic);
+  CHECK_EQ(static_cast<size_t>(h.num_requests), batch.seq_lens.size());
+
+  CHECK_EQ(plan.ticket_begin[0], 0);
+  CHECK_EQ(plan.ticket_begin[h.num_tickets], h.num_work_items);
+  for (int32_t t = 0; t < h.num_tickets; ++t) {
+    CHECK(plan.ticket_begin[t] < plan.ticket_begin[t + 1]);
+  }
+
+  // The slot buffer: spans one after the other.
+  int32_t num_slots = 0;
+  for (int32_t s = 0; s < h.num_gather_spans; ++s) {
+    CHECK_EQ(plan.gather_spans[s].slot_begin, num_slots);
+    CHECK(plan.gather_spans[s].num_tokens > 0);
+    num_slots += plan.gather_spans[s].num_tokens;
+  }
+  CHECK_EQ(num_slots, h.num_shared_slots);
+
+  struct Read {
+    Range range;
+    int32_t partial_slot;
+  };
+  std::vector<std::vector<Read>> reads(batch.seq_lens.size());
+  std::vector<char> taken(h.num_item_requests, 0);
+  int64_t planned = 0;
+  for (int32_t i = 0; i < h.num_work_items; ++i) {
+    const WorkItem& item = plan.work_items[i];
+    const int32_t rows = item.num_requests * config.group_size;
+    CHECK(rows > 0 && rows <= kTileTable[item.tile].block_q);
+    CHECK(kTileTable[item.tile].block_q <= config.max_block_q);
+    CHECK(item.tile == 0 || rows > kTileTable[item.tile - 1].block_q);
+    Range range{item.kv_begin, item.kv_end};
+    const GatherSpan* span = nullptr;
+    if (item.kv_request == kSharedKv) {
+      span =
+          std::upper_bound(plan.gather_spans, plan.gather_spans + h.num_gather_spans, item.kv_begin,
+                           [](int32_t slot, const GatherSpan& s) { return slot < s.slot_begin; }) -
+          1;
+      CHECK(item.kv_end <= span->slot_begin + span->num_tokens);
+      range.begin += span->kv_begin - span->slot_begin;
+      range.end += span->kv_begin - span->slot_begin;
+    } else {
+      CHECK_EQ(item.num_requests, 1);
+      CHECK_EQ(item.kv_request, plan.item_requests[item.request_begin].request);
+      if (range.end == kOpenEnd) range.end = batch.seq_lens[item.kv_request];
+    }
+    CHECK(range.begin >= 0 && range.begin < range.end);
+    planned += range.end - range.begin;
+    for (int32_t r = item.request_begin; r < item.request_begin + item.num_requests; ++r) {
+      CHECK(r >= 0 && r < h.num_item_requests && !taken[r]);
+      taken[r] = 1;
+      const ItemRequest& entry = plan.item_requests[r];
+      CHECK(entry.request >= 0 && entry.request < h.num_requests);
+      if (span != nullptr && entry.request != span->request) {
+        CHECK(share(batch.paths[entry.request], batch.paths[span->request], range));
+      }
+      reads[entry.request].push_back({range, entry.partial_slot});
+    }
+  }
+  CHECK(std::count(taken.begin(), taken.end(), 1) == h.num_item_requests);
+  CHECK_EQ(planned, scheduler.last_plan().kv_tokens().planned);
+
+  // Merges: one for each request that has not just one read; its partials are a dense run, by position.
+  int32_t next_partial = 0, next_merge = 0;
+  for (size_t request = 0; request < reads.size(); ++request) {
+    std::vector<Read>& all = reads[request];
+    std::sort(all.begin(), all.end(),
+              [](const Read& a, const Read& b) { return a.range.begin < b.range.begin; });
+    int32_t position = 0;
+    for (const Read& read : all) {
+      CHECK_EQ(read.range.begin, position);
+      position = read.range.end;
+      CHECK_EQ(read.partial_slot, all.size() == 1 ? kDirectStore : next_partial++);
+    }
+    CHECK_EQ(position, batch.seq_lens[request]);
+    if (all.size() == 1) continue;
+    CHECK(next_merge < h.num_merges);
+    const MergeEntry& merge = plan.merges[next_merge++];
+    CHECK_EQ(static_cast<size_t>(merge.request), request);
+    CHECK_EQ(merge.partial_begin + merge.num_partials, next_partial);
+    CHECK_EQ(static_cast<size_t>(merge.num_partials), all.size());
+  }
+  CHECK_EQ(next_merge, h.num_merges);
+  CHECK_EQ(next_partial, h.num_partials);
+}
+
+void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config) {
+  const PlanHeader& header = scheduler.last_plan().header();
+  if (header.num_requests == 0) return;
+  const PlanBounds bounds =
+      plan_bounds(header.num_requests, config.num_workers, {config.group_size, config.max_block_q});
+  CHECK(bounds.capacity.holds(header));
+  CHECK(header.num_partials <= bounds.num_partials);
+}
+
+}  // namespace pat::testing

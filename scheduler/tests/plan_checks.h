@@ -1,0 +1,15 @@
+// What every plan must satisfy.
+#pragma once
+
+#include "batches.h"
+
+namespace pat::testing {
+
+// Throws Failure if the scheduler's last plan is not a right plan for the batch: each request reads each of its KV
+// tokens once and no other; rows fit into tiles; partials are dense and merged in the order of the KV.
+void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, const Batch& batch);
+
+// Throws Failure if the last plan exceeds what is reserved for batches of its size.
+void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config);
+
+}  // namespace pat::testing

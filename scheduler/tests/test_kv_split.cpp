@@ -1,0 +1,99 @@
+#include <algorithm>
+
+#include "batches.h"
+#include "kv_split.h"
+#include "runner.h"
+
+namespace pat::testing {
+namespace {
+
+struct Made {
+  Packing packing;
+  Split split;
+};
+
+Made split(const Batch& batch, const SchedulerConfig& config) {
+  Made made;
+  PrefixForest forest;
+  const PathArrays arrays = batch.arrays();
+  forest.build(arrays.view());
+  forest.arrange(batch.seq_lens);
+  const TileSelection tiles(config.group_size, config.max_block_q);
+  Packer(config.policy, config.cost, tiles).pack(forest, batch.seq_lens, made.packing);
+  KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
+      .split(made.packing, made.split);
+  return made;
+}
+
+void check_split(const Made& made, const SchedulerConfig& config) {
+  const TileSelection tiles(config.group_size, config.max_block_q);
+  const auto& [packing, split] = made;
+  int64_t cut_requests = 0;
+  for (const Piece& piece : split.pieces) {
+    const Pack& pack = packing.packs[piece.pack];
+    const int32_t tokens = piece.kv_end - piece.kv_begin;
+    if (piece.kv_begin > pack.kv_begin) {
+      cut_requests += piece.num_requests;
+      CHECK_EQ((piece.kv_begin - pack.kv_begin) % kCutGranularity, 0);
+    }
+    if (tokens < pack.kv_end - pack.kv_begin) CHECK(tokens >= config.min_piece_tokens);
+  }
+  CHECK(cut_requests <= KvSplitter::max_cut_requests(config.num_workers, tiles));
+  size_t num_pieces = 0;
+  for (const Ticket& ticket : split.tickets) {
+    CHECK(ticket.piece_begin < ticket.piece_end);
+    num_pieces += ticket.piece_end - ticket.piece_begin;
+  }
+  CHECK_EQ(num_pieces, split.pieces.size());
+}
+
+TEST(kv_split_cuts_no_piece_short_and_not_too_often) {
+  Random random(20);
+  for (int round = 0; round < 1500; ++round) {
+    const SchedulerConfig made = random_config(random);
+    const Batch batch = random_batch(
+        random, {.max_nodes = 6, .max_requests = draw(random, 1, 30), .max_tokens = 60'000});
+    check_split(split(batch, made), made);
+  }
+}
+
+TEST(kv_split_of_one_long_tile) {
+  const SchedulerConfig made = config();
+  bool guided = false;
+  for (int32_t tokens = 20'000; tokens < 700'000; tokens += 9'973) {
+    for (const int num_requests : {2, 5, 16}) {
+      const Batch batch =
+          make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(num_requests, {0, 0}));
+      const Made result = split(batch, made);
+      check_split(result, made);
+      const bool many_tickets = result.split.tickets.size() > static_cast<size_t>(made.num_workers);
+      CHECK(!many_tickets || num_requests < 16);  // of these each cut costs too much
+      guided |= many_tickets;
+    }
+  }
+  CHECK(guided);
+}
+
+TEST(kv_split_takes_the_longest_and_largest_input) {
+  for (const int32_t cost : {0, 1, CostModel::kLargest}) {
+    for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {
+      SchedulerConfig made = config(16, 3);
+      made.min_piece_tokens = piece;
+      made.cost = {.partial_row = cost,
+                   .piece = cost,
+                   .query_row = cost,
+                   .shortest = cost,
+                   .rows_at_ridge = std::max(cost, 1)};
+      const Batch batch =
+          make_batch({{-1, 1'000'000'000}, {0, 1'000'000'000}, {-1, 70}},
+                     {{1, 1'000}, {1, 147'483'647}, {0, 3}, {2, 5}, {2, 0}, {-1, 0}});
+      check_split(split(batch, made), made);
+      // So little that it is one ticket for each worker.
+      made.cost = {};
+      check_split(split(make_batch({{-1, 700}}, {{0, 5}, {0, 3}}), made), made);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pat::testing

@@ -1,0 +1,117 @@
+#include <array>
+
+#include "plan_checks.h"
+#include "runner.h"
+
+namespace pat::testing {
+namespace {
+
+void plan(PackScheduler& scheduler, const Batch& batch) {
+  const PathArrays arrays = batch.arrays();
+  scheduler.plan(arrays.view(), batch.seq_lens);
+}
+
+TEST(plans_of_random_forests_are_right) {
+  Random random(30);
+  for (int round = 0; round < 1500; ++round) {
+    const SchedulerConfig made = random_config(random);
+    PackScheduler scheduler(made);
+    const Batch batch = random_batch(random, {.max_nodes = draw(random, 0, 60),
+                                              .max_requests = draw(random, 1, 100),
+                                              .max_tokens = draw(random, 5, 20'000)});
+    plan(scheduler, batch);
+    check_plan(scheduler, made, batch);
+    check_bounds(scheduler, made);
+  }
+}
+
+TEST(plans_fit_what_is_reserved_for_their_requests) {
+  std::vector<Batch> batches = {balanced_batch({1, 4, 8, 256}, 300),
+                                balanced_batch({1, 16, 64}, 1000),
+                                balanced_batch({1, 2, 4, 8, 16, 32, 64, 128}, 200),
+                                balanced_batch({1, 2, 4, 8, 16, 32, 64, 128}, 5),
+                                balanced_batch({1}, 700'000),
+                                balanced_batch({1, 3}, 90'000),
+                                balanced_batch({1, 64}, 400)};
+  for (const int num_requests : {2, 17, 40, 256}) {
+    for (const int32_t tokens : {3, 80, 500, 20'000}) {
+      batches.push_back(caterpillar_batch(num_requests, tokens, 100));
+    }
+  }
+  for (int heads = 1; heads <= 8; ++heads) {
+    for (int32_t group_size = 1; group_size <= kMaxGroupSize; ++group_size) {
+      for (const Batch& batch : batches) {
+        for (const Policy policy : {Policy::kMemory, Policy::kPerNode}) {
+          if (policy == Policy::kPerNode && group_size % 5 > 0) continue;
+          const SchedulerConfig made = config(group_size, 264 / heads, policy);
+          PackScheduler scheduler(made);
+          plan(scheduler, batch);
+          check_bounds(scheduler, made);
+        }
+      }
+    }
+  }
+}
+
+TEST(plan_bounds_grow_with_the_requests) {
+  const TileSelection tiles(4, 64);
+  for (int32_t n = 1; n < 300; ++n) {
+    const PlanBounds less = plan_bounds(n, 33, tiles), more = plan_bounds(n + 1, 33, tiles);
+    CHECK(less.num_partials < more.num_partials);
+    CHECK(less.capacity.num_work_items < more.capacity.num_work_items);
+    CHECK(less.capacity.num_gather_spans < more.capacity.num_gather_spans);
+  }
+  CHECK_THROWS(plan_bounds(0, 33, tiles), "max_requests must be at least 1, got 0");
+  CHECK_THROWS(plan_bounds(1, 0, tiles), "num_workers must be 1 to 65536, got 0");
+  CHECK_THROWS(plan_bounds(INT32_MAX, 33, tiles), "max_requests 2147483647 is too large");
+}
+
+TEST(plan_that_is_too_large_leaves_the_last_one_in_force) {
+  const SchedulerConfig made = config();
+  PackScheduler scheduler(made);
+  const Batch small = balanced_batch({1, 4, 16}, 100);
+  plan(scheduler, small);
+  const std::vector<int32_t> before = plan_bytes(scheduler);
+  const PlanSummary summary = scheduler.summarize();
+  constexpr int32_t kLongest = INT32_MAX;
+  const Batch large =
+      make_batch({{-1, kLongest}, {-1, kLongest}}, {{0, 0}, {1, 0}, {0, 0}, {1, 0}});
+  CHECK_THROWS(plan(scheduler, large), "shared slots of this plan do not fit into int32");
+  CHECK(plan_bytes(scheduler) == before);
+  CHECK(scheduler.check_lengths(small.seq_lens).served);
+  CHECK_EQ(scheduler.summarize().packs, summary.packs);
+  CHECK_EQ(scheduler.summarize().partials_before_split, summary.partials_before_split);
+  CHECK_EQ(scheduler.summarize().tail, summary.tail);
+  check_plan(scheduler, made, small);
+}
+
+TEST(plan_is_made_before_any_batch_came) {
+  const PackScheduler scheduler(config());
+  CHECK_EQ(plan_bytes(scheduler).size(), size_t{64});
+  CHECK(scheduler.check_lengths({}).served);
+  CHECK_EQ(scheduler.summarize().packs, 0);
+}
+
+TEST(plan_costs_are_checked) {
+  SchedulerConfig made = config();
+  made.cost.rows_at_ridge = 0;
+  CHECK_THROWS(PackScheduler{made}, "cost rows_at_ridge must be 1 to 1048576, got 0");
+  made.cost = {.piece = -1};
+  CHECK_THROWS(PackScheduler{made}, "cost piece must be 0 to 1048576, got -1");
+}
+
+TEST(plan_steps_left_of_any_lengths) {
+  PackScheduler scheduler(config());
+  plan(scheduler, make_batch({}, {{-1, 10}, {-1, INT32_MAX}}));
+  const auto left = [&](int32_t a, int32_t b, int32_t longest) {
+    return scheduler.steps_left(std::array{a, b}, longest);
+  };
+  CHECK_EQ(left(10, INT32_MAX, INT32_MAX), 0);
+  CHECK_EQ(left(10, 0, INT32_MAX), 256);
+  CHECK_EQ(left(10, 0, INT32_MIN), 0);
+  CHECK_EQ(left(0, 0, 100), 0);
+  CHECK_THROWS(left(INT32_MIN, 5, 7), "seq_lens must not be negative, got -2147483648");
+}
+
+}  // namespace
+}  // namespace pat::testing

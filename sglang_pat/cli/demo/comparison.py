@@ -1,0 +1,64 @@
+"""What the demo does, in a process of its own: serve the workload twice, compare, report.
+
+python -m sglang_pat.cli.demo.comparison REQUESTS [RESULT.json]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from sglang_pat.cli.demo.engine import Machine, serve
+from sglang_pat.cli.demo.report import Report, console
+from sglang_pat.cli.demo.tiny_model import TinyModel
+from sglang_pat.cli.demo.workload import make_requests
+from sglang_pat.sglang.cpu import enable_cpu_engine
+
+
+def compare(num_requests: int, result_file: Path | None = None) -> int:
+    """Serve the workload through pat and through SGLang's own backend, and compare every token.
+
+    Parameters
+    ----------
+    num_requests
+        How many requests the workload has.
+    result_file
+        Where the result is written as JSON. None: nowhere.
+
+    Returns
+    -------
+    int
+        The exit status: 0 if every token is equal, else 1.
+    """
+    on_cpu = enable_cpu_engine()  # before SGLang is imported
+    machine = Machine.choose(on_cpu=on_cpu)
+    model = TinyModel()
+    requests = make_requests(num_requests, model.vocab_size)
+    console.print(
+        f"A Llama of {model.num_layers} layers, {model.num_qo_heads} query and "
+        f"{model.num_kv_heads} KV heads, random weights, {machine.arguments['dtype']}, on the "
+        f"{'CPU' if on_cpu else 'GPU'}. {len(requests)} requests over a three-level prefix tree "
+        "(system prompt, document, user) arrive one after another."
+    )
+    folder = Path(tempfile.mkdtemp())  # removed with all of TMPDIR (session.py)
+    model_path = model.write(folder / "model")
+    stats_file = folder / "stats.json"
+    os.environ["SGLANG_PAT_STATS_FILE"] = str(stats_file)
+    pat = serve(model_path, "pat", requests, machine, stats_file)
+    del os.environ["SGLANG_PAT_STATS_FILE"]
+    own = serve(model_path, machine.own_backend, requests, machine)
+    report = Report(machine.own_backend or "SGLang's default", pat, own, pat.stats)
+    report.print()
+    if result_file is not None:
+        result_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    return 0 if report.difference is None else 1
+
+
+# Guarded: the engine's processes are spawned and import the main module again.
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # what SGLang and its libraries say on every import
+    sys.exit(compare(int(sys.argv[1]), *map(Path, sys.argv[2:])))

@@ -1,0 +1,67 @@
+"""The GPUs of this machine, for `doctor` and `build`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+
+_NVIDIA_SMI_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: its name, its compute capability, and the version of its driver."""
+
+    name: str
+    capability: tuple[int, int]
+    driver: str
+
+    @property
+    def arch(self) -> str:
+        """The compute capability as text: `9.0`."""
+        return f"{self.capability[0]}.{self.capability[1]}"
+
+
+def find_gpus() -> list[Gpu]:
+    """The GPUs that torch can use. If torch can use none, or is missing: those of nvidia-smi."""
+    known = ask_nvidia_smi()
+    if not cuda_driver_is_present():  # spares the import of torch
+        return known
+    try:
+        import torch
+    except Exception:  # a broken installation may raise anything; `doctor` reports it
+        return known
+    if not torch.cuda.is_available():
+        return known
+    driver = known[0].driver if known else "unknown"
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [Gpu(device.name, (device.major, device.minor), driver) for device in devices]
+
+
+def ask_nvidia_smi() -> list[Gpu]:
+    """The GPUs that the driver reports, whatever torch can use. Empty without a working driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", *query],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is no driver
+        return []
+    if answer.returncode:  # no driver is loaded
+        return []
+    gpus = []
+    for line in answer.stdout.splitlines():
+        name, capability, driver = (part.strip() for part in line.rsplit(",", 2))
+        major, _, minor = capability.partition(".")
+        if major.isdecimal() and minor.isdecimal():  # "[N/A]" where the GPU does not report it
+            gpus.append(Gpu(name, (int(major), int(minor)), driver))
+    return gpus

@@ -1,0 +1,274 @@
+"""The folder of compiled kernels: where it is, whose files are loaded, one builder at a time.
+
+Below `jit.py`, which names the entries and fills them. An entry is a folder with a shared library.
+It appears by one rename, so an entry that exists is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
+
+CACHE_VARIABLE = "SGLANG_PAT_KERNEL_CACHE"
+LIBRARY = "kernels.so"
+
+LOCK_TIMEOUT_S = 900.0  # several times a build on one slow core
+_SILENT_WAIT_S = 5.0
+_BUILD = ".build-"  # KEY.build-PID@HOST-RANDOM: an entry that is being made
+
+
+class KernelCacheError(RuntimeError):
+    """The cache cannot be used. The message names the path and what to do."""
+
+
+def default_cache(variables: Mapping[str, str] | None = None) -> Path:
+    """The folder that SGLANG_PAT_KERNEL_CACHE names; else `sglang-pat` in the user's cache folder.
+
+    The user's cache folder is XDG_CACHE_HOME or ~/.cache.
+
+    Parameters
+    ----------
+    variables
+        The environment to read. None: that of this process.
+
+    Raises
+    ------
+    ValueError
+        The variable holds no absolute path, or this user has no home folder and the variable is not
+        set.
+    """
+    given = (os.environ if variables is None else variables).get(CACHE_VARIABLE)
+    if given is not None:
+        if not Path(given).is_absolute():
+            raise ValueError(f"{CACHE_VARIABLE}={given!r}; allowed: an absolute path of a folder")
+        return Path(given)
+    folder = user_cache_path("sglang-pat")
+    if not folder.is_absolute():
+        raise ValueError(
+            f"user {os.geteuid()} has no home folder for compiled kernels: set {CACHE_VARIABLE}"
+        )
+    return folder
+
+
+def find(cache: Path, key: str) -> Path | None:
+    """The library of entry `key`, or None if the cache does not hold it. Writes nothing.
+
+    Raises
+    ------
+    KernelCacheError
+        The entry exists, but this user cannot read it, or another user can write to it.
+    """
+    library = cache / key / LIBRARY
+    try:
+        library.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unreadable(library, error.strerror) from error
+    if not os.access(library, os.R_OK):
+        raise _unreadable(library, "Permission denied")
+    check_owners(library.parents[1], library.parent, library)
+    return library
+
+
+def add(
+    cache: Path,
+    key: str,
+    fill: Callable[[Path], None],
+    *,
+    replace: bool = False,
+    timeout_s: float = LOCK_TIMEOUT_S,
+) -> Path:
+    """Make entry `key`, and return its library.
+
+    Any number of processes may call this at once: one fills the entry, and the others wait for it.
+    A process that is killed leaves nothing that blocks the next. Every user may read the entry.
+
+    Parameters
+    ----------
+    cache
+        The folder of all entries. It is made if it does not exist.
+    key
+        The entry's name: a file name.
+    fill
+        Writes LIBRARY and whatever else the entry holds into the folder that it is given.
+    replace
+        Fill the entry even if it exists.
+    timeout_s
+        How long to wait for another process, in seconds.
+
+    Raises
+    ------
+    KernelCacheError
+        The cache cannot be written, another user can write to it, or the lock is still held after
+        `timeout_s`.
+    """
+    _make_folder(cache)
+    check_owners(cache)
+    with _locked(cache, key, timeout_s):
+        if not replace:
+            library = find(cache, key)
+            if library is not None:
+                return library
+        for abandoned in cache.glob(f"{key}{_BUILD}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        prefix = f"{key}{_BUILD}{os.getpid()}@{socket.gethostname()}-"
+        work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
+        try:
+            fill(work)
+            _publish(work, cache / key)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return cache / key / LIBRARY
+
+
+def check_owners(*paths: Path) -> None:
+    """Refuse files and folders that another user could have written: they hold code that is run.
+
+    Each path must belong to this user or to root, and nobody else may have write permission. No
+    folder above it may be writable by everybody, unless it is sticky, as /tmp is.
+
+    Raises
+    ------
+    KernelCacheError
+        Names the first path that is refused, its owner and its mode.
+    """
+    above = set()
+    for path in paths:
+        real = path.resolve()
+        above |= set(real.parents)
+        status = real.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            raise KernelCacheError(
+                f"{path} belongs to user {_user(status.st_uid)}, who could have planted it: only "
+                f"kernels of {_user(os.geteuid())} and of root are loaded. Remove it, or set "
+                f"{CACHE_VARIABLE} to another folder"
+            )
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _writable_by_others(path, status.st_mode)
+    for folder in sorted(above):
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise _writable_by_others(folder, mode)
+
+
+def problem_with_writing(cache: Path) -> str | None:
+    """Why no kernel can be added to `cache`. None if one can."""
+    # os.path: a folder that may not be looked into does not raise, but counts as missing.
+    folder = next(path for path in (cache, *cache.parents) if os.path.exists(path))
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is not writable"
+    return None
+
+
+@contextlib.contextmanager
+def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of an entry. The system releases it however the process ends."""
+    path = cache / f"{key}.lock"
+    lock = FileLock(path, mode=0o644)  # opens with O_NOFOLLOW
+    silent = min(_SILENT_WAIT_S, timeout_s)
+    try:
+        try:
+            lock.acquire(timeout=silent)
+        except Timeout:
+            print(
+                f"sglang-pat: waiting for {_builder(cache, key)}, which compiles the same kernels",
+                file=sys.stderr,
+                flush=True,
+            )
+            lock.acquire(timeout=timeout_s - silent)
+    except Timeout:
+        raise KernelCacheError(
+            f"{path} has been held for {timeout_s:.0f} s by {_builder(cache, key)}: end that "
+            f"process, or set {CACHE_VARIABLE} to another folder"
+        ) from None
+    except OSError as error:  # ELOOP: somebody has put a link there
+        raise _unwritable(path, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _builder(cache: Path, key: str) -> str:
+    """Who holds the lock of an entry: the name of the folder that it fills tells."""
+    for folder in cache.glob(f"{key}{_BUILD}*"):
+        pid, _, rest = folder.name.partition(_BUILD)[2].partition("@")
+        with contextlib.suppress(OSError):  # it may be done by now
+            minutes = (time.time() - folder.stat().st_mtime) / 60
+            host = rest.rpartition("-")[0]
+            return f"process {pid} on {host} (its last file is {minutes:.0f} minutes old)"
+    return "an unknown process"
+
+
+def _make_folder(cache: Path) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            cache.mkdir()
+        except FileExistsError:
+            if not cache.is_dir():
+                raise
+        else:
+            cache.chmod(0o755)  # whatever the umask is: other users may read
+    except OSError as error:
+        raise _unwritable(cache, error) from error
+    problem = problem_with_writing(cache)
+    if problem is not None:
+        raise KernelCacheError(_UNWRITABLE.format(path=cache, problem=problem))
+
+
+def _publish(work: Path, entry: Path) -> None:
+    """Let every user read the files in `work`, and give the folder its name."""
+    for path in work.iterdir():
+        path.chmod(0o644)
+    work.chmod(0o755)
+    if entry.exists():  # to be replaced; a process that has loaded it keeps its memory
+        entry.rename(work.with_name(f"{work.name}-old"))
+    work.rename(entry)
+    shutil.rmtree(work.with_name(f"{work.name}-old"), ignore_errors=True)
+
+
+_UNWRITABLE = (
+    "the kernel cache {path} cannot be written ({problem}): make it writable, or set "
+    f"{CACHE_VARIABLE} to a folder that is"
+)
+
+
+def _unwritable(path: Path, error: OSError) -> KernelCacheError:
+    return KernelCacheError(_UNWRITABLE.format(path=path, problem=error.strerror))
+
+
+def _unreadable(path: Path, problem: str | None) -> KernelCacheError:
+    return KernelCacheError(
+        f"{path} cannot be read by user {_user(os.geteuid())} ({problem}): make it readable "
+        f"(chmod a+rX), or set {CACHE_VARIABLE} to another folder"
+    )
+
+
+def _writable_by_others(path: Path, mode: int) -> KernelCacheError:
+    return KernelCacheError(
+        f"{path} can be written by other users (mode {stat.S_IMODE(mode):04o}), who could plant "
+        f"kernels: run chmod go-w {path}, or set {CACHE_VARIABLE} to another folder"
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:  # not known here, as in many containers
+        return str(uid)

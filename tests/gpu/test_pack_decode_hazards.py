@@ -1,0 +1,219 @@
+"""What must not go wrong silently: plans of other batches, several streams and graphs, lengths
+beyond the table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from forests import make_case
+from pack_decode_cases import MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
+
+from sglang_pat.attention import default_workers
+from sglang_pat.executors.cuda import DecodeKernels
+from sglang_pat.executors.jit import KernelConfig
+
+pytestmark = needs_gpu
+
+HEADS = Heads(8, 2)
+CASES = [
+    make_case([(-1, 900)], [(0, 50 + 9 * i) for i in range(12)], seed=1),
+    make_case([(-1, 70), (0, 300)], [(0, 800)] * 5 + [(1, 3)] * 7, seed=2),
+]
+# A kernel that stops takes its process's context with it, so these run in one of their own.
+PRELUDE = """
+    import torch
+    from forests import make_case
+    from pack_decode_cases import Heads, Tensors, planned_step
+
+    heads = Heads(8, 2)
+
+    def prepare(case):
+        tensors = Tensors.make(case, heads)
+        return tensors, torch.empty_like(tensors.q)
+
+    def write(step, case, tensors):
+        step.write(
+            case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+        )
+
+    def capture(step, tensors, out, layers=1):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(layers):
+                step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+        return graph
+"""
+
+
+def run_apart(code: str) -> subprocess.CompletedProcess[str]:
+    source = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def assert_stopped(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.stdout.splitlines() == ["prepared"], done.stderr[-2000:]
+    assert done.returncode != 0
+    assert re.search(r"CUDA error: (unspecified launch failure|an illegal instr)", done.stderr)
+
+
+@pytest.mark.parametrize("num_requests", [5, 7])
+def test_a_graph_stops_at_the_plan_of_another_batch(num_requests: int) -> None:
+    assert_stopped(
+        run_apart(f"""
+            case, other = (make_case([(-1, 300)], [(0, 40)] * n) for n in (6, {num_requests}))
+            tensors, out = prepare(case)
+            step = planned_step(heads)
+            write(step, case, tensors)
+            graph = capture(step, tensors, out)
+            graph.replay()
+            torch.cuda.synchronize()
+            print("prepared", flush=True)
+            write(step, other, Tensors.make(other, heads))
+            graph.replay()
+            torch.cuda.synchronize()
+            print("not stopped")
+        """)
+    )
+
+
+def test_graphs_that_run_at_once_on_the_same_buffers_stop() -> None:
+    assert_stopped(
+        run_apart("""
+            case = make_case([(-1, 3000)], [(0, 2000)] * 64)
+            tensors, out = prepare(case)
+            step = planned_step(heads)
+            write(step, case, tensors)
+            graphs = [capture(step, tensors, out, layers=50) for _ in range(2)]
+            streams = [torch.cuda.Stream() for _ in graphs]
+            for graph in graphs:  # one after the other, all is well
+                graph.replay()
+            torch.cuda.synchronize()
+            print("prepared", flush=True)
+            for _ in range(20):
+                for graph, stream in zip(graphs, streams):
+                    with torch.cuda.stream(stream):
+                        graph.replay()
+            torch.cuda.synchronize()
+            print("not stopped")
+        """)
+    )
+
+
+def test_each_graph_has_a_ticket_counter() -> None:
+    """So a graph that is stopped half-way, or runs beside another, leaves no trace in theirs."""
+    tensors, step = Tensors.make(CASES[0], HEADS), planned_step(HEADS)
+    step.write(CASES[0].batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    out = torch.empty_like(tensors.q)
+    graphs = []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+    owners = []
+    for graph in graphs:
+        graph.replay()
+        owners.append(int(step.executor.buffers.counters[0, 0]))
+    step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+    owners.append(int(step.executor.buffers.counters[0, 0]))
+    assert len(set(owners)) == 3
+    assert owners[-1] == 1
+
+
+def test_the_counter_is_back_at_zero_without_a_merge() -> None:
+    heads = Heads(64, 64, 64)
+    case = make_case([], [(-1, 200)] * 48)
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
+    plan = step.write(
+        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    )
+    num_ctas = step.executor.kernels.num_ctas(tensors.q.device)
+    assert plan.header.num_tickets * heads.num_kv_heads > num_ctas
+    assert plan.header.num_merges == 0
+    for _ in range(3):
+        check(*run(step, tensors), tensors)
+        assert not step.executor.buffers.counters[1:].any()
+
+
+class TwoPlans:
+    """One step that is given the plans of two batches of equal size, and two streams."""
+
+    def __init__(self) -> None:
+        self.tensors = [Tensors.make(case, HEADS) for case in CASES]
+        self.step = planned_step(HEADS)
+        self.streams = [torch.cuda.Stream() for _ in CASES]
+        self.write(0)
+        torch.cuda.synchronize()
+
+    def write(self, index: int) -> None:
+        case, each = CASES[index], self.tensors[index]
+        self.step.write(case.batch(), each.req_to_token, each.req_pool_indices, each.seq_lens)
+
+
+def test_a_run_waits_for_the_plan_of_another_stream() -> None:
+    plans = TwoPlans()
+    with torch.cuda.stream(plans.streams[0]):
+        torch.cuda._sleep(200_000_000)  # clock cycles
+        plans.write(1)
+    with torch.cuda.stream(plans.streams[1]):
+        result = run(plans.step, plans.tensors[1])
+    torch.cuda.synchronize()
+    check(*result, plans.tensors[1])
+
+
+def test_a_plan_waits_for_the_run_on_another_stream() -> None:
+    plans = TwoPlans()
+    with torch.cuda.stream(plans.streams[0]):
+        torch.cuda._sleep(200_000_000)  # clock cycles
+        result = run(plans.step, plans.tensors[0])
+    with torch.cuda.stream(plans.streams[1]):
+        plans.write(1)
+    torch.cuda.synchronize()
+    check(*result, plans.tensors[0])
+
+
+def test_lengths_beyond_the_table_end_with_it() -> None:
+    case = make_case([(-1, 100)], [(0, 60)] * 3 + [(-1, 160)] * 2)
+    tensors, step = Tensors.make(case, HEADS), planned_step(HEADS)
+    tensors.req_to_token = tensors.req_to_token[:, :160]  # behind it: slots far outside the pool
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    expected = run(step, tensors)
+    tensors.seq_lens += 3
+    out, lse = run(step, tensors)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_queries_of_another_batch_are_refused() -> None:
+    tensors, step = Tensors.make(MIXED, HEADS), planned_step(HEADS)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    q, out = tensors.q[1:], torch.empty_like(tensors.q[1:])
+    count = len(tensors.q)
+    with pytest.raises(ValueError, match=f"of the plan, {count} and 4, got {count - 1} and 4"):
+        step.decode(q, tensors.k_cache, tensors.v_cache, out)
+
+
+def test_nothing_runs_before_a_plan_is_loaded() -> None:
+    tensors, step = Tensors.make(MIXED, HEADS), planned_step(HEADS)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.executor.buffers.loaded.fill_(-1)
+    with pytest.raises(ValueError, match="of the plan, -1 and -1"):
+        run(step, tensors)
+
+
+def test_workers_are_the_ctas_that_the_device_holds() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = DecodeKernels.load(KernelConfig.for_device(HEADS.dtype, HEADS.head_dim, device))
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    ctas_per_sm = 1 if torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0)) else 2
+    assert kernels.num_ctas(device) == ctas_per_sm * num_sms
+    assert default_workers(kernels, device, 8) == ctas_per_sm * num_sms // 8

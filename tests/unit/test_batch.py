@@ -1,0 +1,66 @@
+"""PrefixPaths.from_lists: what fits is flattened, what does not is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_pat import DecodeBatch, PathNode, PrefixPaths
+
+
+def test_paths_are_flattened() -> None:
+    last = (1 << 31) - 1
+    paths = PrefixPaths.from_lists(
+        [[PathNode(5, 0, 10), ((1 << 63) - 1, 10, last)], [], [(np.int64(5), np.int32(0), 10)]]
+    )
+    assert paths.path_begin.tolist() == [0, 2, 2, 3]
+    assert paths.node_id.tolist() == [5, (1 << 63) - 1, 5]
+    assert paths.kv_begin.tolist() == [0, 10, 0]
+    assert paths.kv_end.tolist() == [10, last, 10]
+    assert paths.node_id.dtype == np.int64
+    assert paths.path_begin.dtype == paths.kv_begin.dtype == paths.kv_end.dtype == np.int32
+    assert len(PrefixPaths.from_lists([])) == 0
+    assert len(PrefixPaths.from_lists([[], []])) == 2
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        (1, 0, (1 << 32) + 5),
+        (1, 0, 1 << 31),
+        (1, -(1 << 31) - 1, 5),
+        (1 << 63, 0, 5),
+        (-(1 << 63) - 1, 0, 5),
+        (1 << 70, 0, 5),
+        (1, 0, 5.0),
+        (1.5, 0, 5),
+        (1, 0, np.float32(5)),
+        (1, 0, "5"),
+        (1, 0, None),
+        (1, 0),
+        (1, 0, 5, 6),
+        7,
+    ],
+    ids=repr,
+)
+def test_nodes_that_are_not_three_integers_are_refused(node: Any) -> None:
+    good = [(1, 0, 5)]
+    for paths in ([[node]], [good, [*good, node], good], [[], [node, *good]]):
+        request = next(i for i, path in enumerate(paths) if any(n is node for n in path))
+        with pytest.raises(ValueError, match="a path node must be three integers") as error:
+            PrefixPaths.from_lists(paths)
+        assert str(error.value).endswith(f"got {node!r} on the path of request {request}")
+
+
+def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
+    """Three pairs have as many numbers as two nodes."""
+    with pytest.raises(ValueError, match=r"got \(1, 0\) on the path of request 0"):
+        PrefixPaths.from_lists([[(1, 0), (5, 2), (5, 9)]])  # type: ignore[list-item]
+
+
+def test_other_paths_are_refused() -> None:
+    batch = DecodeBatch(np.zeros(1, np.int32), lambda: PrefixPaths.private(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"batch.paths must be PrefixPaths, got function"):
+        batch.read_paths()

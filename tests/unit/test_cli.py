@@ -1,0 +1,221 @@
+"""The command line as a new user meets it: defaults as documented, wrong input in one line."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_pat
+from sglang_pat import support
+from sglang_pat.cli import build, main
+from sglang_pat.cli.gpus import Gpu
+from sglang_pat.executors import jit
+from sglang_pat.executors.jit import KernelBuildError, KernelConfig
+from sglang_pat.executors.kernel_cache import KernelCacheError
+
+ANSWER_SECONDS = 5
+
+
+def answer(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_pat", *words], capture_output=True, text=True, timeout=60
+    )
+
+
+# --- wrong input ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "give a command: doctor, build, demo, replay, support"),
+        ("serve", "'serve' (choose from 'doctor', 'build', 'demo', 'replay', 'support')"),
+        ("--verbose", "unknown argument '--verbose'; allowed: --help, --version"),
+        ("doctor --jsn f", "unknown argument '--jsn'; allowed: --help, --json"),
+        ("doctor --js f", "unknown argument '--js'; allowed: --help, --json"),
+        ("doctor everything", "unknown argument 'everything'; allowed: --help, --json"),
+        ("doctor --json /no/f", "--json: '/no/f': its folder /no does not exist"),
+        ("doctor --json", "--json: expected one argument"),
+        ("build --arch 8.5", "--arch: '8.5'; allowed: 8.0, 8.6, 8.7, 8.9, 9.0, 10.0"),
+        ("build --arch sm_90", "--arch: 'sm_90'; allowed: 8.0,"),
+        ("build --arch 9", "--arch: '9'; allowed: 8.0,"),
+        ("build --arch 7.5", "--arch: '7.5'; allowed: 8.0,"),
+        ("build --dtype float32", "'float32' (choose from 'float16', 'bfloat16')"),
+        ("build --head-dim 96", "96 (choose from 64, 128)"),
+        ("build --head-dim x", "--head-dim: 'x'; allowed: a whole number"),
+        ("build --cache /etc/passwd", "--cache: '/etc/passwd'; allowed: the path of a folder"),
+        ("build --cache=", "--cache: ''; allowed: the path of a folder"),
+        ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48"),
+        ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
+        ("demo --json /", "--json: '/': it is a folder; name a file"),
+        ("support rows", "unknown argument 'rows'; allowed: --help"),
+        ("replay", "give a TRACE, --generate NAME or --preset NAME"),
+        ("replay --limit x", "--limit: 'x'; allowed: a whole number"),
+        ("replay --rate x", "--rate: 'x'; allowed: a number"),
+        ("replay --page 1", "unknown argument '--page'; allowed: --help, --format"),
+        ("replay --html /no/f", "--html: '/no/f': its folder /no does not exist"),
+        ("replay --generate toolagent --model nope", "model 'nope'; allowed: "),
+        ("replay --generate nope", "'nope'; allowed: conversation, toolagent, "),
+        ("replay --generate toolagent --policies best", "one of memory, paper, compute, "),
+        ("replay --generate toolagent --limit 0", "--limit: '0'; allowed: a whole number from 1"),
+        ("replay --generate toolagent --rate -1", "--rate: '-1'; allowed: a number above 0, or "),
+        ("replay --generate toolagent --kv-pool-gb nan", "'nan'; allowed: a finite number above"),
+        ("replay --generate toolagent --forest-step -1", "'-1'; allowed: a whole number from 0"),
+        ("replay --compare /no/a.json /no/b.json", "/no/a.json"),
+        ("replay /no/trace", "/no/trace: there is no such file"),
+        ("replay /etc/passwd --format nope", "'nope'; allowed: auto, mooncake, "),
+        ("replay /etc/passwd", "/etc/passwd: no known format: "),
+        ("replay /etc/passwd --json /etc/passwd", "would overwrite the input /etc/passwd"),
+    ],
+)
+def test_wrong_input_is_answered_at_once_in_one_line(words: str, message: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = answer(*words.split())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU time, since other tests may run at the same time.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert child.returncode == 2
+    assert child.stdout == ""
+    assert message in child.stderr
+    assert child.stderr.count("\n") == 1, child.stderr
+    assert seconds < ANSWER_SECONDS
+
+
+def test_build_without_a_gpu_asks_for_an_architecture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for found in ([], [Gpu("Tesla V100", (7, 0), "580.1")]):
+        monkeypatch.setattr(build, "find_gpus", lambda found=found: found)
+        assert main.main(["build"]) == 2
+        error = capsys.readouterr().err
+        assert "no GPU with compute capability 8.0 or newer here: use --arch X.Y" in error
+        assert error.count("\n") == 1
+
+
+def test_a_bad_variable_is_wrong_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", "kernels")
+    assert main.main(["build", "--arch", "9.0"]) == 2
+    assert "SGLANG_PAT_KERNEL_CACHE='kernels'; allowed: an abs" in capsys.readouterr().err
+
+
+# --- what is promised ---
+
+
+def test_the_version() -> None:
+    script = Path(sys.executable).parent / "sglang-pat"
+    for command in ([sys.executable, "-m", "sglang_pat"], [script]):
+        child = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert child.stdout == f"sglang-pat {sglang_pat.__version__}\n"
+
+
+def test_ctrl_c_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(support, "markdown_table", interrupt)
+    assert main.main(["support"]) == 130
+    assert capsys.readouterr().err == "sglang-pat: interrupted\n"
+
+
+def _options(command: str) -> list[Any]:
+    commands = main.build_parser()._subparsers._group_actions[0].choices
+    return [action for action in commands[command]._actions if action.option_strings]
+
+
+@pytest.mark.parametrize("command", ["build", "demo", "replay"])
+def test_help_tells_the_real_defaults(command: str) -> None:
+    """A number or a name in `(default: X)` is what the program does."""
+    from sglang_pat.cli import replay
+
+    actual = {
+        "build": {"dtype": build.DEFAULT_DTYPE, "head_dim": build.DEFAULT_HEAD_DIM},
+        "demo": {},
+        "replay": replay._DEFAULTS,
+    }[command]
+    told = {}
+    for option in _options(command):
+        default = re.search(r"\(default: ([^ ;)]+)[;)]", option.help or "")
+        if default is not None and not default[1].startswith("%"):
+            told[option.dest] = default[1]
+    assert {name: str(actual[name]).removesuffix(".0") for name in told} == told
+    assert len(told) >= {"build": 2, "demo": 0, "replay": 5}[command]
+
+
+# --- build ---
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, dict[str, Any]]]:
+    """What the command asked to be compiled."""
+    calls = []
+
+    def fake(config: KernelConfig, **options: Any) -> Path:
+        calls.append((config, options))
+        return options["cache"] / config.name
+
+    monkeypatch.setattr(jit, "build", fake)
+    monkeypatch.setattr(build, "find_gpus", lambda: pytest.fail("the GPUs were asked"))
+    return calls
+
+
+def test_build_compiles_bfloat16_with_head_dim_128(
+    built: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", str(tmp_path))
+    assert main.main(["build", "--arch", "9.0"]) == 0
+    ((config, options),) = built
+    assert config.name == "bf16_d128_sm90"
+    assert options == {"cache": tmp_path, "verbose": False, "force": False}
+    assert capsys.readouterr().out == f"{tmp_path}/bf16_d128_sm90\n"
+
+
+def test_build_compiles_every_combination(built: list[Any], tmp_path: Path) -> None:
+    words = "build --arch 8.0 --arch 12.0 --dtype float16 --dtype bfloat16 --head-dim 64"
+    assert main.main([*words.split(), "--cache", str(tmp_path), "--verbose", "--force"]) == 0
+    names = [config.name for config, _ in built]
+    assert names == ["fp16_d64_sm80", "bf16_d64_sm80", "fp16_d64_sm120", "bf16_d64_sm120"]
+    assert built[0][1] == {"cache": tmp_path, "verbose": True, "force": True}
+
+
+def test_build_asks_the_gpus_at_hand(built: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Gpu("NVIDIA H100", (9, 0), "580.1"),
+        Gpu("NVIDIA A100", (8, 0), "580.1"),
+        Gpu("NVIDIA H100", (9, 0), "580.1"),
+        Gpu("Tesla V100", (7, 0), "580.1"),
+    ]
+    monkeypatch.setattr(build, "find_gpus", lambda: found)
+    assert main.main(["build"]) == 0
+    assert [config.arch for config, _ in built] == [(8, 0), (9, 0)]
+
+
+@pytest.mark.parametrize(
+    "error", [KernelBuildError("no nvcc"), KernelCacheError("not yours"), OSError("disk full")]
+)
+def test_build_fails_in_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **options: object) -> Path:
+        raise error
+
+    monkeypatch.setattr(jit, "build", fail)
+    assert main.main(["build", "--arch", "9.0"]) == 1
+    assert capsys.readouterr().err == f"sglang-pat build: error: {error}\n"
+
+
+def test_architectures_are_those_of_the_kernels() -> None:
+    assert min(support.OLDEST_NVCC) == support.OLDEST_CAPABILITY
+    assert list(support.OLDEST_NVCC) == sorted(support.OLDEST_NVCC)
