@@ -23,17 +23,26 @@ from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 
 
 class DeviceBuffers(NamedTuple):
-    """Where a plan lies on the device, and what the kernels write besides their output. Graphs
-    capture the addresses of these tensors, and of those of a step.
+    """The device memory of a plan, and of what the kernels write besides their output.
 
-    plan: int32, laid out for `capacity` (plan_format.h), whose entries are in the order of
-    PlanCapacity's fields. shared_slots: int32. partial_out: float32 `[num_partials, num_qo_heads,
-    head_dim]`; partial_lse: float32 `[num_partials, num_qo_heads]`. counters: int32
-    `[num_counters, 2]`, which CTA draws what: each graph has a counter of its own, and all are 0
-    between steps but for the first, which says whose partials are in the buffer. loaded: int64
-    `[4]` on the host, what the operators know of the plan: its last stream, and sizes.
+    Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
+    partials: two of them that run at the same time stop with an error.
 
-    Graphs share the partials: two of them that run at the same time stop with an error.
+    Attributes
+    ----------
+    plan : torch.Tensor
+        int32, laid out for `capacity` (plan_format.h).
+    capacity : list of int
+        Entries of each section, in the order of PlanCapacity's fields.
+    shared_slots : torch.Tensor
+        int32, the KV slots of all shared ranges.
+    partial_out, partial_lse : torch.Tensor
+        float32 `[num_partials, num_qo_heads, head_dim]` and `[num_partials, num_qo_heads]`.
+    counters : torch.Tensor
+        int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
+        count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
+    loaded : torch.Tensor
+        int64 `[4]` on the host: the last stream of the plan, and its sizes.
     """
 
     plan: torch.Tensor
@@ -61,7 +70,7 @@ class StagingBuffer:
         self.copied: int = self._copied.cuda_event
 
     def wait(self) -> None:
-        """Until the memory may be written again. It is, unless the device is far behind."""
+        """Block until the memory is reusable (normally at once)."""
         # Not synchronize() at once: that lets go of the GIL.
         if not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()
@@ -104,11 +113,11 @@ class DecodeKernels:
         )
 
     def decode(self, buffers: DeviceBuffers, step: Step, layer: LayerInputs) -> None:
-        """Attention of one layer under the loaded plan: pack_decode, then merge_partials, which a
-        plan without merges does not need outside of a graph.
+        """Attention of one layer under the loaded plan: pack_decode, then merge_partials.
 
-        On another stream than the plan's, it waits for that one. Not in a graph: it must be
-        replayed on the stream on which plans are loaded, or ordered with it by the caller.
+        Outside of a graph, a plan without merges needs no merge_partials, and a launch on another
+        stream than the plan's waits for that one. A graph must be replayed on the stream on which
+        plans are loaded, or the caller orders the two.
         """
         q, k_cache, v_cache, out, out_lse, sm_scale, logit_cap = layer
         self._decode(

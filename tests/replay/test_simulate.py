@@ -23,6 +23,7 @@ from sglang_pat.replay.session import Replay
 from sglang_pat.replay.simulate import Simulator
 from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
 from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree, new_tree
+from sglang_pat.support import POLICIES
 
 TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
 SHARED = Segment(1, 300)
@@ -367,6 +368,7 @@ def test_memory_moves_the_fewest_bytes_of_all_policies() -> None:
     """Before tiles are cut: a cut serves balance and adds partials, wherever it falls."""
     for name in ("conversation", "toolagent", "multi-document"):
         result = replayed(generate(name, requests=120, seed=4, rate=60.0), max_batch=64)
+        assert result["totals"]["comparisons"].keys() == set(POLICIES) - {"memory", "query-centric"}
         for policy, comparison in result["totals"]["comparisons"].items():
             assert comparison["more_before_split"] == 0, (name, policy)
             assert comparison["worst_ratio"] < 1.02, (name, policy)
