@@ -234,7 +234,17 @@ class CudaExecutor:
         needed = BufferSizes.needed_by(scheduler)
         if self._reserved:
             raise PlanOverflowError(f"the plan needs {needed}; reserved are {self._sizes}")
+        self._release()
         self._allocate(self._sizes.grown(needed))
+
+    def _release(self) -> None:
+        """Let the allocator reuse the buffers only behind the kernels under way."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        for buffer in self.buffers:
+            if isinstance(buffer, torch.Tensor) and buffer.is_cuda:
+                buffer.record_stream(stream)
 
     def _allocate(self, sizes: BufferSizes) -> None:
         plan_size = sizes.plan.layout()["size"]
@@ -249,12 +259,19 @@ class CudaExecutor:
             partial_out=floats((*rows, head_dim)),
             partial_lse=floats(rows),
             counters=integers((_COUNTERS, 2)),
-            loaded=torch.full((4,), -1, dtype=torch.int64),  # no plan, no stream
+            loaded=torch.tensor([self._stream(), -1, -1, -1], dtype=torch.int64),  # no plan
         )
         # Earlier ones may be dropped while they are being copied: load_plan() keeps their memory.
         self._ring = self._new_ring(sizes)
         self._sizes = sizes
         self._in_buffers = _InBuffers()
+
+    def _stream(self) -> int:
+        """The stream that fills new buffers with zeros: the first plan is ordered behind it."""
+        if self._device.type != "cuda":
+            return -1
+        handle: int = torch.cuda.current_stream(self._device).cuda_stream
+        return handle
 
     def _new_ring(self, sizes: BufferSizes) -> Iterator[StagingBuffer]:
         plan_size = sizes.plan.layout()["size"]

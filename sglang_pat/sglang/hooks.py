@@ -62,6 +62,8 @@ class StepChannel:
         if not batch.reqs:
             return
         if forward_batch.forward_mode.is_decode():
+            # One list for all microbatches: where they take turns no step repeats, as it must not
+            # while another one's plan is in the buffers of the graphs.
             if not same_objects(self._last_reqs, batch.reqs):
                 self._last_reqs = list(batch.reqs)
             has_beams = getattr(batch, "beam_tail", None) is not None

@@ -68,8 +68,10 @@ class Microbatches:
             (i for i, each in enumerate(self._recent) if each.reader.knows(step)),
             len(self._recent) - 1,
         )
-        self._recent.insert(0, self._recent.pop(index))
-        return self._recent[0]
+        found = self._recent[index]
+        # A new list: another thread may be counting over the old one.
+        self._recent = [found, *(each for each in self._recent if each is not found)]
+        return found
 
     def reserve(self, max_requests: int, max_shared_slots: int) -> None:
         """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs

@@ -15,7 +15,7 @@ import torch
 from forests import make_case
 from pack_decode_cases import MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
 
-from sglang_pat.attention import default_workers
+from sglang_pat.attention import PackAttention, default_workers
 from sglang_pat.executors.cuda import DecodeKernels
 from sglang_pat.executors.jit import KernelConfig
 
@@ -200,6 +200,32 @@ def test_queries_of_another_batch_are_refused() -> None:
     count = len(tensors.q)
     with pytest.raises(ValueError, match=f"of the plan, {count} and 4, got {count - 1} and 4"):
         step.decode(q, tensors.k_cache, tensors.v_cache, out)
+
+
+def test_the_first_plan_waits_for_the_stream_that_made_the_buffers() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step = planned_step(HEADS)
+    assert int(step.executor.buffers.loaded[0]) == stream.cuda_stream
+
+
+def test_buffers_grow_on_another_stream() -> None:
+    heads = (HEADS.num_qo_heads, HEADS.num_kv_heads, HEADS.head_dim)
+    attention = PackAttention(*heads, dtype=HEADS.dtype, device="cuda")
+    small = make_case([(-1, 300)], [(0, 40)] * 2)
+    for case in (small, MIXED):  # the second needs larger buffers
+        tensors = Tensors.make(case, HEADS)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            attention.plan(
+                case.batch(),
+                req_to_token=tensors.req_to_token,
+                req_pool_indices=tensors.req_pool_indices,
+                seq_lens=tensors.seq_lens,
+            )
+            out, lse = attention.run(tensors.q, tensors.k_cache, tensors.v_cache, return_lse=True)
+            torch.cuda.synchronize()
+        check(out, lse, tensors)
 
 
 def test_nothing_runs_before_a_plan_is_loaded() -> None:

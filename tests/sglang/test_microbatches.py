@@ -66,6 +66,17 @@ def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -
     assert microbatches.current is used[1]
 
 
+def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
+    microbatches = Microbatches(2, new_attention, strict=True)
+    seen = [iter(microbatches), microbatches._recent]
+    before = list(microbatches)
+    for name in "ab":
+        step = step_of(tree, requests(tree, name))
+        microbatches.of(step).reader.read(step, view_of(step.reqs))
+    assert list(seen[0]) == seen[1] == before, "what another thread holds is never changed"
+    assert {*microbatches} == {*before}
+
+
 def test_a_step_without_requests_is_the_current_one(tree: Tree) -> None:
     microbatches = Microbatches(2, new_attention, strict=True)
     current = microbatches.of(step_of(tree, requests(tree, "a")))
