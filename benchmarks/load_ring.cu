@@ -47,14 +47,8 @@ struct Control {  // behind the ring
   int drawn[kDraws];
 };
 
-#ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__ inline
-#else
-#define HOST_DEVICE inline
-#endif
-
 // Word `index` of pool `operand`.
-HOST_DEVICE uint32_t pool_word(uint32_t index, uint32_t operand) {
+__host__ __device__ inline uint32_t pool_word(uint32_t index, uint32_t operand) {
   uint32_t x = index ^ (operand ? 0x9e3779b9u : 0u);
   x ^= x >> 16;
   x *= 0x7feb352du;
@@ -65,7 +59,7 @@ HOST_DEVICE uint32_t pool_word(uint32_t index, uint32_t operand) {
 }
 
 // A permutation of [0, 2^bits).
-HOST_DEVICE uint32_t permuted(uint32_t i, int bits) {
+__host__ __device__ inline uint32_t permuted(uint32_t i, int bits) {
   const uint32_t mask = (1u << bits) - 1;
   for (int round = 0; round < 3; ++round) {
     i = i * 0x9e3779b1u & mask;
@@ -76,7 +70,7 @@ HOST_DEVICE uint32_t permuted(uint32_t i, int bits) {
 }
 
 // What the consumers add up: every word times an odd weight that says where in the stage it must lie.
-HOST_DEVICE uint32_t word_weight(int stage_tokens, int operand, int row, int word) {
+__host__ __device__ inline uint32_t word_weight(int stage_tokens, int operand, int row, int word) {
   return 2 * ((operand * stage_tokens + row) * kRowWords + word) + 1;
 }
 
@@ -546,9 +540,10 @@ Kernel find_kernel(int tokens, int producers, bool bulk, int ahead) {
 #define PICK(t, n, b, a) \
   if (tokens == t && producers == n && bulk == b && ahead == a) return ring_kernel<t, n, b, a>;
   PICK(32, 2, false, 4)
-  PICK(32, 4, false, 4) PICK(32, 8, false, 4) PICK(32, 2, false, 1) PICK(64, 1, false, 4)
-      PICK(64, 2, false, 4) PICK(64, 4, false, 4) PICK(64, 8, false, 4) PICK(64, 4, false, 1)
-          PICK(64, 1, true, 4) PICK(64, 4, true, 4) PICK(64, 8, true, 4) PICK(32, 2, true, 4)
+  PICK(32, 4, false, 4)
+  PICK(32, 8, false, 4) PICK(32, 2, false, 1) PICK(64, 1, false, 4) PICK(64, 2, false, 4)
+      PICK(64, 4, false, 4) PICK(64, 8, false, 4) PICK(64, 4, false, 1) PICK(64, 1, true, 4)
+          PICK(64, 4, true, 4) PICK(64, 8, true, 4) PICK(32, 2, true, 4)
 #undef PICK
               std::printf("no kernel for %d tokens, %d producers\n", tokens, producers);
   std::exit(1);
