@@ -200,7 +200,7 @@ class PatDecoder:
 
 
 def _new_plans(
-    routes: Routes, model_runner: Any, environment: Environment, **reservation: int
+    routes: Routes, model_runner: Any, environment: Environment, **reservation: Any
 ) -> StepPlans:
     """A PackAttention for each shape of layers that pat decodes."""
     attentions = {
