@@ -1,0 +1,56 @@
+"""A plug-in of SGLang for tests: `--load-format dummy` draws weights with activations of unit scale.
+
+SGLang's own dummy weights, all within 1e-3, give answers that soon repeat one token: such answers
+prove little about attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+GAIN = 1.4
+
+
+def register() -> None:
+    """The plug-in's entry point, in every process of the engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader.initialize_dummy_weights", draw, HookType.REPLACE
+    )
+
+
+def draw(model: torch.nn.Module) -> None:
+    """Fill all parameters. Each depends on its name alone, so that every engine draws the same."""
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    for name, weight in model.state_dict().items():
+        if torch.is_floating_point(weight):
+            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            _fill(name, weight, generator, is_tied)
+
+
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, is_tied: bool) -> None:
+    kind = name.rpartition(".")[2]
+    noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+    if kind == "A_log":
+        drawn = noise.abs().log1p()
+    elif kind == "A":  # -exp(A_log)
+        drawn = -1 - noise.abs()
+    elif weight.dim() > 1:
+        is_embedding = "embed" in name or "wte" in name or "wpe" in name
+        # Where the embeddings are the head as well, large ones let every token answer itself.
+        of_embedding = 0.3 / math.sqrt(weight.shape[-1]) if is_tied else 1.0
+        drawn = noise * (of_embedding if is_embedding else GAIN / math.sqrt(weight.shape[-1]))
+    elif bool((weight == 1).all()):  # a norm
+        drawn = 1 + 0.1 * noise
+    elif kind == "sinks" or "sink" in kind:
+        drawn = noise
+    else:  # a bias, or the norm of a class that adds 1 to it
+        drawn = 0.1 * noise
+    weight.copy_(drawn)
