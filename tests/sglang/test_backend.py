@@ -25,7 +25,6 @@ from sglang_fakes import (
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang import backend
-from sglang_pat.sglang.backend import PatAttnBackend, create_pat_backend
 from sglang_pat.sglang.reader import OVERFLOW
 
 pytestmark = pytest.mark.usefixtures("server_context")
@@ -36,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("server_context")
 def test_unknown_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PAT_POLICIES", "paper")
     with pytest.raises(ValueError, match="unknown variable SGLANG_PAT_POLICIES"):
-        PatAttnBackend(runner())
+        pat_backend(runner())
 
 
 def test_graphs_are_refused_where_torch_executes_the_plan() -> None:
     with pytest.raises(ValueError, match="start SGLang with --disable-cuda-graph"):
-        PatAttnBackend(runner()).init_cuda_graph_state(max_bs=8, max_num_tokens=8)
+        pat_backend(runner()).init_cuda_graph_state(max_bs=8, max_num_tokens=8)
 
 
 @pytest.mark.parametrize("chosen", [("pat", "fa3"), ("fa3", "fa3")])
@@ -85,7 +84,7 @@ def test_decode_stores_the_new_token_and_attends(flat: bool, cap: float) -> None
     pool, req_to_token = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
     req_to_token[1, :5] = torch.tensor([3, 4, 5, 6, 7])
     req_to_token[2, :3] = torch.tensor([3, 4, 30])
-    backend = PatAttnBackend(model_runner)
+    backend = pat_backend(model_runner)
     batch = decode_batch([1, 2], [5, 3], [7, 30])
     backend.init_forward_metadata(batch)
     layer = model_runner.model[1]
@@ -117,7 +116,7 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
     assert torch.equal(pool.get_value_buffer(1)[9], v[0])
 
     model_runner = runner(model=layers(k_scale=layer.k_scale, v_scale=layer.v_scale))
-    backend, batch = PatAttnBackend(model_runner), decode_batch([1], [1], [9])
+    backend, batch = pat_backend(model_runner), decode_batch([1], [1], [9])
     model_runner.req_to_token_pool.req_to_token[1, 0] = 9
     backend.init_forward_metadata(batch)
     q = torch.randn(1, QO_HEADS, HEAD_DIM)
@@ -128,7 +127,7 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
 
 def test_nothing_is_stored_where_the_model_stores_itself() -> None:
     model_runner = runner()
-    backend, before = PatAttnBackend(model_runner), model_runner.token_to_kv_pool.keys[0].clone()
+    backend, before = pat_backend(model_runner), model_runner.token_to_kv_pool.keys[0].clone()
     batch = decode_batch([1], [2], [9])
     backend.init_forward_metadata(batch)
     q, kv = torch.randn(1, QO_HEADS, HEAD_DIM), torch.randn(1, KV_HEADS, HEAD_DIM)
@@ -140,7 +139,7 @@ def test_nothing_is_stored_where_the_model_stores_itself() -> None:
 
 def test_arguments_that_would_be_ignored_are_refused() -> None:
     model_runner = runner()
-    backend, batch = PatAttnBackend(model_runner), decode_batch([1], [2], [9])
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
     backend.init_forward_metadata(batch)
     q, kv = torch.randn(1, QO_HEADS, HEAD_DIM), torch.randn(1, KV_HEADS, HEAD_DIM)
     layer = model_runner.model[0]
@@ -150,15 +149,15 @@ def test_arguments_that_would_be_ignored_are_refused() -> None:
 
 
 def test_an_empty_batch_is_not_planned() -> None:
-    PatAttnBackend(runner()).init_forward_metadata(decode_batch([], [], []))
+    pat_backend(runner()).init_forward_metadata(decode_batch([], [], []))
 
 
 def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = PatAttnBackend(runner())
+    backend = pat_backend(runner())
     planned = []
-    original = backend._microbatches.current.eager.plan
+    original = backend._pat._microbatches.current.eager.plan
 
     def plan(batch: Any, **tensors: Any) -> DecodePlan:
         planned.append(batch.read_paths())
@@ -166,11 +165,11 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
             raise PlanOverflowError("too large")
         return original(batch, **tensors)
 
-    monkeypatch.setattr(backend._microbatches.current.eager, "plan", plan)
+    monkeypatch.setattr(backend._pat._microbatches.current.eager, "plan", plan)
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
-    assert backend._microbatches.current.reader.private_steps[OVERFLOW] == 1
+    assert backend._pat._microbatches.current.reader.private_steps[OVERFLOW] == 1
     assert OVERFLOW in caplog.text
 
 
