@@ -7,6 +7,7 @@ of `model_families` use, for every backend alike.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -20,6 +21,8 @@ def install() -> None:
     """Before the models are imported."""
     _define_sgl_kernel_ops()
     import sgl_kernel.mamba
+
+    torch.get_device_module = lambda device=None: torch.cpu  # this build of torch has CUDA
 
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):
         for module in (
@@ -39,6 +42,11 @@ def install() -> None:
         _replace(module, "mamba_chunk_scan_combined", mamba_chunk_scan_combined)
         _replace(module, "selective_state_update", selective_state_update)
 
+    for module, name in (("layernorm_gated", "RMSNorm"), ("fused_norm_gate", "FusedRMSNormGated")):
+        for package in ("sglang.kernels.ops.attention.fla", "sglang.srt.layers.attention.fla"):
+            with contextlib.suppress(ImportError):  # another version's
+                found = importlib.import_module(f"{package}.{module}")
+                getattr(found, name).forward = gated_norm
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     from sglang.srt.layers.moe import fused_moe_native
@@ -323,6 +331,14 @@ def gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (1 + weight.float())).to(x.dtype)
+
+
+def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The forward of a norm that is gated after it."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
+    is_sigmoid = self.activation == "sigmoid"
+    return (normed * (gate.sigmoid() if is_sigmoid else F.silu(gate))).to(x.dtype)
 
 
 def fused_qk_gemma_rmsnorm(

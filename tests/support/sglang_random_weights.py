@@ -28,11 +28,11 @@ def register() -> None:
 def draw(model: torch.nn.Module) -> None:
     """Fill all parameters. Each depends on its name alone, so that every engine draws the same."""
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    for name, weight in model.state_dict().items():
+    for name, weight in model.named_parameters():
         if torch.is_floating_point(weight):
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
             generator = torch.Generator(weight.device).manual_seed(seed)
-            _fill(name, weight, generator, is_tied)
+            _fill(name, weight.data, generator, is_tied)
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, is_tied: bool) -> None:
