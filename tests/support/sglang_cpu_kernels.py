@@ -92,6 +92,7 @@ def forward_decode(
     sinks: torch.Tensor | None = None, **more: Any,
 ) -> torch.Tensor:  # fmt: skip
     """`TorchNativeAttnBackend.forward_decode`."""
+    q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim) if not more else q
     starts = forward_batch.seq_lens - 1
     counts = torch.ones_like(starts)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)
@@ -148,7 +149,9 @@ def _forward(
             own = (each[slots] for each in (keys, values))
         out[begin:end] = _attend(queries[begin:end], *own, seen, layer, sinks, position)
         begin = end
-    return out.view(len(q), -1).to(v.dtype if v is not None else q.dtype)
+    out = out.to(v.dtype if v is not None else q.dtype)
+    # torch_native answers a prefill in the shape of the queries, which some classes count on.
+    return out.view(q.shape if q.dim() > 2 and out.numel() == q.numel() else (len(q), -1))
 
 
 def _chunk_size(backend: Any) -> int | None:
@@ -360,9 +363,9 @@ def fused_qk_gemma_rmsnorm_with_gate(
     return *normed, gate.reshape(-1, head_dim).contiguous()
 
 
-def fused_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """In place."""
-    x.mul_(gate.reshape(x.shape).sigmoid())
+def fused_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+    """In place, as the models ask for it."""
+    return x.mul_(gate.reshape(x.shape).sigmoid())
 
 
 def fused_qkvzba_split(

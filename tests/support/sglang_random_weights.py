@@ -27,8 +27,9 @@ def register() -> None:
 
 def draw(model: torch.nn.Module) -> None:
     """Fill all parameters. Each depends on its name alone, so that every engine draws the same."""
-    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    for name, weight in model.named_parameters():
+    weights = dict(model.named_parameters())
+    is_tied = not any("lm_head" in name for name in weights)  # each is named once
+    for name, weight in weights.items():
         if torch.is_floating_point(weight):
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
             generator = torch.Generator(weight.device).manual_seed(seed)
