@@ -175,12 +175,13 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """By pat or by the default backend. pat knows none of the arguments in `kwargs`."""
+        """By pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`."""
         routes = self._pat.routes
         if kwargs and layer.layer_id in routes.shapes:
             self._see_arguments(kwargs, layer, forward_batch)
         if layer.layer_id in routes.shapes:
-            return self._pat.attend(q, k, v, layer, forward_batch, save_kv_cache)
+            sinks = kwargs.get("sinks")
+            return self._pat.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _see_arguments(
@@ -191,6 +192,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         Only the first step shows that, which is a warm-up.
         """
         given = sorted(name for name, value in arguments.items() if value is not None)
+        given = [name for name in given if name != "sinks"]
         if not given:
             return
         reason = Reason("attention", f"the argument {', '.join(given)}")

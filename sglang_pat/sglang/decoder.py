@@ -24,7 +24,7 @@ from sglang_pat.sglang.microbatches import Microbatches, StepPlans
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
-from sglang_pat.sglang.routes import Routes, Shape
+from sglang_pat.sglang.routes import Routes
 from sglang_pat.stats import Counters, read_counters
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,7 @@ class PatDecoder:
         layer: RadixAttention,
         forward_batch: Any,
         save_kv_cache: bool,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Store the new token's KV, then attend.
 
@@ -157,11 +158,13 @@ class PatDecoder:
         forward_batch : ForwardBatch
         save_kv_cache : bool
             Whether to write `k` and `v` to the pool.
+        sinks : torch.Tensor or None
+            Attention sinks: see `PackAttention.run`.
 
         Returns
         -------
         torch.Tensor
-            `[rows, heads * head_dim]`.
+            `[rows, heads * v_head_dim]`.
         """
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
@@ -173,7 +176,7 @@ class PatDecoder:
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = self._attention_of[layer.layer_id].run(
-            q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap
+            q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap, sinks=sinks
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -205,6 +208,7 @@ def _new_plans(
             shape.num_qo_heads,
             shape.num_kv_heads,
             shape.head_dim,
+            v_head_dim=shape.v_head_dim,
             dtype=model_runner.dtype,
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,

@@ -93,9 +93,7 @@ class Microbatch:
 class Microbatches:
     """Finds the microbatch of a step by its requests."""
 
-    def __init__(
-        self, count: int, new_plans: Callable[..., StepPlans], *, strict: bool
-    ) -> None:
+    def __init__(self, count: int, new_plans: Callable[..., StepPlans], *, strict: bool) -> None:
         """
         Parameters
         ----------
@@ -108,9 +106,7 @@ class Microbatches:
         """
         self._new_plans = new_plans
         # The one that was used last comes first.
-        self._recent = [
-            Microbatch(BatchReader(strict=strict), new_plans()) for _ in range(count)
-        ]
+        self._recent = [Microbatch(BatchReader(strict=strict), new_plans()) for _ in range(count)]
 
     @property
     def current(self) -> Microbatch:

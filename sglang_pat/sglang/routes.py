@@ -19,7 +19,7 @@ from sglang_pat.sglang.substitution import resolved
 
 PAT, DEFAULT = "pat", "default"  # the routes
 
-# Server arguments that change which KV a decode step reads, who decodes, or how it must be computed.
+# Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
 DELEGATED_ARGUMENTS = {
     "speculative_algorithm": "--speculative-algorithm",
     "enable_deterministic_inference": "--enable-deterministic-inference",
@@ -36,9 +36,6 @@ DELEGATED_ARGUMENTS = {
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
 # 0.5.17.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-# SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
-# Others read it in ways of their own.
-PARTNERS = ("fa3", "fa4", "flashinfer", "trtllm_mha", "triton", "torch_native", "intel_amx")
 
 
 class Reason(NamedTuple):
@@ -62,10 +59,11 @@ class Shape(NamedTuple):
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
 
     @classmethod
     def of(cls, layer: RadixAttention) -> Shape:
-        return cls(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
+        return cls(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
 
 
 class Routes:
@@ -228,14 +226,25 @@ def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
     )
     if reason is not None:
         return reason
-    if default not in PARTNERS:
+    if default not in support.DEFAULT_BACKENDS:
         return Reason("default backend", default)
     translator = getattr(model_runner, "kv_index_translator", None)  # not in 0.5.17
     if translator is not None and translator.is_translating:
         return Reason("KV pool", "with virtual slots")
-    dtype = str(model_runner.dtype).removeprefix("torch.")
-    if model_runner.device != "cpu" and dtype not in support.KERNEL_DTYPES:
-        return Reason("dtype of queries and KV cache", f"{model_runner.dtype} on a GPU")
+    return _device_reason(model_runner.device, model_runner.dtype)
+
+
+def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
+    """Whether there are no kernels for a device. A CPU needs none."""
+    if device == "cpu":
+        return None
+    if device != "cuda" or torch.version.hip is not None:
+        return Reason("device", device if torch.version.hip is None else "ROCm")
+    capability = torch.cuda.get_device_capability()
+    if capability < support.OLDEST_CAPABILITY:
+        return Reason("device", "compute capability {}.{}".format(*capability))
+    if str(dtype).removeprefix("torch.") not in support.KERNEL_DTYPES:
+        return Reason("dtype of queries and KV cache", f"{dtype} on a GPU")
     return None
 
 
@@ -256,10 +265,9 @@ def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None
         return Reason("attention", f"attention within chunks of {chunk_size}")
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return Reason("sliding window", layer.sliding_window_size)
-    if layer.qk_head_dim != layer.v_head_dim:
-        return Reason("head_dim", f"{layer.qk_head_dim} for keys and {layer.v_head_dim} for values")
-    if layer.qk_head_dim not in support.HEAD_DIMS:
-        return Reason("head_dim", layer.qk_head_dim)
+    head_dims = (layer.qk_head_dim, layer.v_head_dim)
+    if head_dims not in support.HEAD_DIMS:
+        return Reason("head_dim", support.head_dim_name(*head_dims))
     heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
     if heads % kv_heads:
         return Reason("query heads per KV head", f"{heads}/{kv_heads}")

@@ -23,6 +23,7 @@ class DefaultBackend(AttentionBackend):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.needs_cpu_seq_lens = False
+        self.ends: Any = None  # if not those of the base class
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         self.calls.append("out_graph in capture" if in_capture else "out_graph")
@@ -35,6 +36,9 @@ class DefaultBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+    def shared_read_ends(self, mode: ForwardMode) -> Any:
+        return self.ends or super().shared_read_ends(mode)
 
     def forward_decode(
         self,
@@ -62,11 +66,15 @@ def pat_backend(model_runner: Any, name: str = "triton") -> Any:
 class KVPool:
     """Like MHATokenToKVPool, as far as it is used: layers without attention have no KV."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, of_last: torch.dtype | None = None
+    ) -> None:
         shape = (SLOTS, KV_HEADS, HEAD_DIM)
         generator = torch.Generator().manual_seed(0)
         self.keys = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
         self.values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+        if of_last is not None:
+            self.keys[1], self.values[1] = self.keys[1].to(of_last), self.values[1].to(of_last)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.keys[layer_id]
@@ -170,7 +178,7 @@ def dense(
     q: torch.Tensor, pool: KVPool, layer_id: int, slots: torch.Tensor, cap: float = 0.0
 ) -> torch.Tensor:
     """Attention of one query row over these slots, in float64: `[heads, head_dim]`."""
-    group = QO_HEADS // KV_HEADS
+    group = len(q) // KV_HEADS
     keys = pool.keys[layer_id][slots].double().repeat_interleave(group, dim=1)
     values = pool.values[layer_id][slots].double().repeat_interleave(group, dim=1)
     logits = torch.einsum("hd,khd->hk", q.double(), keys) / math.sqrt(HEAD_DIM)
