@@ -7,7 +7,7 @@ makes the family what it is: its windows, sinks, heads, recurrent states and exp
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family, and who decodes its layers.
 
     Attributes
     ----------
@@ -42,13 +42,33 @@ class Family:
         Those of `sglang.srt.models` that its class needs.
     config : dict
         What `config.json` holds, beside the small shapes that all have.
+    models : str
+        Whose architecture it is.
+    accelerated, delegated : str
+        Which attention layers pat decodes, and which it leaves to the default backend.
+    pat : tuple of int
+        The small model's layers that pat decodes.
+    default : dict
+        Reason -> its layers that the default backend decodes.
+    arguments : dict
+        Server arguments without which SGLang does not run it on a CPU.
+    refused : dict
+        Version of SGLang -> why it does not run it on a CPU: its own error.
     """
 
     name: str
     architecture: str
     modules: tuple[str, ...]
     config: dict[str, Any]
+    _: KW_ONLY
+    models: str
+    accelerated: str
+    delegated: str
+    pat: tuple[int, ...]
+    default: dict[str, tuple[int, ...]]
     arguments: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    nightly: bool = True
 
     def write(self, folder: Path) -> Path:
         """Write `config.json`, all that SGLang's dummy loader needs."""
@@ -99,14 +119,49 @@ _MLA = {
 FAMILIES = {
     family.name: family
     for family in (
-        Family("llama", "LlamaForCausalLM", ("llama",), {"model_type": "llama"}),
-        Family("qwen2", "Qwen2ForCausalLM", ("qwen2",), {"model_type": "qwen2", "hidden_size": 256}),
-        Family("qwen3", "Qwen3ForCausalLM", ("qwen3", "qwen2"), {"model_type": "qwen3"}),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            ("llama",),
+            {"model_type": "llama"},
+            pat=(0, 1, 2, 3),
+            models="Llama 2, 3; Mistral; Yi and other copies of its class",
+            accelerated="all layers",
+            delegated="",
+            default={},
+        ),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            ("qwen2",),
+            {"model_type": "qwen2", "hidden_size": 256},
+            pat=(0, 1, 2, 3),
+            models="Qwen2, Qwen2.5",
+            accelerated="all layers",
+            delegated="",
+            default={},
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            ("qwen3", "qwen2"),
+            {"model_type": "qwen3"},
+            pat=(0, 1, 2, 3),
+            models="Qwen3",
+            accelerated="all layers",
+            delegated="",
+            default={},
+        ),
         Family(
             "qwen3-moe",
             "Qwen3MoeForCausalLM",
             ("qwen3_moe", "qwen2_moe"),
             {"model_type": "qwen3_moe", **_MOE},
+            pat=(0, 1, 2, 3),
+            models="Qwen3-30B-A3B, 235B-A22B, Coder",
+            accelerated="all layers",
+            delegated="",
+            default={},
         ),
         Family(
             "gpt-oss",
@@ -123,6 +178,12 @@ FAMILIES = {
                 "hidden_act": "silu",
             },
             arguments={"moe_runner_backend": "triton"},
+            pat=(1, 3),
+            models="gpt-oss 20B, 120B",
+            accelerated="full layers, with their sinks",
+            delegated="window layers",
+            default={"sliding window 31": (0, 2)},
+            nightly=False,
         ),
         Family(
             "gemma-2",
@@ -138,6 +199,11 @@ FAMILIES = {
                 "sliding_window": WINDOW,
                 "tie_word_embeddings": True,
             },
+            pat=(1, 3),
+            models="Gemma 2",
+            accelerated="full layers, with their soft-cap",
+            delegated="window layers",
+            default={"sliding window 31": (0, 2)},
         ),
         Family(
             "gemma-3",
@@ -152,6 +218,12 @@ FAMILIES = {
                 "sliding_window": WINDOW,
                 "tie_word_embeddings": True,
             },
+            pat=(1, 3),
+            models="Gemma 3",
+            accelerated="full layers",
+            delegated="window layers",
+            default={"sliding window 31": (0, 2)},
+            nightly=False,
         ),
         Family(
             "gemma-4",
@@ -169,6 +241,15 @@ FAMILIES = {
                 "hidden_size_per_layer_input": 0,
                 "num_kv_shared_layers": 0,
                 "enable_moe_block": False,
+            },
+            pat=(1, 3),
+            models="Gemma 4",
+            accelerated="full layers, which have another head_dim",
+            delegated="window layers",
+            default={"sliding window 31": (0, 2)},
+            refused={
+                "0.5.17": "Gemma4 only supports trtllm_mha, triton, or intel_xpu attention backend, "
+                "got prefill=intel_amx, decode=intel_amx"
             },
         ),
         Family(
@@ -188,6 +269,11 @@ FAMILIES = {
                 "floor_scale": 64,
                 "attn_scale": 0.1,
             },
+            pat=(3,),
+            models="Llama 4 Scout, Maverick",
+            accelerated="full layers (without RoPE)",
+            delegated="chunked layers",
+            default={"attention within chunks of 64": (0, 1, 2)},
         ),
         Family(
             "mimo-v2",
@@ -226,6 +312,15 @@ FAMILIES = {
                 "attention_bias": False,
                 "attention_value_scale": 0.7,
             },
+            pat=(0, 3),
+            models="MiMo-V2-Flash",
+            accelerated="full layers (head_dim 192/128)",
+            delegated="window layers",
+            default={"sliding window 32": (1, 2)},
+            refused={
+                "0.5.17": "has model type `mimo_v2_flash` but Transformers does not recognize "
+                "this architecture"
+            },
         ),
         Family(
             "mellum",
@@ -238,6 +333,11 @@ FAMILIES = {
                 "use_sliding_window": True,
                 **_MOE,
             },
+            pat=(1, 3),
+            models="Mellum 2",
+            accelerated="full layers",
+            delegated="window layers",
+            default={"sliding window 31": (0, 2)},
         ),
         Family(
             "step-3.5",
@@ -270,6 +370,11 @@ FAMILIES = {
                 "swiglu_limits": [0.0] * 4,
                 "swiglu_limits_shared": [0.0] * 4,
             },
+            pat=(1, 3),
+            models="Step-3.5-Flash",
+            accelerated="full layers",
+            delegated="window layers",
+            default={"sliding window 32": (0, 2)},
         ),
         Family(
             "qwen3-next",
@@ -290,6 +395,11 @@ FAMILIES = {
                 **_MOE,
             },
             arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            pat=(3,),
+            models="Qwen3-Next",
+            accelerated="full-attention layers",
+            delegated="",
+            default={},
         ),
         Family(
             "qwen3.5",
@@ -313,6 +423,12 @@ FAMILIES = {
                 "linear_num_value_heads": 4,
             },
             arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            pat=(3,),
+            models="Qwen3.5, 3.6",
+            accelerated="full-attention layers",
+            delegated="",
+            default={},
+            nightly=False,
         ),
         Family(
             "nemotron-h",
@@ -335,6 +451,11 @@ FAMILIES = {
                 "layer_norm_epsilon": 1e-5,
             },
             arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            pat=(3, 6),
+            models="Nemotron-H, Nemotron 3",
+            accelerated="attention layers",
+            delegated="",
+            default={},
         ),
         Family(
             "lfm2",
@@ -350,6 +471,11 @@ FAMILIES = {
                 "num_key_value_heads": 1,
             },
             arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            pat=(1, 3),
+            models="LFM2",
+            accelerated="attention layers",
+            delegated="",
+            default={},
         ),
         Family(
             "falcon-h1",
@@ -366,12 +492,27 @@ FAMILIES = {
                 "mamba_chunk_size": 64,
             },
             arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            pat=(0, 1, 2, 3),
+            models="Falcon-H1",
+            accelerated="the attention half of every layer",
+            delegated="",
+            default={},
         ),
         Family(
             "deepseek-v2",
             "DeepseekV2ForCausalLM",
             ("deepseek_v2",),
-            {"model_type": "deepseek_v2", **_MLA, "scoring_func": "softmax", "topk_method": "greedy"},
+            {
+                "model_type": "deepseek_v2",
+                **_MLA,
+                "scoring_func": "softmax",
+                "topk_method": "greedy",
+            },
+            pat=(),
+            models="DeepSeek-V2",
+            accelerated="",
+            delegated="all layers",
+            default={"multi-head latent attention (DeepseekV2ForCausalLM)": (0, 1, 2)},
         ),
         Family(
             "deepseek-v3",
@@ -383,12 +524,22 @@ FAMILIES = {
                 "topk_method": "noaux_tc",
                 "scoring_func": "sigmoid",
             },
+            pat=(),
+            models="DeepSeek-V3, R1; Kimi K2",
+            accelerated="",
+            delegated="all layers",
+            default={"multi-head latent attention (DeepseekV3ForCausalLM)": (0, 1, 2)},
         ),
         Family(
             "phi-3",
             "Phi3ForCausalLM",
             ("llama",),
             {"model_type": "phi3", "hidden_size": 384, "head_dim": 96},
+            pat=(0, 1, 2, 3),
+            models="Phi-3, Phi-4 (head_dim 96 or 128)",
+            accelerated="all layers",
+            delegated="",
+            default={},
         ),
         Family(
             "phi-2",
@@ -401,6 +552,11 @@ FAMILIES = {
                 "num_key_value_heads": 4,
                 "partial_rotary_factor": 0.4,
             },
+            pat=(0, 1, 2, 3),
+            models="Phi-1, Phi-2 (head_dim 80)",
+            accelerated="all layers",
+            delegated="",
+            default={},
         ),
         Family(
             "stablelm",
@@ -413,6 +569,11 @@ FAMILIES = {
                 "num_key_value_heads": 4,
                 "partial_rotary_factor": 0.25,
             },
+            pat=(0, 1, 2, 3),
+            models="StableLM (head_dim 80)",
+            accelerated="all layers",
+            delegated="",
+            default={},
         ),
         Family(
             "olmo",
@@ -423,6 +584,11 @@ FAMILIES = {
                 "hidden_size": 256,
                 "num_key_value_heads": 4,
             },
+            pat=(0, 1, 2, 3),
+            models="OLMo (MHA: as many KV heads as query heads)",
+            accelerated="all layers",
+            delegated="",
+            default={},
         ),
         Family(
             "starcoder",
@@ -440,6 +606,11 @@ FAMILIES = {
                 "num_attention_heads": 24,
                 "num_hidden_layers": 2,
             },
+            pat=(),
+            models="StarCoder (MQA: more than 16 query heads per KV head)",
+            accelerated="",
+            delegated="all layers",
+            default={"query heads per KV head 24": (0, 1)},
         ),
     )
 }

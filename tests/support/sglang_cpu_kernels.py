@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,6 @@ def install() -> None:
                 found = importlib.import_module(f"{package}.{module}")
                 getattr(found, name).forward = gated_norm
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
     from sglang.srt.layers.moe import fused_moe_native
 
     original = fused_moe_native.moe_forward_native
@@ -195,7 +195,7 @@ def causal_conv1d_fn(
     width = weight.shape[-1]
     out = torch.empty_like(x)
     bounds = query_start_loc.tolist()
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         state = conv_states[cache_indices[i]]
         before = state[:, -(width - 1) :] if bool(has_initial_state[i]) else 0 * state
         before = before[:, -(width - 1) :].to(x.dtype)
@@ -240,7 +240,7 @@ def chunk_gated_delta_rule(
     out = torch.empty_like(v)
     g, beta, values = g.view(-1, heads).float().exp(), beta.view(-1, heads).float(), v[0].float()
     bounds = cu_seqlens.tolist()
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         slot = int(initial_state_indices[i])
         state = initial_state[slot].float()
         for t in range(begin, end):
@@ -297,7 +297,7 @@ def mamba_chunk_scan_combined(
     b, c = (each[0].float().repeat_interleave(heads // each.shape[2], dim=1) for each in (B, C))
     states = []
     bounds = cu_seqlens.tolist()
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         state = x.new_zeros(heads, x.shape[3], b.shape[-1], dtype=torch.float32)
         if initial_states is not None:
             state = initial_states[i].float()

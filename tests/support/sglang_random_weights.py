@@ -1,4 +1,4 @@
-"""A plug-in of SGLang for tests: `--load-format dummy` draws weights with activations of unit scale.
+"""`--load-format dummy` for tests: weights with activations of unit scale.
 
 SGLang's own dummy weights, all within 1e-3, give answers that soon repeat one token: such answers
 prove little about attention.
@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 GAIN = 1.4
 
 
-def register() -> None:
-    """The plug-in's entry point, in every process of the engine."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def install() -> None:
+    """In every process that loads a model."""
+    from sglang.srt.model_loader import loader
 
-    HookRegistry.register(
-        "sglang.srt.model_loader.loader.initialize_dummy_weights", draw, HookType.REPLACE
-    )
+    loader.initialize_dummy_weights = draw
 
 
 def draw(model: torch.nn.Module) -> None:
@@ -46,7 +42,7 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, is_tied: 
     elif weight.dim() > 1:
         is_embedding = "embed" in name or "wte" in name or "wpe" in name
         # Where the embeddings are the head as well, large ones let every token answer itself.
-        of_embedding = 0.3 / math.sqrt(weight.shape[-1]) if is_tied else 1.0
+        of_embedding = 0.1 / math.sqrt(weight.shape[-1]) if is_tied else 1.0
         drawn = noise * (of_embedding if is_embedding else GAIN / math.sqrt(weight.shape[-1]))
     elif bool((weight == 1).all()):  # a norm
         drawn = 1 + 0.1 * noise
