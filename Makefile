@@ -7,8 +7,8 @@ SHELL := /bin/bash
 # An engine is several processes: without bytecode each compiles all of SGLang anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The newest of the range in pyproject.toml.
-DEFAULT_SGLANG := $(shell sed -n 's/^sglang = \["sglang>=.*,<=\(.*\)"\]$$/\1/p' pyproject.toml)
+# The newest of those that are tested.
+DEFAULT_SGLANG := $(shell sed -n '/^SGLANG_VERSIONS = (/,/)/p' sglang_pat/support.py | grep -o '"[0-9.]*"' | tail -1 | tr -d '"')
 SGLANG ?= $(DEFAULT_SGLANG)
 VENV := .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
 RUN := $(VENV)/bin/python
