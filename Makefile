@@ -8,7 +8,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 
 # The newest of those that are tested.
-DEFAULT_SGLANG := $(shell sed -n '/^SGLANG_VERSIONS = (/,/)/p' sglang_pat/support.py | grep -o '"[0-9.]*"' | tail -1 | tr -d '"')
+DEFAULT_SGLANG := $(shell sed -n 's/^SGLANG_VERSIONS = (\(.*\)).*/\1/p' sglang_pat/support.py | grep -o '[0-9.]*[0-9]' | tail -1)
 SGLANG ?= $(DEFAULT_SGLANG)
 VENV := .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
 RUN := $(VENV)/bin/python
