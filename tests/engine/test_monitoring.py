@@ -118,7 +118,7 @@ def test_every_panel_and_rule_has_data(
         groups = requests.get(f"{address}/api/v1/rules", timeout=30).json()["data"]["groups"]
         saved = query(address, "instance:sglang_pat_kv_saved:ratio5m")
     values = {name: [float(each["value"][1]) for each in found] for name, found in seen.items()}
-    if file := os.environ.get("SGLANG_PAT_MONITORING_RESULT"):
+    if file := os.environ.get("MONITORING_RESULT"):
         Path(file).write_text(json.dumps(values, indent=1) + "\n")
     assert [name for name, found in values.items() if not found] == []
     rules = [rule for group in groups for rule in group["rules"]]
