@@ -124,6 +124,20 @@ def test_a_pool_that_is_short_admits_fewer_and_evicts() -> None:
     assert small.overloaded
 
 
+def test_blocks_that_were_used_longest_ago_are_evicted_first() -> None:
+    tree = advice._Tree()
+    prompts = [((i, 10), (100 + i, 5)) for i in range(3)]
+    paths = [tree.join(prompt) for prompt in prompts]
+    assert (tree.held, tree.tokens) == (45, 45)
+    for path in paths[:2]:
+        tree.leave(path)
+    tree.shrink(40)  # the deeper block of the first
+    assert [tree.missing(prompt) for prompt in prompts] == [(5, 15), (0, 15), (0, 0)]
+    tree.shrink(0)  # all but what a running request holds
+    assert (tree.held, tree.tokens) == (15, 15)
+    assert tree.missing(prompts[1]) == (15, 15)
+
+
 def test_a_request_longer_than_the_pool_is_refused() -> None:
     requests = [AdvisedRequest(0.0, ((i, length),), length, 5) for i, length in enumerate((90, 10))]
     found = estimate(requests, llama(), DEFAULT, pool=50)
