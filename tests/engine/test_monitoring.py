@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import requests
+import yaml
 from sglang_engines import LAUNCH_SERVER, Server, Workload, running_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -37,11 +38,17 @@ def program(name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("command", [("check", "pat-rules.yml"), ("test", "pat-rules-test.yml")])
-def test_promtool_accepts_the_rules(command: tuple[str, str]) -> None:
-    verb, file = command
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "rules", "pat-rules.yml"),
+        ("test", "rules", "pat-rules-test.yml"),
+        ("check", "config", "prometheus.yml"),
+    ],
+)
+def test_promtool_accepts_the_files(command: tuple[str, ...]) -> None:
     result = subprocess.run(
-        [program("promtool"), verb, "rules", file], cwd=FOLDER, capture_output=True, text=True
+        [program("promtool"), *command], cwd=FOLDER, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "SUCCESS" in result.stdout
@@ -53,13 +60,12 @@ def prometheus(server: Server, folder: Path) -> Iterator[str]:
     rules = (FOLDER / "pat-rules.yml").read_text()
     rules = rules.replace("[5m]", "[15s]").replace("interval: 30s", "interval: 1s")
     (folder / "rules.yml").write_text(rules)
-    (folder / "prometheus.yml").write_text(
-        "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
-        "rule_files: [rules.yml]\n"
-        "scrape_configs:\n"
-        "  - job_name: sglang\n"
-        f"    static_configs: [{{targets: ['{server.url.removeprefix('http://')}']}}]\n"
-    )
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = ["rules.yml"]
+    (scraped,) = config["scrape_configs"]
+    scraped["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
