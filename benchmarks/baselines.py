@@ -15,8 +15,8 @@ from workloads import HEAD_DIM, Workload, WorkloadTensors
 
 from sglang_pat.bench import peers
 from sglang_pat.bench.peers import Layer
-from sglang_pat.executors.cuda import DecodeKernels
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kernels import DecodeKernels
 
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 

@@ -82,7 +82,6 @@ struct DecodeParams {
   int32_t num_kv_heads;
   QueryRows rows;
   LogitScale logit_scale;
-  bool soft_cap;
 };
 
 }  // namespace pat

@@ -174,9 +174,9 @@ struct MergeRow {
   }
 };
 
+// With kMergeWarps warps.
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
-    merge_partials_kernel(const __grid_constant__ DecodeParams params) {
+__device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using Sum = PartialSum<kHeadDim>;
   __shared__ float4 part_columns[kMergeWarps][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight

@@ -15,20 +15,19 @@ DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 HEAD_DIMS = (64, 128)
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
-# Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
-# C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
-OLDEST_NVCC = {
-    (8, 0): (12, 3),
-    (8, 6): (12, 3),
-    (8, 7): (12, 3),
-    (8, 9): (12, 3),
-    (9, 0): (12, 3),
-    (10, 0): (12, 8),
-    (10, 3): (12, 9),
-    (11, 0): (13, 0),
-    (12, 0): (12, 8),
-    (12, 1): (12, 9),
-}
+# Compute capabilities that the kernels can be compiled for.
+CAPABILITIES = (
+    OLDEST_CAPABILITY,
+    (8, 6),
+    (8, 7),
+    (8, 9),
+    (9, 0),
+    (10, 0),
+    (10, 3),
+    (11, 0),
+    (12, 0),
+    (12, 1),
+)
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")

@@ -16,9 +16,9 @@
 
 namespace pat {
 
+// With kDecodeThreads threads and sizeof(SharedStorage<kHeadDim>) bytes of dynamic shared memory.
 template <typename T, int kHeadDim, bool kSoftCap>
-__global__ void __launch_bounds__(kDecodeThreads, 2)
-    pack_decode_kernel(const __grid_constant__ DecodeParams params) {
+__device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   using Storage = SharedStorage<kHeadDim>;
   static_assert(alignof(Storage) <= kSharedAlignment);
   alignas(kSharedAlignment) extern __shared__ uint8_t shared_bytes[];

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile every combination asked for, and print the path of each library.
+    """Compile every combination asked for, and print the path of each image.
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _arch(text: str) -> tuple[int, int]:
     """`9.0` -> (9, 0)."""
-    archs = {_name(arch): arch for arch in support.OLDEST_NVCC}
+    archs = {_name(arch): arch for arch in support.CAPABILITIES}
     if text not in archs:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
     return archs[text]

@@ -89,8 +89,8 @@ class Tensors:
 def planned_step(heads: Heads, **options):
     from planned_step import PlannedStep
 
-    from sglang_pat.executors.cuda import DecodeKernels
     from sglang_pat.executors.jit import KernelConfig
+    from sglang_pat.executors.kernels import DecodeKernels
 
     config = KernelConfig.for_device(heads.dtype, heads.head_dim, torch.device("cuda"))
     return PlannedStep(

@@ -1,4 +1,4 @@
-"""The kernels compile without a GPU, within their registers, and export no symbols.
+"""The kernels compile without a GPU, within their registers.
 
 By default one variant per family of architectures is compiled: wgmma (Hopper) and mma.sync. The
 other variants are marked `nightly`.
@@ -7,14 +7,12 @@ other variants are marked `nightly`.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_pat.executors import jit
-from sglang_pat.executors.jit import KernelBuildError, KernelConfig, Toolchain, build
+from sglang_pat.executors.jit import Compiler, KernelBuildError, KernelConfig, build
 
 # Kept between runs: the entries' names contain a hash of the sources.
 CACHE = Path(__file__).parents[2] / "build" / "kernels"
@@ -28,32 +26,42 @@ ALL = [
 ]
 
 
-def toolchain_problem() -> str | None:
+def compiler_problem() -> str | None:
     try:
-        Toolchain.find()
+        Compiler.find()
     except KernelBuildError as error:
         return str(error)
     return None
 
 
 pytestmark = pytest.mark.skipif(
-    toolchain_problem() is not None, reason=f"needs nvcc: {toolchain_problem()}"
+    compiler_problem() is not None, reason=f"needs NVRTC: {compiler_problem()}"
 )
 
 
-def report_of(library: Path) -> str:
-    """What the compilers said when they made a library."""
-    return (library.parent / "compiler_report.txt").read_text()
+def report_of(image: Path) -> str:
+    """What the compiler said when it made an image."""
+    return (image.parent / "compiler_report.txt").read_text()
 
 
-def check_resources(report: str, config: KernelConfig, num_kernels: int) -> None:
+def check_resources(report: str, config: KernelConfig) -> None:
+    names = re.findall(r"Compiling entry function '(\w+)_kernel'", report)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
-    assert len(spills) == len(registers) == num_kernels, report
+    assert sorted(names) == [
+        "gather_slots",
+        "merge_partials",
+        "pack_decode",
+        "pack_decode_soft_cap",
+    ]
     assert max(registers) <= 168, "two CTAs per SM"
-    # 128 columns on mma.sync are at the limit; what spills lies outside of the loop over KV.
+    spills_of = dict(zip(names, spills, strict=True))
+    merge_spills = spills_of.pop("merge_partials")
+    # Outside of the loops: 128 columns on mma.sync are at the limit of registers, and so is a merge
+    # of 16 warps.
+    assert merge_spills <= (0 if config.arch == (9, 0) else 40), report
     allowed = 0 if config.arch == (9, 0) or config.head_dim == 64 else 8
-    assert max(spills) <= allowed, report
+    assert max(spills_of.values()) <= allowed, report
     # C75xx: ptxas had to repair the use of wgmma, or makes one wait for the other.
     assert "C75" not in report, report
 
@@ -67,33 +75,12 @@ def test_hopper_compiles_the_bodies_of_other_architectures(head_dim: int) -> Non
     assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", report)) <= 16, report
 
 
-@pytest.fixture(scope="module")
-def hopper() -> Path:
-    return build(HOPPER, cache=CACHE)
-
-
-def test_hopper(hopper: Path) -> None:
-    """All kernels, the torch binding, and the link."""
-    check_resources(report_of(hopper), HOPPER, num_kernels=4)
-
-
-def test_ampere(tmp_path: Path) -> None:
-    """The kernel without soft-cap: the binding is that of Hopper."""
-    compiles, _ = jit._commands(AMPERE, Toolchain.find(), jit.source_folder(), tmp_path)
-    (command,) = (each for each in compiles if any("launch_pack_decode.cu" in w for w in each))
-    check_resources(jit._run(command), AMPERE, num_kernels=1)
+@pytest.mark.parametrize("config", [HOPPER, AMPERE], ids=lambda config: config.name)
+def test_one_variant_of_each_family(config: KernelConfig) -> None:
+    check_resources(report_of(build(config, cache=CACHE)), config)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config.name)
 def test_every_variant(config: KernelConfig) -> None:
-    report = report_of(build(config, cache=CACHE))
-    check_resources(report, config, num_kernels=4)  # pack_decode twice, merge, gather
-
-
-def test_libraries_hide_their_symbols(hopper: Path) -> None:
-    """Two variants in one process would otherwise call each other's launchers."""
-    exported = subprocess.run(
-        ["nm", "-D", "--defined-only", str(hopper)], capture_output=True, text=True, check=True
-    ).stdout
-    assert "launch_pack_decode" not in exported
+    check_resources(report_of(build(config, cache=CACHE)), config)
