@@ -13,7 +13,8 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # those that are tested, the oldest and 
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-HEAD_DIMS = (64, 128)
+# Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 # Compute capabilities that the kernels can be compiled for.
 CAPABILITIES = (
@@ -46,6 +47,11 @@ class SupportRow:
     everything_else: str
 
 
+def head_dim_name(head_dim: int, v_head_dim: int) -> str:
+    """`128`, or `192/128` where values have another head_dim than keys."""
+    return f"{head_dim}" if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
+
+
 def _any_of(values: tuple[object, ...]) -> str:
     return ", ".join(str(value) for value in values)
 
@@ -63,10 +69,11 @@ _MATRIX = (
     SupportRow("forward mode", "decode", SGLANG_BACKEND),
     SupportRow(
         "attention",
-        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap",
+        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap; "
+        "attention sinks",
         REFUSED,
     ),
-    SupportRow("head_dim", _any_of(HEAD_DIMS), REFUSED),
+    SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), REFUSED),
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
     SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
     SupportRow("KV pool", "one pool for all layers, page size 1 or more", REFUSED),

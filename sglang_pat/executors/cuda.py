@@ -41,7 +41,7 @@ class _InBuffers:
 
 
 class CudaExecutor:
-    """Executes plans with the kernels of one (dtype, head_dim) on one device.
+    """Executes plans with the kernels of one (dtype, head_dim, v_head_dim) on one device.
 
     Without a reservation, buffers grow as needed. With one, their addresses never change, run() can
     be captured in a CUDA graph, and a plan that does not fit raises PlanOverflowError.
@@ -128,14 +128,14 @@ class CudaExecutor:
     def _allocate(self, sizes: BufferSizes) -> None:
         plan_size = sizes.plan.layout()["size"]
         rows = (sizes.num_partials, self._num_qo_heads)
-        head_dim = self.kernels.config.head_dim
+        v_head_dim = self.kernels.config.v_head_dim
         integers = partial(torch.zeros, dtype=torch.int32, device=self._device)
         floats = partial(torch.empty, dtype=torch.float32, device=self._device)
         self.buffers = DeviceBuffers(
             plan=integers(plan_size),
             capacity=sizes.plan,
             shared_slots=integers(sizes.num_shared_slots),
-            partial_out=floats((*rows, head_dim)),
+            partial_out=floats((*rows, v_head_dim)),
             partial_lse=floats(rows),
             counters=integers((_COUNTERS, 2)),
             loaded=LoadedPlan(self._stream()),

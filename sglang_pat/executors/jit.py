@@ -10,8 +10,11 @@ import functools
 import hashlib
 import importlib.resources
 import json
+import os
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +43,11 @@ class KernelConfig:
     dtype
         Of queries and KV cache: float16 or bfloat16.
     head_dim
-        64 or 128.
+        Of queries and keys.
     arch
         Compute capability, 8.0 or newer.
+    v_head_dim
+        Of values. 0 becomes `head_dim`.
     force_mma_sync
         On Hopper too, the bodies that other architectures run: for their tests.
 
@@ -55,14 +60,17 @@ class KernelConfig:
     dtype: torch.dtype
     head_dim: int
     arch: tuple[int, int]
+    v_head_dim: int = 0
     force_mma_sync: bool = False
 
     def __post_init__(self) -> None:
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
         if self.dtype not in _ELEMENTS:
             allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
             raise ValueError(f"the CUDA kernels support dtype {allowed}; got {self.dtype}")
-        if self.head_dim not in support.HEAD_DIMS:
-            raise support.unsupported("head_dim", self.head_dim)
+        if (self.head_dim, self.v_head_dim) not in support.HEAD_DIMS:
+            raise support.unsupported("head_dim", self._head_dim_name)
         if self.arch < support.OLDEST_CAPABILITY:
             raise ValueError(
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
@@ -70,21 +78,26 @@ class KernelConfig:
             )
 
     @classmethod
-    def for_device(cls, dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelConfig:
+    def for_device(
+        cls, dtype: torch.dtype, head_dim: int, device: torch.device, v_head_dim: int = 0
+    ) -> KernelConfig:
         """The variant that a CUDA device runs."""
-        return cls(dtype, head_dim, torch.cuda.get_device_capability(device))
+        return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim)
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`."""
+        """Short name, usable in identifiers and file names: `bf16_d128_sm90`, or
+        `bf16_d192v128_sm90` where values have another head_dim than keys."""
         suffix = "_mma" if self.force_mma_sync else ""
-        return f"{_ELEMENTS[self.dtype][1]}_d{self.head_dim}_sm{self._arch_number}{suffix}"
+        head_dim = self._head_dim_name.replace("/", "v")
+        return f"{_ELEMENTS[self.dtype][1]}_d{head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def build_options(self) -> str:
         """The options of `sglang-pat build` for this variant."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"--arch {self.arch[0]}.{self.arch[1]} --dtype {dtype} --head-dim {self.head_dim}"
+        arch = f"{self.arch[0]}.{self.arch[1]}"
+        return f"--arch {arch} --dtype {dtype} --head-dim {self._head_dim_name}"
 
     @property
     def options(self) -> list[str]:
@@ -98,9 +111,14 @@ class KernelConfig:
             "--ptxas-options=--verbose",
             f"-DPAT_ELEMENT={_ELEMENTS[self.dtype][0]}",
             f"-DPAT_HEAD_DIM={self.head_dim}",
+            f"-DPAT_V_HEAD_DIM={self.v_head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",
             *(["-DPAT_FORCE_MMA_SYNC"] if self.force_mma_sync else []),
         ]
+
+    @property
+    def _head_dim_name(self) -> str:
+        return support.head_dim_name(self.head_dim, self.v_head_dim)
 
     @property
     def _arch_number(self) -> int:
@@ -117,9 +135,15 @@ class KernelBuildError(RuntimeError):
     """The kernels cannot be compiled or loaded here. The message says what is missing."""
 
 
-def build(
-    config: KernelConfig, *, cache: Path | None = None, verbose: bool = False, force: bool = False
-) -> Path:
+def build_all(
+    configs: Sequence[KernelConfig], *, cache: Path | None = None, force: bool = False
+) -> list[Path]:
+    """`build()` of each config, as many at once as there are CPUs."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda config: build(config, cache=cache, force=force), configs))
+
+
+def build(config: KernelConfig, *, cache: Path | None = None, force: bool = False) -> Path:
     """The compiled image of `config`, made unless the cache holds it.
 
     Any number of processes may call this at once: one compiles, the others wait for it.
@@ -130,8 +154,6 @@ def build(
         What the kernels are compiled for. No GPU is needed.
     cache
         The folder of all images. None: `default_cache()`.
-    verbose
-        Print the compiler's report of registers and spills.
     force
         Compile even if the cache holds the image, for example after an update of torch's CUDA.
 
@@ -154,8 +176,6 @@ def build(
         compiler = Compiler.find(config.arch)
         fill = functools.partial(_fill, config, compiler, cache / key)
         image = kernel_cache.add(cache, key, fill, replace=force)
-    if verbose:
-        print(image.with_name(_REPORT).read_text())
     return image
 
 
@@ -188,6 +208,11 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
     record = {"compiler": compiler.name, "options": config.options}
     (work / _RECORD).write_text(json.dumps(record, indent=1) + "\n")
     print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+def report_of(image: Path) -> str:
+    """What the compiler said when it made an image: registers and spills of every kernel."""
+    return image.with_name(_REPORT).read_text()
 
 
 def compiler_of(image: Path) -> str:

@@ -60,7 +60,7 @@ class DeviceBuffers(NamedTuple):
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
     partial_out, partial_lse : torch.Tensor
-        float32 `[num_partials, num_qo_heads, head_dim]` and `[num_partials, num_qo_heads]`.
+        float32 `[num_partials, num_qo_heads, v_head_dim]` and `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
         int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
         count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
@@ -228,9 +228,9 @@ class DecodeKernels:
         self._step = step
 
     def _set_layer(self, buffers: DeviceBuffers, layer: LayerInputs) -> None:
-        q, k_cache, v_cache, out, lse, sm_scale, logit_cap = layer
+        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks = layer
         plan, loaded, dtype = buffers.plan, buffers.loaded, self.config.dtype
-        head_dim = self.config.head_dim
+        head_dim, v_head_dim = self.config.head_dim, self.config.v_head_dim
         _check_type(q, "q", dtype, 3)
         _check_type(k_cache, "k_cache", dtype, 3)
         num_requests, num_q_heads, num_kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
@@ -242,9 +242,9 @@ class DecodeKernels:
             )
         chunks = _check_rows(q, "q", dtype, num_q_heads, head_dim, plan) // _ALIGNMENT
         k_slot_bytes = _check_rows(k_cache, "k_cache", dtype, num_kv_heads, head_dim, plan)
-        v_slot_bytes = _check_rows(v_cache, "v_cache", dtype, num_kv_heads, head_dim, plan)
-        _check_rows(out, "out", dtype, num_q_heads, head_dim, plan)
-        _check_shape(out, "out", (num_requests, num_q_heads, head_dim))
+        v_slot_bytes = _check_rows(v_cache, "v_cache", dtype, num_kv_heads, v_head_dim, plan)
+        _check_rows(out, "out", dtype, num_q_heads, v_head_dim, plan)
+        _check_shape(out, "out", (num_requests, num_q_heads, v_head_dim))
         _check_contiguous(out, "out", plan)
         if lse is not None:
             _check_type(lse, "lse", torch.float32, 2)
@@ -310,7 +310,7 @@ class DecodeKernels:
         _check_type(buffers.partial_out, "partial_out", torch.float32, 3)
         _check_contiguous(buffers.partial_out, "partial_out", plan)
         rows = buffers.partial_out.shape[:2]
-        _check_shape(buffers.partial_out, "partial_out", (*rows, self.config.head_dim))
+        _check_shape(buffers.partial_out, "partial_out", (*rows, self.config.v_head_dim))
         _check_type(buffers.partial_lse, "partial_lse", torch.float32, 2)
         _check_shape(buffers.partial_lse, "partial_lse", rows)
         _check_contiguous(buffers.partial_lse, "partial_lse", plan)

@@ -27,6 +27,7 @@ from sglang_pat.executors.jit import (
     source_folder,
 )
 from sglang_pat.executors.kernel_cache import KernelCacheError
+from sglang_pat.support import HEAD_DIMS
 
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
@@ -150,12 +151,13 @@ def test_a_source_that_moves_is_compiled_anew(sources: Path) -> None:
 
 def test_the_key_holds_what_an_image_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
-        cache_key(KernelConfig(dtype, head_dim, arch))
+        cache_key(KernelConfig(dtype, head_dim, arch, v_head_dim))
         for dtype in (torch.float16, torch.bfloat16)
-        for head_dim in (64, 128)
+        for head_dim, v_head_dim in HEAD_DIMS
         for arch in ((8, 0), (9, 0))
     }
-    assert len({key.rpartition("-")[2] for key in keys}) == 8
+    assert len({key.rpartition("-")[2] for key in keys}) == 4 * len(HEAD_DIMS)
+    assert len({key.rpartition("-")[0] for key in keys}) == 4 * len(HEAD_DIMS)
     options = CONFIG.options
     monkeypatch.setattr(KernelConfig, "options", property(lambda config: [*options, "-g"]))
     assert cache_key(CONFIG) not in keys
@@ -281,7 +283,8 @@ def test_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ((torch.float32, 128, (9, 0)), "float16, torch.bfloat16; got torch.float32"),
-        ((torch.float16, 96, (9, 0)), "head_dim = 96"),
+        ((torch.float16, 72, (9, 0)), "head_dim = 72"),
+        ((torch.float16, 128, (9, 0), 64), "head_dim = 128/64"),
         ((torch.float16, 128, (7, 5)), r"8\.0 \(Ampere\) or newer; got 7\.5"),
     ],
 )
