@@ -1,7 +1,7 @@
 """Compiles the kernels on first use, from the package's sources into the kernel cache.
 
 By NVRTC, the compiler library that torch brings with it: a machine needs neither nvcc nor a C++
-compiler. The cache is asked first, so one that holds the kernels needs no NVRTC either.
+compiler. A wheel brings compiled images along: what it holds, or the cache, is not compiled.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ class KernelConfig:
             f"--gpu-architecture=sm_{target}",
             "--std=c++20",
             "--device-as-default-execution-space",
-            "--generate-line-info",
             "--ptxas-options=--verbose",
             f"-DPAT_ELEMENT={_ELEMENTS[self.dtype][0]}",
             f"-DPAT_HEAD_DIM={self.head_dim}",
@@ -127,8 +126,9 @@ class KernelConfig:
 
 _SOURCE = "entry_points.cu"
 _STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for the standard library's, which NVRTC lacks
+SHIPPED = "cubins"  # folder of the package with the images that a wheel brings along
 _REPORT = "compiler_report.txt"
-_RECORD = "build.json"
+RECORD = "build.json"
 
 
 class KernelBuildError(RuntimeError):
@@ -144,7 +144,7 @@ def build_all(
 
 
 def build(config: KernelConfig, *, cache: Path | None = None, force: bool = False) -> Path:
-    """The compiled image of `config`, made unless the cache holds it.
+    """The compiled image of `config`, made unless this installation or the cache holds it.
 
     Any number of processes may call this at once: one compiles, the others wait for it.
 
@@ -155,7 +155,7 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
     cache
         The folder of all images. None: `default_cache()`.
     force
-        Compile even if the cache holds the image, for example after an update of torch's CUDA.
+        Compile even if there is an image, for example after an update of torch's CUDA.
 
     Returns
     -------
@@ -171,7 +171,7 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
     """
     cache = default_cache() if cache is None else cache.absolute()
     key = cache_key(config)
-    image = None if force else kernel_cache.find(cache, key)
+    image = None if force else kernel_cache.find(cache, key) or _shipped_image(key)
     if image is None:
         compiler = Compiler.find(config.arch)
         fill = functools.partial(_fill, config, compiler, cache / key)
@@ -206,8 +206,14 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
     (work / IMAGE).write_bytes(image)
     (work / _REPORT).write_text(report)
     record = {"compiler": compiler.name, "options": config.options}
-    (work / _RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    (work / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+def _shipped_image(key: str) -> Path | None:
+    """The image that the wheel brought along, if it did."""
+    image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
+    return image if image.exists() else None
 
 
 def report_of(image: Path) -> str:
@@ -217,7 +223,7 @@ def report_of(image: Path) -> str:
 
 def compiler_of(image: Path) -> str:
     """What made an image: `NVRTC 13.0`."""
-    record = json.loads(image.with_name(_RECORD).read_text())
+    record = json.loads(image.with_name(RECORD).read_text())
     return str(record["compiler"])
 
 

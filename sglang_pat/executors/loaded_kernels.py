@@ -6,6 +6,7 @@ The only file that calls the CUDA driver. torch has made the device's context an
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from cuda.bindings import driver
 
 from sglang_pat._launch_params import NUM_LAUNCH_FACTS
-from sglang_pat.executors.jit import KernelBuildError, KernelConfig, build
+from sglang_pat.executors.jit import SHIPPED, KernelBuildError, KernelConfig, build
+
+logger = logging.getLogger(__name__)
 
 
 class LaunchFacts(NamedTuple):
@@ -151,10 +154,15 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
     try:
         return LoadedKernels(path.read_bytes(), config)
     except RuntimeError as error:
+        problem = f"{path} cannot be loaded ({error})"
+    if SHIPPED not in path.parts:
         raise KernelBuildError(
-            f"{path} cannot be loaded ({error}): it was compiled for another GPU, or is damaged; "
-            f"compile it anew: sglang-pat build --force {config.build_options}"
-        ) from error
+            f"{problem}: it was compiled for another GPU, or is damaged; compile it anew: "
+            f"sglang-pat build --force {config.build_options}"
+        )
+    # The compiler of the wheel may be newer than this driver. That of torch is not.
+    logger.warning("%s; the kernels are compiled here instead", problem)
+    return LoadedKernels(build(config, force=True).read_bytes(), config)
 
 
 def capture_id(stream: int) -> int:
