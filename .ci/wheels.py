@@ -26,7 +26,9 @@ ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--python", action="append", help="version or path; may be repeated (default: all supported)"
+        "--python",
+        action="append",
+        help="version or path; may be repeated (default: all supported)",
     )
     parser.add_argument(
         "--uv", default="uv", metavar="PROGRAM", help="the uv to build with (default: on PATH)"
