@@ -5,15 +5,16 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#if !defined(PAT_ELEMENT) || !defined(PAT_HEAD_DIM)
-#error "PAT_ELEMENT must be __half or __nv_bfloat16, and PAT_HEAD_DIM 64 or 128"
+#include "pack_decode/shared_layout.h"
+
+#if !defined(PAT_ELEMENT) || !defined(PAT_HEAD_DIM) || !defined(PAT_V_HEAD_DIM)
+#error "PAT_ELEMENT must be __half or __nv_bfloat16; PAT_HEAD_DIM and PAT_V_HEAD_DIM columns"
 #endif
 
 namespace pat {
 
 using Element = PAT_ELEMENT;
-inline constexpr int kHeadDim = PAT_HEAD_DIM;
-static_assert(kHeadDim == 64 || kHeadDim == 128);
+using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM>;
 
 // `overlap`: may start while its predecessor in the stream drains (programmatic dependent launch). The kernel
 // must then call ptx::wait_for_dependencies before it touches what the predecessor wrote.

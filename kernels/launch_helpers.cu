@@ -22,9 +22,11 @@ cudaError_t launch_merge_partials(const DecodeParams& params, cudaStream_t strea
   if (error != cudaSuccess) return error;
   const int64_t num_rows = int64_t{params.max_merges} * params.num_q_heads;
   const int64_t num_ctas = std::clamp<int64_t>(num_rows, 1, int64_t{num_sms} * kMergeCtasPerSm);
-  return launch(&merge_partials_kernel<Element, kHeadDim>, params,
-                dim3(static_cast<unsigned>(num_ctas)), kMergeWarps * 32, 0, /*overlap=*/true,
-                stream);
+  const auto kernel = params.sinks.data == nullptr
+                          ? &merge_partials_kernel<Element, Dims::kValue, false>
+                          : &merge_partials_kernel<Element, Dims::kValue, true>;
+  return launch(kernel, params, dim3(static_cast<unsigned>(num_ctas)), kMergeWarps * 32, 0,
+                /*overlap=*/true, stream);
 }
 
 }  // namespace pat

@@ -14,8 +14,9 @@
 #include "contract/tile_table.h"
 #include "launch.h"
 
-#if !defined(PAT_NAMESPACE) || !defined(PAT_SCALAR_TYPE) || !defined(PAT_HEAD_DIM)
-#error "PAT_NAMESPACE, PAT_SCALAR_TYPE (Half or BFloat16) and PAT_HEAD_DIM must be defined"
+#if !defined(PAT_NAMESPACE) || !defined(PAT_SCALAR_TYPE) || !defined(PAT_HEAD_DIM) || \
+    !defined(PAT_V_HEAD_DIM)
+#error "PAT_NAMESPACE, PAT_SCALAR_TYPE (Half or BFloat16), PAT_HEAD_DIM, PAT_V_HEAD_DIM are missing"
 #endif
 
 namespace pat {
@@ -23,6 +24,7 @@ namespace {
 
 constexpr at::ScalarType kElement = at::ScalarType::PAT_SCALAR_TYPE;
 constexpr int64_t kHeadDim = PAT_HEAD_DIM;
+constexpr int64_t kValueDim = PAT_V_HEAD_DIM;
 constexpr int64_t kAlignment = 16;  // bytes per asynchronous copy
 
 void check_launch(cudaError_t error, const char* what) {
@@ -49,12 +51,12 @@ void check_shape(const at::Tensor& tensor, const char* name, at::IntArrayRef sha
                     tensor.sizes());
 }
 
-// [rows, heads, D] whose rows may lie apart, but whose heads and columns are dense.
-void check_rows(const at::Tensor& tensor, const char* name, int64_t heads) {
+// [rows, heads, columns] whose rows may lie apart, but whose heads and columns are dense.
+void check_rows(const at::Tensor& tensor, const char* name, int64_t heads, int64_t columns) {
   check_type(tensor, name, kElement, 3);
-  TORCH_CHECK_VALUE(tensor.size(1) == heads && tensor.size(2) == kHeadDim, name,
-                    " must have shape [n, ", heads, ", ", kHeadDim, "], got ", tensor.sizes());
-  const bool dense = tensor.stride(2) == 1 && tensor.stride(1) == kHeadDim;
+  TORCH_CHECK_VALUE(tensor.size(1) == heads && tensor.size(2) == columns, name,
+                    " must have shape [n, ", heads, ", ", columns, "], got ", tensor.sizes());
+  const bool dense = tensor.stride(2) == 1 && tensor.stride(1) == columns;
   TORCH_CHECK_VALUE(dense, name, " must have dense heads, got strides ", tensor.strides());
   const int64_t row_bytes = tensor.stride(0) * tensor.element_size();
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -206,12 +208,12 @@ Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
                       at::Tensor& partial_out, at::Tensor& partial_lse, const at::Tensor& q,
                       const at::Tensor& plan) {
   const int64_t heads = q.size(1);
-  check_rows(out, "out", heads);
-  check_shape(out, "out", {q.size(0), heads, kHeadDim});
+  check_rows(out, "out", heads, kValueDim);
+  check_shape(out, "out", {q.size(0), heads, kValueDim});
   check_contiguous(out, "out");
   check_device(out, "out", plan);
   check_type(partial_out, "partial_out", at::kFloat, 3);
-  check_shape(partial_out, "partial_out", {partial_out.size(0), heads, kHeadDim});
+  check_shape(partial_out, "partial_out", {partial_out.size(0), heads, kValueDim});
   check_contiguous(partial_out, "partial_out");
   check_device(partial_out, "partial_out", plan);
   check_type(partial_lse, "partial_lse", at::kFloat, 2);
@@ -228,6 +230,24 @@ Outputs check_outputs(at::Tensor& out, const std::optional<at::Tensor>& out_lse,
           .out_lse = out_lse.has_value() ? out_lse->mutable_data_ptr<float>() : nullptr,
           .partial_out = partial_out.mutable_data_ptr<float>(),
           .partial_lse = partial_lse.mutable_data_ptr<float>()};
+}
+
+SinkArray check_sinks(const std::optional<at::Tensor>& sinks, int64_t heads,
+                      const at::Tensor& plan) {
+  if (!sinks.has_value()) return {.data = nullptr, .type = SinkType::kFloat32};
+  check_device(*sinks, "sinks", plan);
+  check_shape(*sinks, "sinks", {heads});
+  check_contiguous(*sinks, "sinks");
+  switch (sinks->scalar_type()) {
+    case at::kFloat:
+      return {.data = sinks->const_data_ptr(), .type = SinkType::kFloat32};
+    case at::kBFloat16:
+      return {.data = sinks->const_data_ptr(), .type = SinkType::kBfloat16};
+    case at::kHalf:
+      return {.data = sinks->const_data_ptr(), .type = SinkType::kFloat16};
+    default:
+      TORCH_CHECK_VALUE(false, "sinks must be Float, BFloat16 or Half, got ", sinks->scalar_type());
+  }
 }
 
 // [n, 2] for n TicketCounters: partials_owner, the counter of launches outside of graphs, and those of graphs.
@@ -253,7 +273,8 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
             const at::Tensor& req_to_token, const at::Tensor& req_pool_indices,
             const at::Tensor& seq_lens, at::Tensor& out, const std::optional<at::Tensor>& out_lse,
             at::Tensor& partial_out, at::Tensor& partial_lse, at::Tensor& counters,
-            at::Tensor& loaded_tensor, double sm_scale, double logit_cap) {
+            at::Tensor& loaded_tensor, double sm_scale, double logit_cap,
+            const std::optional<at::Tensor>& sinks) {
   const PlanCapacity capacity = plan_capacity(entries);
   const PlanView view = plan_view(plan, capacity);
   check_type(q, "q", kElement, 3);
@@ -263,11 +284,11 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                         num_q_heads / num_kv_heads <= kMaxGroupSize,
                     "query heads must be 1 to ", kMaxGroupSize, " times the KV heads, got ",
                     num_q_heads, " and ", num_kv_heads);
-  check_rows(q, "q", num_q_heads);
+  check_rows(q, "q", num_q_heads, kHeadDim);
   check_device(q, "q", plan);
-  check_rows(k_cache, "k_cache", num_kv_heads);
+  check_rows(k_cache, "k_cache", num_kv_heads, kHeadDim);
   check_device(k_cache, "k_cache", plan);
-  check_rows(v_cache, "v_cache", num_kv_heads);
+  check_rows(v_cache, "v_cache", num_kv_heads, kValueDim);
   check_device(v_cache, "v_cache", plan);
   check_type(shared_slots, "shared_slots", at::kInt, 1);
   check_device(shared_slots, "shared_slots", plan);
@@ -288,6 +309,7 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
                     sm_scale);
   TORCH_CHECK_VALUE(logit_cap >= 0 && std::isfinite(logit_cap),
                     "logit_cap must be 0 (none) or positive, got ", logit_cap);
+  const SinkArray sink_array = check_sinks(sinks, num_q_heads, plan);
   const Outputs outputs = check_outputs(out, out_lse, partial_out, partial_lse, q, plan);
 
   const c10::cuda::CUDAGuard guard(plan.device());
@@ -330,7 +352,8 @@ void decode(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .num_kv_heads = static_cast<int32_t>(num_kv_heads),
       .rows = QueryRows::of(static_cast<int32_t>(num_q_heads / num_kv_heads)),
       .logit_scale = LogitScale::of(static_cast<float>(sm_scale), static_cast<float>(logit_cap)),
-      .soft_cap = logit_cap > 0};
+      .soft_cap = logit_cap > 0,
+      .sinks = sink_array};
   check_launch(launch_pack_decode(params, stream), "pack_decode");
   if (max_merges > 0) check_launch(launch_merge_partials(params, stream), "merge_partials");
 }
@@ -360,7 +383,8 @@ PAT_LIBRARY(PAT_NAMESPACE, module) {
       "Tensor shared_slots, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
       "Tensor(a!) out, "
       "Tensor(b!)? out_lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, "
-      "Tensor(e!) counters, Tensor(f!) loaded, float sm_scale, float logit_cap) -> ()");
+      "Tensor(e!) counters, Tensor(f!) loaded, float sm_scale, float logit_cap, "
+      "Tensor? sinks) -> ()");
   module.def("num_ctas(Device device) -> int", &pat::num_ctas);
 }
 

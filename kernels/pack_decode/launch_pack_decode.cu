@@ -11,7 +11,7 @@ cudaError_t launch_pack_decode(const DecodeParams& params, cudaStream_t stream) 
   return PackDecodeVariant<false>::launch(params, stream);
 }
 
-// The variant with soft-cap holds as many: both are compiled for two CTAs per SM.
+// The variant with soft-cap holds as many: both are compiled for as many CTAs per SM.
 cudaError_t count_decode_ctas(int* count) { return PackDecodeVariant<false>::count_ctas(count); }
 
 }  // namespace pat

@@ -25,8 +25,8 @@ cudaError_t prepare_and_count_ctas(Kernel kernel, int shared_bytes, int* count) 
 
 template <bool kSoftCap>
 struct PackDecodeVariant {
-  static constexpr int kSharedBytes = sizeof(SharedStorage<kHeadDim>);
-  static constexpr auto kKernel = &pack_decode_kernel<Element, kHeadDim, kSoftCap>;
+  static constexpr int kSharedBytes = sizeof(SharedStorage<Dims>);
+  static constexpr auto kKernel = &pack_decode_kernel<Element, Dims, kSoftCap>;
 
   // On the present device; found out once for each.
   static cudaError_t count_ctas(int* count) {

@@ -97,7 +97,7 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`, or `bf16_d192v128_sm90`
+        """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
         where values have another head_dim than keys.
         """
         suffix = "_mma" if self.force_mma_sync else ""
