@@ -21,7 +21,7 @@ UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
 
-CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*')
+CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler docs wheels clean

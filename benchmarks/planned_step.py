@@ -85,7 +85,8 @@ class PlannedStep:
         *,
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Run the last plan written."""
         scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        self.executor.run(LayerInputs(q, k_cache, v_cache, out, out_lse, scale, logit_cap))
+        self.executor.run(LayerInputs(q, k_cache, v_cache, out, out_lse, scale, logit_cap, sinks))

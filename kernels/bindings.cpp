@@ -91,7 +91,7 @@ void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32
 void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int32_t num_requests,
                int32_t num_q_heads, int32_t num_kv_heads, uintptr_t k_cache, uint32_t k_slot_bytes,
                uintptr_t v_cache, uint32_t v_slot_bytes, uintptr_t out, uintptr_t out_lse,
-               float sm_scale, float logit_cap) {
+               float sm_scale, float logit_cap, uintptr_t sinks, pat::SinkType sink_type) {
   pat::DecodeParams& params = self.params;
   params.q = pointer<const void>(q);
   params.q_stride_chunks = q_stride_chunks;
@@ -106,6 +106,7 @@ void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int3
   params.out = pointer<void>(out);
   params.out_lse = pointer<float>(out_lse);
   params.logit_scale = pat::LogitScale::of(sm_scale, logit_cap);
+  params.sinks = {pointer<const void>(sinks), sink_type};
 }
 
 }  // namespace
@@ -113,6 +114,11 @@ void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int3
 PYBIND11_MODULE(_launch_params, module) {
   module.doc() = "Parameters of the CUDA kernels, laid out as the kernels read them.";
   module.attr("NUM_LAUNCH_FACTS") = sizeof(pat::LaunchFacts) / sizeof(int32_t);
+
+  py::enum_<pat::SinkType>(module, "SinkType", "Type of attention sinks.")
+      .value("FLOAT32", pat::SinkType::kFloat32)
+      .value("BFLOAT16", pat::SinkType::kBfloat16)
+      .value("FLOAT16", pat::SinkType::kFloat16);
 
   py::class_<GatherArgument>(module, "GatherArgument", "The argument of gather_slots_kernel.")
       .def(py::init<>())

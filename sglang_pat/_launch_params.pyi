@@ -1,6 +1,15 @@
 """Types of the C++ module in kernels/bindings.cpp."""
 
+from enum import Enum
+
 NUM_LAUNCH_FACTS: int
+
+class SinkType(Enum):
+    """Type of attention sinks."""
+
+    FLOAT32 = ...
+    BFLOAT16 = ...
+    FLOAT16 = ...
 
 class GatherArgument:
     """The argument of gather_slots_kernel."""
@@ -62,5 +71,7 @@ class DecodeArgument:
         out_lse: int,
         sm_scale: float,
         logit_cap: float,
+        sinks: int,
+        sink_type: SinkType,
         /,
     ) -> None: ...

@@ -86,8 +86,9 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`, or
-        `bf16_d192v128_sm90` where values have another head_dim than keys."""
+        """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
+        where values have another head_dim than keys.
+        """
         suffix = "_mma" if self.force_mma_sync else ""
         head_dim = self._head_dim_name.replace("/", "v")
         return f"{_ELEMENTS[self.dtype][1]}_d{head_dim}_sm{self._arch_number}{suffix}"

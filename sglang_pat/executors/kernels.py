@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_pat._launch_params import DecodeArgument, GatherArgument
+from sglang_pat._launch_params import DecodeArgument, GatherArgument, SinkType
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors.jit import KernelConfig, build
@@ -23,6 +23,11 @@ from sglang_pat.support import MAX_GROUP_SIZE
 
 _ALIGNMENT = 16  # bytes of an asynchronous copy
 _GATHER_CHUNKS = 8  # CTAs that share a span
+_SINK_TYPES = {
+    torch.float32: SinkType.FLOAT32,
+    torch.bfloat16: SinkType.BFLOAT16,
+    torch.float16: SinkType.FLOAT16,
+}
 _MAX_INT32 = 2**31 - 1
 _MAX_UINT32 = 2**32 - 1
 
@@ -197,7 +202,8 @@ class DecodeKernels:
             if max_merges > 0:
                 most = kernels.facts.merge_ctas_per_sm * kernels.num_sms
                 grid = min(max_merges * layer.q.shape[1], most), 1
-                kernels.merge_partials(argument.address, stream.cuda_stream, grid)
+                merge_partials = kernels.merge_partials[layer.sinks is not None]
+                merge_partials(argument.address, stream.cuda_stream, grid)
 
     # --- checks ---
 
@@ -274,6 +280,13 @@ class DecodeKernels:
                 f"q must span at most {_MAX_INT32} times {_ALIGNMENT} bytes, got shape "
                 f"{[*q.shape]} and strides {q.stride()}"
             )
+        if sinks is not None:
+            _check_device(sinks, "sinks", plan)
+            _check_shape(sinks, "sinks", (num_q_heads,))
+            _check_contiguous(sinks, "sinks", plan)
+            if sinks.dtype not in _SINK_TYPES:
+                allowed = " or ".join(map(_name, _SINK_TYPES))
+                raise ValueError(f"sinks must be {allowed}, got {_name(sinks.dtype)}")
         if not 0 < sm_scale < math.inf:
             raise ValueError(f"sm_scale must be positive, got {sm_scale}")
         if not 0 <= logit_cap < math.inf:
@@ -292,6 +305,8 @@ class DecodeKernels:
             0 if lse is None else lse.data_ptr(),
             sm_scale,
             logit_cap,
+            0 if sinks is None else sinks.data_ptr(),
+            SinkType.FLOAT32 if sinks is None else _SINK_TYPES[sinks.dtype],
         )
 
     def _check_buffers(self, buffers: DeviceBuffers) -> None:

@@ -96,7 +96,9 @@ class LoadedKernels:
         CTAs of pack_decode that the device runs at the same time.
     pack_decode : tuple of Launcher
         Without soft-cap and with it.
-    merge_partials, gather_slots : Launcher
+    merge_partials : tuple of Launcher
+        Without sinks and with them.
+    gather_slots : Launcher
     """
 
     def __init__(self, image: bytes, config: KernelConfig) -> None:
@@ -132,8 +134,9 @@ class LoadedKernels:
             Launcher(function, facts.decode_threads, facts.decode_shared_bytes, overlap=overlap)
             for function in functions
         )
-        self.merge_partials = Launcher(
-            _function(library, "merge_partials_kernel"), facts.merge_threads, overlap=overlap
+        self.merge_partials = tuple(
+            Launcher(_function(library, name), facts.merge_threads, overlap=overlap)
+            for name in ("merge_partials_kernel", "merge_partials_sinks_kernel")
         )
         self.gather_slots = Launcher(
             _function(library, "gather_slots_kernel"), facts.gather_threads, overlap=False
