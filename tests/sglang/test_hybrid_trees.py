@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang_hybrids import HYBRID_KINDS, WINDOW, HybridCache
+from sglang_hybrids import CHUNK, HYBRID_KINDS, WINDOW, WINDOW_KINDS, HybridCache
 from sglang_trees import place
 
 from sglang_pat._scheduler import PrefixForest
@@ -56,28 +56,26 @@ class Serving:
         return [path[-1][2] if path else 0 for path in self.forest.paths()]
 
 
-@pytest.fixture(params=HYBRID_KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    kind: str = request.param
-    return kind
-
-
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
 def test_requests_share_their_prompt(kind: str) -> None:
     serving = Serving(kind)
     for own in (1, 2):
         serving.cache.admit([*PROMPT, own, own, own, own])
     serving.step()
+    if serving.cache.at_chunks:  # what is behind the last state is not in the tree
+        assert serving.lengths() == [2 * CHUNK, 2 * CHUNK]
+        assert serving.max_shared == 2 * CHUNK
+        return
     # A newcomer may end where its window begins to differ: there the tree keeps a window for the
     # next one. What is behind that is the newcomer's own.
     assert serving.lengths() in ([44, 44], [44, 40])
     assert serving.max_shared == 40
 
 
+@pytest.mark.parametrize("kind", WINDOW_KINDS)
 def test_requests_share_what_is_behind_the_window_of_both(kind: str) -> None:
     # Windows move on, and give up the window slots of the prompt: the full ones stay.
     serving = Serving(kind)
-    if not serving.cache.has_window:
-        pytest.skip("no window")
     one, other = (serving.cache.admit([*PROMPT, own]) for own in (1, 2))
     free = serving.cache.num_free
     for token in range(2 * WINDOW):
@@ -92,6 +90,7 @@ def test_requests_share_what_is_behind_the_window_of_both(kind: str) -> None:
     assert free - serving.cache.num_free == used, "no full slot was freed"
 
 
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
 def test_what_a_request_lies_on_is_not_evicted(kind: str) -> None:
     serving = Serving(kind)
     req = serving.cache.admit(PROMPT)
@@ -102,17 +101,16 @@ def test_what_a_request_lies_on_is_not_evicted(kind: str) -> None:
         serving.cache.decode(req, token)
     serving.cache.evict(full=1000, window=1000, states=1000)
     serving.step()
-    assert serving.lengths() == [40]
+    assert serving.lengths() == [2 * CHUNK if serving.cache.at_chunks else 40]
     assert serving.cache.cache.tree_core.full_evictable_size() == 0
 
 
+@pytest.mark.parametrize("kind", WINDOW_KINDS)
 def test_a_window_that_is_computed_anew_leaves_the_full_slots_of_others(kind: str) -> None:
     # The tree has lost the window slots of a prompt on which a request lies. Another request
     # computes the prompt again, and gives its window slots to the nodes. SGLang replaces the full
     # slots of such nodes too, but not of those that are locked.
     serving = Serving(kind)
-    if not serving.cache.has_window:
-        pytest.skip("no window")
     one = serving.cache.admit(PROMPT)
     for token in range(2 * WINDOW):
         serving.cache.decode(one, token)
@@ -126,6 +124,7 @@ def test_a_window_that_is_computed_anew_leaves_the_full_slots_of_others(kind: st
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
 def test_everything_at_random(kind: str, seed: int) -> None:
     rng = random.Random(seed)
     serving = Serving(kind, num_tokens=400)

@@ -16,7 +16,7 @@ from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang import hooks, reader
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
-from sglang_pat.sglang.reader import CUT, MISMATCH, NO_REQUESTS, OVERFLOW, BatchReader
+from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 

@@ -32,12 +32,20 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_trees import CAN_CHOOSE_CORE, place
 
 WINDOW = 8
+CHUNK = 16
 FULL_LAYERS, OTHER_LAYERS = [1], [0]
 IS_CHECKPOINTED = hasattr(UnifiedRadixCache, "checkpoint")  # from 0.5.23 on
 
-HYBRID_KINDS = ["window", "window, pages of 4", "state", "window and state"]
+HYBRID_KINDS = [
+    "window",
+    "window, pages of 4",
+    "state",
+    "state at chunks",
+    "window and state",
+]
 if CAN_CHOOSE_CORE:
     HYBRID_KINDS += [f"{kind}, python core" for kind in HYBRID_KINDS]
+WINDOW_KINDS = [kind for kind in HYBRID_KINDS if "window" in kind]
 
 
 class HybridCache:
@@ -46,6 +54,7 @@ class HybridCache:
     def __init__(self, kind: str, num_tokens: int = 160, max_requests: int = 8) -> None:
         self.page_size = 4 if "pages of 4" in kind else 1
         self.has_window, self.has_state = "window" in kind, "state" in kind
+        self.at_chunks = "at chunks" in kind  # states are kept at multiples of CHUNK
         arguments = ServerArgs(model_path="dummy", page_size=self.page_size)
         arguments._mamba_cache_chunk_size = 64
         set_global_server_args_for_scheduler(arguments)
@@ -59,6 +68,7 @@ class HybridCache:
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=self.page_size,
                 sliding_window_size=WINDOW if self.has_window else None,
+                enable_mamba_extra_buffer=self.at_chunks,
                 tree_components=(
                     ComponentType.FULL,
                     *([ComponentType.SWA] if self.has_window else []),
@@ -96,8 +106,7 @@ class HybridCache:
             mamba_spec_state_size=max_requests,
             cache_params=Mamba2CacheParams(shape=shape, layers=OTHER_LAYERS),
             mamba_layer_ids=OTHER_LAYERS,
-            enable_mamba_extra_buffer=False,
-            speculative_num_draft_tokens=3,
+            enable_mamba_extra_buffer=self.at_chunks,
         )
 
     def _allocator(self, num_tokens: int) -> Any:
@@ -205,6 +214,8 @@ class HybridCache:
         self.rows.write((place(req).req_pool_idx, slice(0, matched)), prefix.to(torch.int32))
         assert slots is not None
         self._store(req, matched, slots)
+        if self.at_chunks:
+            place(req).mamba_last_track_seqlen = len(tokens) // CHUNK * CHUNK or None
         if IS_CHECKPOINTED:
             self.cache.checkpoint(req, up_to=len(tokens))
         else:
@@ -272,9 +283,7 @@ class HybridCache:
             req.kv = None
 
     def evict(self, *, full: int = 0, window: int = 0, states: int = 0) -> None:
-        self.cache.evict(
-            EvictParams(num_tokens=full, swa_num_tokens=window, mamba_num=states)
-        )
+        self.cache.evict(EvictParams(num_tokens=full, swa_num_tokens=window, mamba_num=states))
 
     def make_room(self, num_tokens: int) -> None:
         """Evict until a request of that many tokens fits in every pool."""
