@@ -59,6 +59,7 @@ class _Beams:
     """The rows of a beam search, and the part of its prompt that the tree does not hold."""
 
     def __init__(self, leader: Request, rows: Iterable[int]) -> None:
+        self.leader = leader
         self.rows = [BeamRow(leader, row, i) for i, row in enumerate(rows, start=2)]
         self.prompt_end: int = leader.beam_group.prompt_len
         self._node_id = -1
@@ -138,10 +139,11 @@ class BeamSource:
         in_tree = self._source.shared_slots(req)
         if (beams := _beams_of(req)) is None:
             return in_tree
-        leader = getattr(req, "leader", req)
-        rest = self._req_to_token[leader.kv.req_pool_idx, len(in_tree) : beams.prompt_end]
+        row = beams.leader.kv.req_pool_idx
+        rest = self._req_to_token[row, len(in_tree) : beams.prompt_end]
         return torch.cat([in_tree, rest.to(in_tree)])
 
 
 def _beams_of(req: Request) -> _Beams | None:
-    return getattr(getattr(req, "beam_group", None), _BEAMS, None)
+    beams: _Beams | None = getattr(getattr(req, "beam_group", None), _BEAMS, None)
+    return beams

@@ -275,7 +275,7 @@ def test_a_flush_forgets_everything(reads: Reads) -> None:
 def test_a_step_that_shares_nothing_forgets_everything(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])
-    read(reads.reader, [a], SimpleNamespace(), batch_of([9]))
+    read(reads.reader, [a, reads.request("b", [1])], reads.tree.cache, batch_of([9]))
     assert reads.step([a]) == ["a"]
 
 
@@ -330,7 +330,7 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     reads.step([a, b])
     place(c).cache_protected_len = 2
     reads.step([a, b, c])
-    assert reads.batch.read_paths().path_begin.tolist() == [0, 1, 2, 3]
+    assert reads.batch.read_paths().path_begin.tolist() == [0, 2, 4, 6]  # c2 split the node
 
 
 def test_in_strict_mode_a_path_that_does_not_match_is_an_error(reads: Reads) -> None:
