@@ -215,10 +215,9 @@ class BatchReader:
 def _is_idle(forward_batch: Any) -> bool:
     """Whether a batch without requests keeps a rank of data parallelism in step with the others.
 
-    Before it runs, SGLang may turn it into a batch of padding in another mode.
+    A graph that is replayed shows the mode of its capture, and the batch's own beside it.
     """
-    names = ("forward_mode", "actual_forward_mode", "_original_forward_mode")
-    modes = (getattr(forward_batch, name, None) for name in names)
+    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in ("", "actual_"))
     return any(mode is not None and mode.is_idle() for mode in modes)
 
 

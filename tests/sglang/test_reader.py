@@ -83,13 +83,11 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
     assert batch.seq_lens.tolist() == [6, 5, 0]
 
 
-# Data parallelism: a replayed graph, a step that SGLang turned into a decode of padding, and one as
-# it is.
+# Data parallelism: a replayed graph, and an eager step.
 @pytest.mark.parametrize(
     "view",
     [
         batch_of([1, 1], num_padding=2, actual_forward_mode=ForwardMode.IDLE),
-        batch_of([1, 1], num_padding=2, _original_forward_mode=ForwardMode.IDLE),
         batch_of([1, 1], num_padding=2, forward_mode=ForwardMode.IDLE),
     ],
 )
