@@ -86,7 +86,8 @@ _MATRIX = (
     ),
     SupportRow(
         "prefix cache",
-        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core)",
+        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core), hybrid models "
+        "included",
         PRIVATE_ROWS,
     ),
     SupportRow("packing policy", _any_of(POLICIES), REFUSED),
