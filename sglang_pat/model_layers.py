@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_pat.support import HEAD_DIMS, MAX_GROUP_SIZE, unsupported
+from sglang_pat.support import HEAD_DIMS, MAX_GROUP_SIZE, head_dim_name, unsupported
 
 FULL = "full attention"
 WINDOW = "sliding window"
@@ -36,7 +36,6 @@ _KINDS = {
 }
 # Letters of `hybrid_override_pattern`, as in Nemotron-H.
 _LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
-_WITH_SINKS = ("gpt_oss",)
 
 
 class Refusal(NamedTuple):
@@ -268,12 +267,8 @@ def _refusal(
         return Refusal("attention", f"{CHUNK} (attention_chunk_size is set)")
     if kind != FULL:
         return Refusal("attention", kind)
-    if config.get("model_type") in _WITH_SINKS or config.get("add_full_attention_sink_bias"):
-        return Refusal("attention", "attention sinks")
-    if head_dim not in HEAD_DIMS:
-        return Refusal("head_dim", head_dim)
-    if v_head_dim != head_dim:
-        return Refusal("head_dim", f"{head_dim}/{v_head_dim}")
+    if (head_dim, v_head_dim) not in HEAD_DIMS:
+        return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
     if group_size > MAX_GROUP_SIZE:
         return Refusal("query heads per KV head", group_size)
     return None

@@ -13,22 +13,22 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # those that are tested, the oldest and 
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-HEAD_DIMS = (64, 128)
+# Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
-# Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
-# C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
-OLDEST_NVCC = {
-    (8, 0): (12, 3),
-    (8, 6): (12, 3),
-    (8, 7): (12, 3),
-    (8, 9): (12, 3),
-    (9, 0): (12, 3),
-    (10, 0): (12, 8),
-    (10, 3): (12, 9),
-    (11, 0): (13, 0),
-    (12, 0): (12, 8),
-    (12, 1): (12, 9),
-}
+# Compute capabilities that the kernels can be compiled for.
+CAPABILITIES = (
+    OLDEST_CAPABILITY,
+    (8, 6),
+    (8, 7),
+    (8, 9),
+    (9, 0),
+    (10, 0),
+    (10, 3),
+    (11, 0),
+    (12, 0),
+    (12, 1),
+)
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
@@ -45,6 +45,11 @@ class SupportRow:
     topic: str
     supported: str
     everything_else: str
+
+
+def head_dim_name(head_dim: int, v_head_dim: int) -> str:
+    """`128`, or `192/128` where values have another head_dim than keys."""
+    return f"{head_dim}" if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
 
 
 def _any_of(values: tuple[object, ...]) -> str:
@@ -64,10 +69,11 @@ _MATRIX = (
     SupportRow("forward mode", "decode", SGLANG_BACKEND),
     SupportRow(
         "attention",
-        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap",
+        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap; "
+        "attention sinks",
         REFUSED,
     ),
-    SupportRow("head_dim", _any_of(HEAD_DIMS), REFUSED),
+    SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), REFUSED),
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
     SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
     SupportRow("KV pool", "one pool for all layers, page size 1 or more", REFUSED),
@@ -80,7 +86,8 @@ _MATRIX = (
     ),
     SupportRow(
         "prefix cache",
-        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core)",
+        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core), hybrid models "
+        "included",
         PRIVATE_ROWS,
     ),
     SupportRow("packing policy", _any_of(POLICIES), REFUSED),

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
-from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_memory,
+    get_observability,
+    get_parallel,
+    get_serving,
+)
 
+from sglang_pat.sglang.cache_options import warn_without_prefix_cache
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.sinks import MetricClasses, StatsFile, StepLog, StepMetrics
 from sglang_pat.stats import Counters, PlanningTime
@@ -33,6 +40,7 @@ class StepReports:
         speaks = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
         self._log: StepLog | None = None
         if speaks:
+            warn_without_prefix_cache(get_memory(), get_disagg())
             self._log = StepLog(observability.decode_log_interval, read_counters)
         self._metrics: StepMetrics | None = None
         if observability.enable_metrics and (

@@ -84,9 +84,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "head_dim": (
         lambda: runner(
-            model=layers(1, qk_head_dim=96, v_head_dim=96), token_to_kv_pool=pool_of(96)
+            model=layers(1, qk_head_dim=72, v_head_dim=72), token_to_kv_pool=pool_of(72)
         ),
-        "head_dim = 96; supported: 64, 128",
+        "head_dim = 72; supported: 64, 80, 96, 128",
     ),
     "heads": (
         lambda: runner(model=layers(1, tp_q_head_num=5)),

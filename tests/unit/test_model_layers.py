@@ -94,7 +94,6 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
         ({"num_attention_heads": 128, "num_key_value_heads": 1}, "query heads per KV head 128"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
         ({"kv_lora_rank": 512}, "multi-head latent attention (kv_lora_rank is set)"),
-        ({"model_type": "gpt_oss"}, "attention sinks"),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
          "dtype of queries and KV cache float8_e4m3fn"),
     ],

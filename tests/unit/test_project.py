@@ -82,7 +82,7 @@ def test_the_support_table_holds_every_row() -> None:
     for topic, values in (
         ("SGLang", support.SGLANG_VERSIONS),
         ("Python", support.PYTHON_VERSIONS),
-        ("head_dim", support.HEAD_DIMS),
+        ("head_dim", tuple(support.head_dim_name(*pair) for pair in support.HEAD_DIMS)),
         ("dtype of queries and KV cache", support.DTYPES),
         ("packing policy", support.POLICIES),
     ):
