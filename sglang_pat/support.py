@@ -17,20 +17,19 @@ KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernel
 # Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
-# Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
-# C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
-OLDEST_NVCC = {
-    (8, 0): (12, 3),
-    (8, 6): (12, 3),
-    (8, 7): (12, 3),
-    (8, 9): (12, 3),
-    (9, 0): (12, 3),
-    (10, 0): (12, 8),
-    (10, 3): (12, 9),
-    (11, 0): (13, 0),
-    (12, 0): (12, 8),
-    (12, 1): (12, 9),
-}
+# Compute capabilities that the kernels can be compiled for.
+CAPABILITIES = (
+    OLDEST_CAPABILITY,
+    (8, 6),
+    (8, 7),
+    (8, 9),
+    (9, 0),
+    (10, 0),
+    (10, 3),
+    (11, 0),
+    (12, 0),
+    (12, 1),
+)
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
@@ -105,7 +104,8 @@ _MATRIX = (
     ),
     SupportRow(
         "prefix cache",
-        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core)",
+        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core), hybrid models "
+        "included",
         PRIVATE_ROWS,
     ),
     SupportRow("packing policy", _any_of(POLICIES), REFUSED),

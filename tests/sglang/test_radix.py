@@ -184,13 +184,6 @@ def test_other_caches_have_no_source() -> None:
     assert radix_source(None) is None
 
 
-def test_a_hybrid_tree_has_no_source() -> None:
-    tree = Tree("unified")
-    window = SimpleNamespace(name="SWA")
-    tree.cache.tree_components = (*tree.cache.tree_components, window)
-    assert radix_source(tree.cache) is None
-
-
 def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
     from sglang.srt.session.streaming_session import StreamingSession
 
