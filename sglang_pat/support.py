@@ -1,4 +1,5 @@
-"""What is supported: the one source of the documented table, `sglang-pat support` and refusals.
+"""What pat accelerates: the one source of the documented table, `sglang-pat support`, refusals, and
+the reasons for which a layer or a model is left to SGLang's default backend.
 
 Every public entry that refuses an argument takes its words from here, so messages and documentation
 promise the same.
@@ -31,11 +32,25 @@ CAPABILITIES = (
 )
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
+# SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
+# Others read it in ways of their own.
+DEFAULT_BACKENDS = (
+    "fa3",
+    "fa4",
+    "flashinfer",
+    "trtllm_mha",
+    "triton",
+    "torch_native",
+    "intel_amx",
+)
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"
-SGLANG_BACKEND = "runs on SGLang's default backend"
+# What pat does not accelerate SGLang's default backend does, in the layers or models concerned.
+DEFAULT_DECODES = "runs on SGLang's default backend"
+LAYER = "these layers run on SGLang's default backend"
+MODEL = "the model runs on SGLang's default backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +78,30 @@ _MATRIX = (
         "device",
         f"NVIDIA GPUs from compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}, by "
         "CUDA kernels; CPU, by torch",
-        REFUSED,
+        MODEL,
     ),
-    SupportRow("CUDA graphs", "captured and replayed, with float16 and bfloat16", REFUSED),
-    SupportRow("forward mode", "decode", SGLANG_BACKEND),
+    SupportRow("default backend", _any_of(DEFAULT_BACKENDS), MODEL),
+    SupportRow("CUDA graphs", "captured and replayed", MODEL),
+    SupportRow("forward mode", "decode", DEFAULT_DECODES),
     SupportRow(
         "attention",
-        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap; "
-        "attention sinks",
-        REFUSED,
+        "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
+        "tanh soft-cap; attention sinks",
+        LAYER,
     ),
-    SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), REFUSED),
-    SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
-    SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
-    SupportRow("KV pool", "one pool for all layers, page size 1 or more", REFUSED),
-    SupportRow("sliding window", "none", REFUSED),
+    SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
+    SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", LAYER),
+    SupportRow("dtype of queries and KV cache", _any_of(DTYPES), LAYER),
+    SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
+    SupportRow("sliding window", "none", LAYER),
     SupportRow(
         "server options",
-        "all but --speculative-algorithm, --enable-two-batch-overlap, --enable-pdmux, "
-        "--enable-hisparse, --dllm-algorithm, --dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
-        REFUSED,
+        "all but --speculative-algorithm, --enable-deterministic-inference, "
+        "--enable-two-batch-overlap, --enable-pdmux, --enable-hisparse, "
+        "--enable-kv-cache-sharding, --enable-page-major-kv-layout, --enable-unified-memory, "
+        "--enable-torch-compile, --enable-mis, --dllm-algorithm, --dcp-size, "
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        MODEL,
     ),
     SupportRow(
         "prefix cache",

@@ -1,0 +1,312 @@
+"""Engines of the small models of `model_families`, forked from one process.
+
+An engine's start is little else than the import of SGLang, anew in each of its processes. Here one
+process imports SGLang, and forks a child for each engine, which starts in a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pkgutil
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # a process of its own: pytest puts these on the path elsewhere
+    sys.path.insert(0, str(Path(__file__).parent))
+
+from model_families import FAMILIES, VOCAB_SIZE, Family
+
+IMPORT_SECONDS, RUN_SECONDS = 300, 150  # on a busy machine; 10 and 3 on an idle one
+NUM_TOKENS = 24
+PREFIX = 100  # tokens that all prompts begin with
+_CALLS = "FAMILY_CALLS_FILE"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an engine has answered, and what it has done meanwhile.
+
+    Attributes
+    ----------
+    tokens : list of list of int
+        One answer per prompt.
+    smallest_gap : float
+        In log-probability, between the best and the second token of any step.
+    calls : Counter
+        (who decoded: "pat" or "default", layer id) -> how often.
+    routes : dict or None
+        What pat says of its routes in the server's info. None without pat.
+    stats : dict
+        What pat has counted in the whole run. Empty where it decodes nothing.
+    log : str
+        What the engine's processes have logged.
+    """
+
+    tokens: list[list[int]]
+    smallest_gap: float
+    calls: Counter[tuple[str, int]]
+    routes: dict[str, Any] | None
+    stats: dict[str, Any]
+    log: str
+
+    def layers_of(self, route: str) -> tuple[int, ...]:
+        """The layers that were decoded by it, in order."""
+        return tuple(sorted(layer for who, layer in self.calls if who == route))
+
+
+class EngineFailed(RuntimeError):
+    """The engine has not answered. Its log is the message."""
+
+
+class FamilyEngines:
+    """Starts engines one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._log = (folder / "imports.log").open("w")
+        command = [sys.executable, __file__]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        try:
+            assert self._answer(IMPORT_SECONDS) == "ready"
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process; no engine is running."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def run(self, family: Family, backend: str | None, **arguments: Any) -> Run:
+        """Answer the prompts with an engine of this family; `backend` None is SGLang's default."""
+        self._count += 1
+        folder = family.write(self._folder / f"{self._count}-{family.name}-{backend}")
+        if backend is not None:
+            arguments["attention_backend"] = backend
+        order = {"family": family.name, "folder": str(folder), "arguments": arguments}
+        assert self._process.stdin is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        status = self._answer(RUN_SECONDS + 30)
+        log = (folder / "log").read_text()
+        if status != "0":
+            raise EngineFailed(f"{family.name} with {backend}: status {status}\n{log[-6000:]}")
+        found = json.loads((folder / "run.json").read_text())
+        stats = folder / "stats.json"
+        lines = (folder / "calls").read_text().splitlines()
+        calls = Counter((who, int(layer)) for who, layer in map(str.split, lines))
+        return Run(
+            **found,
+            calls=calls,
+            stats=json.loads(stats.read_text()) if stats.exists() else {},
+            log=log,
+        )
+
+    def _answer(self, seconds: float) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            log = Path(self._log.name).read_text()
+            raise EngineFailed(f"no answer within {seconds} s\n{log[-6000:]}")
+        return line.strip()
+
+
+# --- the process that imports SGLang, and its children ---
+
+
+def serve() -> None:
+    """Read orders, fork an engine for each, say how it has ended."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    _import_sglang()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        log = os.open(Path(order["folder"]) / "log", os.O_WRONLY | os.O_CREAT)
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            _in_child(order)
+        os.close(log)
+        print(_ended(child), file=answers, flush=True)
+
+
+def _ended(child: int) -> str:
+    """The exit status; whatever the child has started is ended, too."""
+    deadline = time.monotonic() + RUN_SECONDS
+    status = "too slow"
+    while time.monotonic() < deadline:
+        ended, code = os.waitpid(child, os.WNOHANG)
+        if ended:
+            status = str(os.waitstatus_to_exitcode(code))
+            break
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if status == "too slow":
+        os.waitpid(child, 0)
+    return status
+
+
+def _in_child(order: dict[str, Any]) -> None:
+    status = 1
+    try:
+        _answer_prompts(FAMILIES[order["family"]], Path(order["folder"]), order["arguments"])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _import_sglang() -> None:
+    """Everything that an engine's processes import, with the models of all families."""
+    import multiprocessing
+
+    from sglang_pat.sglang.cpu import enable_cpu_engine
+
+    assert enable_cpu_engine()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions takes half a minute
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    models = Path(package.submodule_search_locations[0]) / "srt" / "models"
+    needed = {module for family in FAMILIES.values() for module in family.modules}
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
+        each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
+    )
+    import sglang_cpu_kernels
+
+    sglang_cpu_kernels.install()
+    import sglang_random_weights
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    sglang_random_weights.install()
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401  # imports the models
+
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    _record_calls()
+
+
+def _record_calls() -> None:
+    """Write down who decodes each layer."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from sglang_pat.sglang.decoder import PatDecoder
+
+    attend, forward_decode = PatDecoder.attend, TorchNativeAttnBackend.forward_decode
+
+    def note(who: str, layer: Any) -> None:
+        with Path(os.environ[_CALLS]).open("a") as file:
+            file.write(f"{who} {layer.layer_id}\n")
+
+    def attend_and_note(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any) -> Any:
+        note("pat", layer)
+        return attend(self, q, k, v, layer, *rest)
+
+    def decode_and_note(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
+    ) -> Any:
+        note("default", layer)
+        return forward_decode(self, q, k, v, layer, *rest, **more)
+
+    PatDecoder.attend = attend_and_note  # type: ignore[assignment]
+    TorchNativeAttnBackend.forward_decode = decode_and_note
+
+
+def _prompts() -> list[list[int]]:
+    chooser = random.Random(5)
+
+    def some(count: int) -> list[int]:
+        return [chooser.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+    prefix = some(PREFIX)
+    return [prefix + some(5 + 3 * i) for i in range(8)]
+
+
+def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> None:
+    import sglang
+
+    os.environ[_CALLS] = str(folder / "calls")
+    os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")
+    os.environ["SGLANG_PAT_DEBUG"] = "1"
+    common: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "max_total_tokens": 2048,
+        "max_running_requests": 8,
+        "random_seed": 0,
+        "sleep_on_idle": True,
+        "log_level": "info",
+        "custom_sigquit_handler": _died,
+    }
+    engine = sglang.Engine(**(common | family.arguments | arguments))
+    prompts = _prompts()
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    # The first one fills the tree, so that the others share what it has computed.
+    first = engine.generate(input_ids=prompts[:1], sampling_params=params)
+    answers = engine.generate(
+        input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=2
+    )
+    assert first[0]["output_ids"] == answers[0]["output_ids"], "the cache changes the answer"
+    run = {
+        "tokens": [answer["output_ids"] for answer in answers],
+        "smallest_gap": min(
+            best[0] - second[0]
+            for answer in answers
+            for best, second in answer["meta_info"]["output_top_logprobs"]
+        ),
+        "routes": engine.get_server_info().get("pat"),
+    }
+    (folder / "run.json").write_text(json.dumps(run))
+    engine.shutdown()
+
+
+def _died(*args: object) -> None:
+    os._exit(70)
+
+
+@contextlib.contextmanager
+def family_engines(folder: Path) -> Iterator[FamilyEngines]:
+    """Until the block ends."""
+    engines = FamilyEngines(folder)
+    try:
+        yield engines
+    finally:
+        engines.close()
+
+
+if __name__ == "__main__":
+    serve()
