@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from typing import Literal
 from sglang_pat import support
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import output_file
-from sglang_pat.sglang.plugin import missing_registrations
+from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
@@ -53,11 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the checks as JSON"
     )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="instead, print which layers of this model pat decodes here, by its config.json",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, print a table. The exit status is 1 if a check failed, else 0."""
+    if arguments.model is not None:
+        return _print_routes(arguments.model, arguments.json)
     with _no_warnings(), _spinner("checking; SGLang takes a few seconds to import"):
         checks = all_checks()
     _print(checks)
@@ -111,6 +119,36 @@ def _print(checks: list[Check]) -> None:
     Console().print(table)
 
 
+# --- a model ---
+
+_NOT_KNOWN = (
+    "Of one rank with default options; what only a running server knows is not considered: its "
+    "options, its KV cache, and arguments that the model passes in its first step."
+)
+
+
+def _print_routes(model: str, report: Path | None) -> int:
+    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here."""
+    try:
+        with _no_warnings(), _spinner("building the model without weights"):
+            from sglang_pat.sglang.cpu import enable_cpu_engine
+
+            enable_cpu_engine()  # before SGLang is imported
+            from sglang_pat.sglang.model_routes import routes_of_model
+
+            routes = routes_of_model(model)
+    except Exception as error:  # SGLang may raise anything
+        print(f"SGLang cannot build {model} in this process: {_describe(error)}", file=sys.stderr)
+        return 1
+    print(routes)
+    for layers, route, reason in routes.table():
+        print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
+    print(_NOT_KNOWN)
+    if report is not None:
+        report.write_text(json.dumps(routes.as_json(), indent=2) + "\n")
+    return 0
+
+
 # --- the checks ---
 
 
@@ -155,6 +193,13 @@ def check_registration() -> Check:
             "failed",
             f"{support.BACKEND} is missing from {' and '.join(missing)}",
             "look for 'Failed to execute general plugin: pat' in SGLang's log, and report it",
+        )
+    if unwrapped := unwrapped_backends():
+        return Check(
+            "registration",
+            "warning",
+            f"where SGLang's default backend is one of {', '.join(unwrapped)}, pat decodes nothing",
+            "another plug-in registers it after pat: let SGLANG_PLUGINS name only those you need",
         )
     return Check("registration", "ok", f"{support.BACKEND} can be chosen by --attention-backend")
 

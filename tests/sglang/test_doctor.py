@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from model_families import FAMILIES
 from sglang.srt import server_args
 from sglang.srt.layers.attention import attention_registry
 
@@ -24,6 +25,44 @@ def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.found == "pat is missing from the attention registry"
     monkeypatch.setattr(server_args, "ATTENTION_BACKEND_CHOICES", [])
     assert "--attention-backend" in doctor.check_registration().found
+
+
+def test_backends_of_plug_ins_that_load_later_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_registration().status == "ok"
+    monkeypatch.setitem(attention_registry.ATTENTION_BACKENDS, "late", lambda runner: None)
+    check = doctor.check_registration()
+    assert check.status == "warning"
+    assert "one of late, pat decodes nothing" in check.found
+
+
+def run_doctor(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    script = Path(sys.executable).parent / "sglang-pat"
+    command = [script, "doctor", "--model", model, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.nightly
+def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
+    model, report = FAMILIES["gemma-3"].write(tmp_path / "model"), tmp_path / "report.json"
+    child = run_doctor(model, "--json", str(report))
+    assert child.returncode == 0, child.stderr
+    head, *rows, _ = child.stdout.splitlines()
+    assert head == "pat decodes 2 of 4 layers; 2 on torch_native: sliding window 31"
+    assert [row.split(maxsplit=2) for row in rows] == [
+        ["0", "torch_native", "sliding window 31"],
+        ["1", "pat"],
+        ["2", "torch_native", "sliding window 31"],
+        ["3", "pat"],
+    ]
+    assert json.loads(report.read_text())["default_layers"] == {"sliding window 31": 2}
+
+
+@pytest.mark.nightly
+def test_a_model_that_sglang_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    child = run_doctor(tmp_path)
+    assert child.returncode == 1
+    assert f"SGLang cannot build {tmp_path} in this process: " in child.stderr
 
 
 def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,101 @@
+"""The routes of a model that is not served: from its configuration, without weights or a GPU.
+
+Builds the model's class on torch's meta device, as one rank with default options. What only a
+running server shows is not known: the KV pool, arguments that the model passes in its first step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_pat.sglang.routes import (
+    Reason,
+    Routes,
+    attention_layers,
+    model_reason,
+    server_reason,
+    shape_reason,
+)
+from sglang_pat.sglang.substitution import resolved
+from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
+
+
+def routes_of_model(path: str) -> Routes:
+    """The routes that a server would choose here with default options.
+
+    Parameters
+    ----------
+    path
+        A folder, or a name that SGLang can load the configuration of.
+
+    Raises
+    ------
+    Exception
+        Whatever SGLang raises for a model that it cannot build in this process.
+    """
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    arguments = ServerArgs(
+        model_path=path,
+        attention_backend=BACKEND,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        disable_radix_cache=True,  # some of its kinds want a GPU
+    )
+    if hasattr(arguments, "resolve_once"):  # 0.5.17 resolves in the constructor
+        arguments.resolve_once()
+    config = ModelConfig.from_server_args(arguments)
+    default = resolved(arguments, "decode_attention_backend") or resolved(
+        arguments, "attention_backend"
+    )
+    whole = server_reason(arguments) or model_reason(
+        config, uses_mla=config.attention_arch == AttentionArch.MLA
+    )
+    if whole is None and default not in DEFAULT_BACKENDS:
+        whole = Reason("default backend", default)
+    _become_a_rank(arguments, config)
+    layers = attention_layers(_on_meta_device(config))
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    return Routes.of_layers(layers, default, whole, lambda layer: shape_reason(layer, chunk_size))
+
+
+def _become_a_rank(arguments: Any, config: Any) -> None:
+    """What a model asks for while it is built: the only rank, which talks to nobody."""
+    from sglang.srt import distributed, runtime_context
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        ranks = runtime_context.SpawnRanks(world_rank=0)
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    else:  # 0.5.17
+        runtime_context.publish(arguments, role="scheduler")
+    if not torch.distributed.is_initialized():
+        meeting = Path(tempfile.mkdtemp(prefix="sglang-pat-")) / "meeting"
+        distributed.init_distributed_environment(
+            backend="gloo",
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"file://{meeting}",
+        )
+        distributed.initialize_model_parallel()
+    if hasattr(runtime_context, "SpawnRanks"):
+        initialize_dp_attention(arguments)
+    else:
+        initialize_dp_attention(arguments, config)
+
+
+def _on_meta_device(config: Any) -> torch.nn.Module:
+    from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
+
+    model_class, _ = get_model_architecture(config)
+    with set_default_torch_dtype(config.dtype), torch.device("meta"):
+        model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
+    return model
