@@ -14,11 +14,13 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import check_logits  # noqa: E402
-import check_tp  # noqa: E402
+import check_ranks  # noqa: E402
 import profile_steps  # noqa: E402
 import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
 from serving.memory import Memory  # noqa: E402
+
+from sglang_pat.sglang.reader import MISMATCH, NO_REQUESTS  # noqa: E402
 
 # --- answers ---
 
@@ -99,15 +101,40 @@ def test_pat_must_answer_the_same_tokens() -> None:
     assert not check_logits.judge({"pat": (own, off), "triton": (own, own)})["passed"]
 
 
-def test_ranks_must_agree_and_must_have_been_asked() -> None:
+GOOD_PLANS = check_ranks.Plans(
+    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={NO_REQUESTS: 3}
+)
+
+
+def test_several_ranks_must_answer_as_one() -> None:
+    def failures(own: tuple[check_logits.Run, check_logits.Run]) -> list[str]:
+        found = check_ranks.judge({"pat": own, "fa3": (run, off)}, GOOD_PLANS, "tp")["failures"]
+        assert isinstance(found, list)
+        return found
+
     run, off, far = (run_of(logits, [4, 5]) for logits in (0.0, 0.5, 1.1))
-    steps, own = check_logits.NUM_TOKENS, (run, off)
-    assert not check_tp.judge({"pat": (run, run), "fa3": own}, steps)["failures"]
-    assert not check_tp.judge({"pat": (run, off), "fa3": own}, steps)["failures"]
-    assert len(check_tp.judge({"pat": (run, far), "fa3": own}, steps)["failures"]) == 2
-    assert check_tp.judge({"pat": (run, run), "fa3": own}, 0)["failures"]
-    other = run_of(0.0, [4, 9])
-    assert check_tp.judge({"pat": (run, other), "fa3": own}, steps)["failures"]
+    assert not failures((run, run))
+    assert not failures((run, off))
+    assert len(failures((run, far))) == 2
+    assert failures((run, run_of(0.0, [4, 9])))
+
+
+@pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, []),
+        ({"steps": check_logits.NUM_TOKENS - 1}, ["tp", "pp", "dp"]),
+        ({"kv_ratio": 0.95}, ["tp", "pp", "dp"]),
+        ({"private_steps": {MISMATCH: 1}}, ["tp", "pp", "dp"]),
+        ({"steps_alike": 0}, ["tp"]),
+        ({"reused": 20}, ["pp"]),
+    ],
+)
+def test_several_ranks_must_plan_as_their_layout_asks(
+    changed: dict[str, Any], failing: list[str]
+) -> None:
+    plans = GOOD_PLANS._replace(**changed)
+    assert [layout for layout in check_ranks.LAYOUTS if plans.failures(layout)] == failing
 
 
 # --- soak and profile ---
