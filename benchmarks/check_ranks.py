@@ -42,7 +42,6 @@ from serving.server import contender, running_server
 from serving.tables import console
 
 from sglang_pat.sglang.cpu import cuda_driver_is_present
-from sglang_pat.sglang.reader import NO_REQUESTS
 
 LAYOUTS = ("tp", "pp", "dp")
 # Of the steps, how many have the plan of the step before; the others follow a change of the batch.
@@ -58,10 +57,12 @@ class Plans(NamedTuple):
     reused: int
     kv_ratio: float
     steps_alike: int  # on all ranks
-    private_steps: dict[str, int]
+    private_steps: dict[str, int]  # by reason; a rank without requests of its own decodes padding
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
+        from sglang_pat.sglang.reader import NO_REQUESTS  # imports SGLang
+
         reused = stats["plans_reused"]
         query_centric = stats["kv_tokens_query_centric"]
         return cls(
@@ -69,7 +70,7 @@ class Plans(NamedTuple):
             reused,
             stats["kv_tokens_planned"] / query_centric if query_centric else 1.0,
             stats.get("ranks_alike", {}).get("steps", 0),
-            dict(stats["private_steps"]),
+            {why: n for why, n in stats["private_steps"].items() if why != NO_REQUESTS},
         )
 
     def failures(self, layout: str) -> list[str]:
@@ -78,10 +79,8 @@ class Plans(NamedTuple):
             found.append(f"only {self.steps} steps were planned")
         if self.kv_ratio > LARGEST_RATIO:
             found.append(f"{self.kv_ratio:.2f} of the KV was planned, more than {LARGEST_RATIO}")
-        # A rank without requests of its own decodes padding.
-        private = {why: count for why, count in self.private_steps.items() if why != NO_REQUESTS}
-        if private:
-            found.append(f"steps that shared nothing: {private}")
+        if self.private_steps:
+            found.append(f"steps that shared nothing: {self.private_steps}")
         if layout == "tp" and self.steps_alike < NUM_TOKENS:
             found.append(f"the ranks compared only {self.steps_alike} plans")
         if layout == "pp" and self.reused < LEAST_REUSED * self.steps:

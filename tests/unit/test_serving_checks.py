@@ -13,14 +13,13 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import bench_hybrid_models  # noqa: E402
 import check_logits  # noqa: E402
 import check_ranks  # noqa: E402
 import profile_steps  # noqa: E402
 import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
 from serving.memory import Memory  # noqa: E402
-
-from sglang_pat.sglang.reader import MISMATCH, NO_REQUESTS  # noqa: E402
 
 # --- answers ---
 
@@ -102,7 +101,7 @@ def test_pat_must_answer_the_same_tokens() -> None:
 
 
 GOOD_PLANS = check_ranks.Plans(
-    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={NO_REQUESTS: 3}
+    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={}
 )
 
 
@@ -125,7 +124,7 @@ def test_several_ranks_must_answer_as_one() -> None:
         ({}, []),
         ({"steps": check_logits.NUM_TOKENS - 1}, ["tp", "pp", "dp"]),
         ({"kv_ratio": 0.95}, ["tp", "pp", "dp"]),
-        ({"private_steps": {MISMATCH: 1}}, ["tp", "pp", "dp"]),
+        ({"private_steps": {"a reason": 1}}, ["tp", "pp", "dp"]),
         ({"steps_alike": 0}, ["tp"]),
         ({"reused": 20}, ["pp"]),
     ],
@@ -135,6 +134,30 @@ def test_several_ranks_must_plan_as_their_layout_asks(
 ) -> None:
     plans = GOOD_PLANS._replace(**changed)
     assert [layout for layout in check_ranks.LAYOUTS if plans.failures(layout)] == failing
+
+
+# --- hybrid models ---
+
+
+def test_the_median_of_the_rounds_counts_and_gates_follow_from_it() -> None:
+    def case(name: str, pat: float, default: float, cached: float = 1.0) -> dict[str, Any]:
+        rounds = [(1.0, 1.0 + 0.1 * pat), (1.0, 1.0 + 0.1 * pat), (1.0, 9.0)]
+        seconds = {"pat": rounds, "default": [(2.0, 2.0 + 0.1 * default)] * 3}
+        found = bench_hybrid_models.summary(seconds, tokens=100)
+        assert found["tpot_ms"] == pytest.approx({"pat": pat, "default": default})
+        hits = {"pat": cached, "default": 1.0}
+        return found | {"model": "a", "case": name, "share_of_prompts_cached": hits}
+
+    def passed(*args: Any) -> bool:
+        (gate,) = bench_hybrid_models.gates([case(*args)]).values()
+        assert isinstance(gate["passed"], bool)
+        return gate["passed"]
+
+    assert passed("shared", 4.0, 5.0)
+    assert not passed("shared", 5.01, 5.0)
+    assert not passed("shared", 4.0, 5.0, 0.5)  # the prefix was not found: nothing was compared
+    assert passed("unshared", 5.05, 5.0)
+    assert not passed("unshared", 5.15, 5.0)
 
 
 # --- soak and profile ---
