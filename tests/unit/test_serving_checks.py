@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_hybrid_models  # noqa: E402
+import check_hicache  # noqa: E402
 import check_logits  # noqa: E402
 import check_ranks  # noqa: E402
 import profile_steps  # noqa: E402
@@ -134,6 +135,21 @@ def test_several_ranks_must_plan_as_their_layout_asks(
 ) -> None:
     plans = GOOD_PLANS._replace(**changed)
     assert [layout for layout in check_ranks.LAYOUTS if plans.failures(layout)] == failing
+
+
+def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
+    def failures(after: float, on_host: int = 9, planned: int = 5) -> list[str]:
+        own, fa3, triton = (run_of(logits, [4, 5]) for logits in (0.0, 0.1, 0.0))
+        counted = {"kv_tokens_planned": planned, "kv_tokens_query_centric": 10}
+        pat, others = (own, run_of(after, [4, 5])), {"fa3": fa3, "triton": triton}
+        found = check_hicache.judge(pat, others, on_host, counted)["failures"]
+        assert isinstance(found, list)
+        return found
+
+    assert failures(0.19) == []
+    assert len(failures(0.21)) == 2  # the largest, and the mean
+    assert failures(0.0, on_host=0) == ["nothing came back from the host"]
+    assert len(failures(0.0, planned=10)) == 1
 
 
 # --- hybrid models ---
