@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _TORCH_WORKERS = 32
 MIN_PIECE_TOKENS = 256
 _INTS = (torch.int64, torch.int32)
+_SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Executor(Protocol):
@@ -70,6 +71,7 @@ class PackAttention:
         head_dim: int,
         *,
         dtype: torch.dtype,
+        v_head_dim: int | None = None,
         device: torch.device | str = "cpu",
         policy: str = "memory",
         num_workers: int | None = None,
@@ -85,9 +87,11 @@ class PackAttention:
         num_qo_heads, num_kv_heads : int
             Heads of this rank. `num_qo_heads` is a multiple of `num_kv_heads`.
         head_dim : int
-            Of queries, keys and values.
+            Of queries and keys, and of values unless `v_head_dim` is given.
         dtype : torch.dtype
             Of queries and KV.
+        v_head_dim : int, optional
+            Of values and outputs. Default: `head_dim`.
         device : torch.device or str
             Of all tensors.
         policy : str
@@ -112,8 +116,9 @@ class PackAttention:
             For anything unsupported. Names the value and what is supported.
         """
         _check_heads(num_qo_heads, num_kv_heads)
-        if head_dim not in support.HEAD_DIMS:
-            raise support.unsupported("head_dim", head_dim)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        if (head_dim, v_head_dim) not in support.HEAD_DIMS:
+            raise support.unsupported("head_dim", support.head_dim_name(head_dim, v_head_dim))
         if str(dtype).removeprefix("torch.") not in support.DTYPES:
             raise support.unsupported("dtype of queries and KV cache", dtype)
         if policy not in support.POLICIES:
@@ -121,6 +126,7 @@ class PackAttention:
         self.num_qo_heads = num_qo_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
         self.dtype = dtype
         self.device = _canonical_device(device)
         self.policy = policy
@@ -233,6 +239,7 @@ class PackAttention:
         out: torch.Tensor | None = ...,
         sm_scale: float | None = ...,
         logit_cap: float = ...,
+        sinks: torch.Tensor | None = ...,
         return_lse: Literal[False] = ...,
     ) -> torch.Tensor: ...
 
@@ -246,6 +253,7 @@ class PackAttention:
         out: torch.Tensor | None = ...,
         sm_scale: float | None = ...,
         logit_cap: float = ...,
+        sinks: torch.Tensor | None = ...,
         return_lse: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -258,6 +266,7 @@ class PackAttention:
         out: torch.Tensor | None = None,
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the last plan.
@@ -269,14 +278,18 @@ class PackAttention:
         q : torch.Tensor
             `[num_requests, num_qo_heads, head_dim]`.
         k_cache, v_cache : torch.Tensor
-            `[num_slots, num_kv_heads, head_dim]`, SGLang's pool layout. This step's token has been
-            written.
+            `[num_slots, num_kv_heads, head_dim]` and `[num_slots, num_kv_heads, v_head_dim]`,
+            SGLang's pool layout. This step's token has been written.
         out : torch.Tensor, optional
-            Like `q`; written. Allocated by default.
+            `[num_requests, num_qo_heads, v_head_dim]`; written. Allocated by default.
         sm_scale : float, optional
             Scale of the logits. Default: `head_dim ** -0.5`.
         logit_cap : float
             If positive, logits become `logit_cap * tanh(logit / logit_cap)`.
+        sinks : torch.Tensor, optional
+            Attention sinks, float32, bfloat16 or float16 `[num_qo_heads]`: one more logit per head,
+            which no value belongs to. It is neither scaled nor capped. The kernels read it in
+            each run(), so that a captured graph sees weights that are updated in place.
         return_lse : bool
             Whether to return the LSE too. Results over disjoint KV can be merged with it.
 
@@ -284,7 +297,8 @@ class PackAttention:
         -------
         torch.Tensor or tuple of torch.Tensor
             `out`; with `return_lse` also the natural-log LSE, float32 `[num_requests,
-            num_qo_heads]`.
+            num_qo_heads]`. It includes the sink. A request of length 0 has output 0, and LSE -inf,
+            or the sink.
 
         Raises
         ------
@@ -297,23 +311,26 @@ class PackAttention:
             raise RuntimeError("run() needs a plan: call plan() first")
         num_requests = self._num_requests
         self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            self._check_tensor(name, cache, (None, self.num_kv_heads, self.head_dim))
-        if k_cache.shape != v_cache.shape:
+        self._check_tensor("k_cache", k_cache, (None, self.num_kv_heads, self.head_dim))
+        self._check_tensor("v_cache", v_cache, (None, self.num_kv_heads, self.v_head_dim))
+        if k_cache.shape[0] != v_cache.shape[0]:
             raise ValueError(
-                f"k_cache and v_cache must have the same shape, got {list(k_cache.shape)} and "
+                f"k_cache and v_cache must have as many slots, got {list(k_cache.shape)} and "
                 f"{list(v_cache.shape)}"
             )
+        out_shape = (num_requests, self.num_qo_heads, self.v_head_dim)
         if out is not None:
-            self._check_tensor("out", out, (num_requests, self.num_qo_heads, self.head_dim))
+            self._check_tensor("out", out, out_shape)
         if logit_cap < 0:
             raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
+        if sinks is not None:
+            self._check_sinks(sinks)
         scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
-        out = torch.empty_like(q) if out is None else out
+        out = q.new_empty(out_shape) if out is None else out
         lse = None
         if return_lse:
             lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
-        self._executor.run(LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap))
+        self._executor.run(LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap, sinks))
         return out if lse is None else (out, lse)
 
     def sibling(self) -> PackAttention:
@@ -350,7 +367,8 @@ class PackAttention:
             name = "reference"
         if name == "reference" or not on_gpu:
             return None
-        return DecodeKernels.load(KernelConfig.for_device(self.dtype, self.head_dim, self.device))
+        config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
+        return DecodeKernels.load(config)
 
     def _make_executor(
         self,
@@ -426,6 +444,15 @@ class PackAttention:
             raise ValueError(f"{name} must be {ndim}-D {allowed}, got {_kind(tensor)}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+    def _check_sinks(self, sinks: torch.Tensor) -> None:
+        if sinks.shape != (self.num_qo_heads,):
+            raise ValueError(f"sinks must have shape [{self.num_qo_heads}], got {[*sinks.shape]}")
+        if sinks.dtype not in _SINK_DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in _SINK_DTYPES)
+            raise ValueError(f"sinks must be one of {allowed}, got {sinks.dtype}")
+        if sinks.device != self.device:
+            raise ValueError(f"sinks must be on {self.device}, got {sinks.device}")
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
         matches = tensor.ndim == len(shape) and all(

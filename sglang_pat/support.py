@@ -1,4 +1,5 @@
-"""What is supported: the one source of the documented table, `sglang-pat support` and refusals.
+"""What pat accelerates: the one source of the documented table, `sglang-pat support`, refusals, and
+the reasons for which a layer or a model is left to SGLang's default backend.
 
 Every public entry that refuses an argument takes its words from here, so messages and documentation
 promise the same.
@@ -13,7 +14,8 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.23")  # those that are tested, the oldest and 
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-HEAD_DIMS = (64, 128)
+# Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 # Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
 # C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
@@ -31,11 +33,25 @@ OLDEST_NVCC = {
 }
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
+# SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
+# Others read it in ways of their own.
+DEFAULT_BACKENDS = (
+    "fa3",
+    "fa4",
+    "flashinfer",
+    "trtllm_mha",
+    "triton",
+    "torch_native",
+    "intel_amx",
+)
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"
-SGLANG_BACKEND = "runs on SGLang's default backend"
+# What pat does not accelerate SGLang's default backend does, in the layers or models concerned.
+DEFAULT_DECODES = "runs on SGLang's default backend"
+LAYER = "these layers run on SGLang's default backend"
+MODEL = "the model runs on SGLang's default backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,11 @@ class SupportRow:
     topic: str
     supported: str
     everything_else: str
+
+
+def head_dim_name(head_dim: int, v_head_dim: int) -> str:
+    """`128`, or `192/128` where values have another head_dim than keys."""
+    return f"{head_dim}" if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
 
 
 def _any_of(values: tuple[object, ...]) -> str:
@@ -58,25 +79,29 @@ _MATRIX = (
         "device",
         f"NVIDIA GPUs from compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}, by "
         "CUDA kernels; CPU, by torch",
-        REFUSED,
+        MODEL,
     ),
-    SupportRow("CUDA graphs", "captured and replayed, with float16 and bfloat16", REFUSED),
-    SupportRow("forward mode", "decode", SGLANG_BACKEND),
+    SupportRow("default backend", _any_of(DEFAULT_BACKENDS), MODEL),
+    SupportRow("CUDA graphs", "captured and replayed", MODEL),
+    SupportRow("forward mode", "decode", DEFAULT_DECODES),
     SupportRow(
         "attention",
-        "causal self-attention with MHA, GQA or MQA heads, alike in all layers; tanh soft-cap",
-        REFUSED,
+        "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
+        "tanh soft-cap; attention sinks",
+        LAYER,
     ),
-    SupportRow("head_dim", _any_of(HEAD_DIMS), REFUSED),
-    SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", REFUSED),
-    SupportRow("dtype of queries and KV cache", _any_of(DTYPES), REFUSED),
-    SupportRow("KV pool", "one pool for all layers, page size 1 or more", REFUSED),
-    SupportRow("sliding window", "none", REFUSED),
+    SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
+    SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", LAYER),
+    SupportRow("dtype of queries and KV cache", _any_of(DTYPES), LAYER),
+    SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
+    SupportRow("sliding window", "none", LAYER),
     SupportRow(
         "server options",
-        "all but --speculative-algorithm, --enable-two-batch-overlap, --enable-pdmux, "
-        "--enable-hisparse, --dllm-algorithm, --dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
-        REFUSED,
+        "all but --speculative-algorithm, --enable-deterministic-inference, "
+        "--enable-two-batch-overlap, --enable-pdmux, --enable-hisparse, "
+        "--enable-kv-cache-sharding, --enable-page-major-kv-layout, --enable-unified-memory, --enable-torch-compile, "
+        "--enable-mis, --dllm-algorithm, --dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        MODEL,
     ),
     SupportRow(
         "prefix cache",

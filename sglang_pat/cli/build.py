@@ -14,7 +14,7 @@ from sglang_pat.cli.gpus import find_gpus
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
 
 DEFAULT_DTYPE = "bfloat16"
-DEFAULT_HEAD_DIM = 128
+DEFAULT_HEAD_DIM = "128"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head-dim",
         action="append",
-        type=int,
-        choices=support.HEAD_DIMS,
-        help=f"may be repeated (default: {DEFAULT_HEAD_DIM})",
+        type=_head_dim,
+        metavar="D",
+        help="of keys and values, or K/V where they differ, e.g. 192/128; may be repeated "
+        f"(default: {DEFAULT_HEAD_DIM})",
     )
     parser.add_argument(
         "--cache",
@@ -74,13 +75,19 @@ def run(arguments: argparse.Namespace) -> int:
         cache = arguments.cache or kernel_cache.default_cache()
     except ValueError as error:
         return _fail(2, str(error))
-    variants = product(
-        archs, arguments.dtype or [DEFAULT_DTYPE], arguments.head_dim or [DEFAULT_HEAD_DIM]
-    )
-    options = {"cache": cache, "verbose": arguments.verbose, "force": arguments.force}
+    configs = [
+        jit.KernelConfig(getattr(torch, dtype), head_dim, arch, v_head_dim)
+        for arch, dtype, (head_dim, v_head_dim) in product(
+            archs,
+            arguments.dtype or [DEFAULT_DTYPE],
+            arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)],
+        )
+    ]
     try:
-        for arch, dtype, head_dim in variants:
-            print(jit.build(jit.KernelConfig(getattr(torch, dtype), head_dim, arch), **options))
+        for library in jit.build_all(configs, cache=cache, force=arguments.force):
+            if arguments.verbose:
+                print(jit.report_of(library))
+            print(library)
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
         return _fail(1, str(error))
     return 0
@@ -92,6 +99,14 @@ def _arch(text: str) -> tuple[int, int]:
     if text not in archs:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
     return archs[text]
+
+
+def _head_dim(text: str) -> tuple[int, int]:
+    """`128` -> (128, 128), `192/128` -> (192, 128)."""
+    pairs = {support.head_dim_name(*pair): pair for pair in support.HEAD_DIMS}
+    if text not in pairs:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(pairs)}")
+    return pairs[text]
 
 
 def _name(arch: tuple[int, int]) -> str:

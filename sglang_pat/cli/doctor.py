@@ -344,8 +344,8 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
         if capability < support.OLDEST_CAPABILITY:
             continue
         for dtype in support.KERNEL_DTYPES:
-            for head_dim in support.HEAD_DIMS:
-                config = jit.KernelConfig(getattr(torch, dtype), head_dim, capability)
+            for head_dim, v_head_dim in support.HEAD_DIMS:
+                config = jit.KernelConfig(getattr(torch, dtype), head_dim, capability, v_head_dim)
                 library = kernel_cache.find(cache, jit.cache_key(config))
                 if library is not None:
                     found.append(f"{config.name} (nvcc {jit.compiler_of(library)})")

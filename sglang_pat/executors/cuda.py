@@ -37,7 +37,7 @@ class DeviceBuffers(NamedTuple):
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
     partial_out, partial_lse : torch.Tensor
-        float32 `[num_partials, num_qo_heads, head_dim]` and `[num_partials, num_qo_heads]`.
+        float32 `[num_partials, num_qo_heads, v_head_dim]` and `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
         int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
         count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
@@ -119,7 +119,7 @@ class DecodeKernels:
         stream than the plan's waits for that one. A graph must be replayed on the stream on which
         plans are loaded, or the caller orders the two.
         """
-        q, k_cache, v_cache, out, out_lse, sm_scale, logit_cap = layer
+        q, k_cache, v_cache, out, out_lse, sm_scale, logit_cap, sinks = layer
         self._decode(
             q,
             k_cache,
@@ -138,6 +138,7 @@ class DecodeKernels:
             buffers.loaded,
             sm_scale,
             logit_cap,
+            sinks,
         )
 
 
@@ -162,7 +163,7 @@ class _InBuffers:
 
 
 class CudaExecutor:
-    """Executes plans with the kernels of one (dtype, head_dim) on one device.
+    """Executes plans with the kernels of one (dtype, head_dim, v_head_dim) on one device.
 
     Without a reservation, buffers grow as needed. With one, their addresses never change, run() can
     be captured in a CUDA graph, and a plan that does not fit raises PlanOverflowError.
@@ -249,14 +250,14 @@ class CudaExecutor:
     def _allocate(self, sizes: BufferSizes) -> None:
         plan_size = sizes.plan.layout()["size"]
         rows = (sizes.num_partials, self._num_qo_heads)
-        head_dim = self.kernels.config.head_dim
+        v_head_dim = self.kernels.config.v_head_dim
         integers = partial(torch.zeros, dtype=torch.int32, device=self._device)
         floats = partial(torch.empty, dtype=torch.float32, device=self._device)
         self.buffers = DeviceBuffers(
             plan=integers(plan_size),
             capacity=[*sizes.plan.entries().values()],
             shared_slots=integers(sizes.num_shared_slots),
-            partial_out=floats((*rows, head_dim)),
+            partial_out=floats((*rows, v_head_dim)),
             partial_lse=floats(rows),
             counters=integers((_COUNTERS, 2)),
             loaded=torch.tensor([self._stream(), -1, -1, -1], dtype=torch.int64),  # no plan

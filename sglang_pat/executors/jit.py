@@ -17,7 +17,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import dropwhile
@@ -48,9 +50,11 @@ class KernelConfig:
     dtype
         Of queries and KV cache: float16 or bfloat16.
     head_dim
-        64 or 128.
+        Of queries and keys.
     arch
         Compute capability, 8.0 or newer.
+    v_head_dim
+        Of values. 0 becomes `head_dim`.
     force_mma_sync
         On Hopper too, the bodies that other architectures run: for their tests.
 
@@ -63,14 +67,17 @@ class KernelConfig:
     dtype: torch.dtype
     head_dim: int
     arch: tuple[int, int]
+    v_head_dim: int = 0
     force_mma_sync: bool = False
 
     def __post_init__(self) -> None:
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
         if self.dtype not in _ELEMENTS:
             allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
             raise ValueError(f"the CUDA kernels support dtype {allowed}; got {self.dtype}")
-        if self.head_dim not in support.HEAD_DIMS:
-            raise support.unsupported("head_dim", self.head_dim)
+        if (self.head_dim, self.v_head_dim) not in support.HEAD_DIMS:
+            raise support.unsupported("head_dim", self._head_dim_name)
         if self.arch < support.OLDEST_CAPABILITY:
             raise ValueError(
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
@@ -78,15 +85,24 @@ class KernelConfig:
             )
 
     @classmethod
-    def for_device(cls, dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelConfig:
+    def for_device(
+        cls,
+        dtype: torch.dtype,
+        head_dim: int,
+        device: torch.device,
+        v_head_dim: int = 0,
+    ) -> KernelConfig:
         """The variant that a CUDA device runs."""
-        return cls(dtype, head_dim, torch.cuda.get_device_capability(device))
+        return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim)
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`."""
+        """Short name, usable in identifiers and file names: `bf16_d128_sm90`, or `bf16_d192v128_sm90`
+        where values have another head_dim than keys.
+        """
         suffix = "_mma" if self.force_mma_sync else ""
-        return f"{_ELEMENTS[self.dtype][2]}_d{self.head_dim}_sm{self._arch_number}{suffix}"
+        head_dim = self._head_dim_name.replace("/", "v")
+        return f"{_ELEMENTS[self.dtype][2]}_d{head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def namespace(self) -> str:
@@ -97,7 +113,8 @@ class KernelConfig:
     def build_options(self) -> str:
         """The options of `sglang-pat build` for this variant."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"--arch {self.arch[0]}.{self.arch[1]} --dtype {dtype} --head-dim {self.head_dim}"
+        arch = f"{self.arch[0]}.{self.arch[1]}"
+        return f"--arch {arch} --dtype {dtype} --head-dim {self._head_dim_name}"
 
     @property
     def defines(self) -> list[str]:
@@ -107,6 +124,7 @@ class KernelConfig:
             f"-DPAT_ELEMENT={cuda_type}",
             f"-DPAT_SCALAR_TYPE={scalar_type}",
             f"-DPAT_HEAD_DIM={self.head_dim}",
+            f"-DPAT_V_HEAD_DIM={self.v_head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",
             f"-DPAT_NAMESPACE={self.namespace}",
             *(["-DPAT_FORCE_MMA_SYNC"] if self.force_mma_sync else []),
@@ -117,6 +135,10 @@ class KernelConfig:
         """nvcc's -gencode value."""
         target = f"{self._arch_number}{'a' if self.arch in _SPECIFIC_ARCHS else ''}"
         return f"arch=compute_{target},code=sm_{target}"
+
+    @property
+    def _head_dim_name(self) -> str:
+        return support.head_dim_name(self.head_dim, self.v_head_dim)
 
     @property
     def _arch_number(self) -> int:
@@ -133,6 +155,7 @@ _SOURCE_SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
 _REPORT = "compiler_report.txt"
 _RECORD = "build.json"
 _SYSTEM_CUDA = "/usr/local/cuda"
+_COMPILERS = threading.BoundedSemaphore(os.cpu_count() or 1)  # that run at once
 _LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # words of CXX before the compiler
 
 
@@ -162,9 +185,17 @@ def load_operators(config: KernelConfig) -> Any:
     return getattr(torch.ops, config.namespace)
 
 
-def build(
-    config: KernelConfig, *, cache: Path | None = None, verbose: bool = False, force: bool = False
-) -> Path:
+def build_all(
+    configs: Sequence[KernelConfig], *, cache: Path | None = None, force: bool = False
+) -> list[Path]:
+    """`build()` of each config, all at once, by as many compilers as there are CPUs."""
+    if not configs:
+        return []
+    with ThreadPoolExecutor(len(configs)) as pool:
+        return list(pool.map(lambda config: build(config, cache=cache, force=force), configs))
+
+
+def build(config: KernelConfig, *, cache: Path | None = None, force: bool = False) -> Path:
     """The library of `config`, compiled unless the cache holds it.
 
     Any number of processes may call this at once: one compiles, the others wait for it.
@@ -175,8 +206,6 @@ def build(
         What the kernels are compiled for. No GPU is needed.
     cache
         The folder of all libraries. None: `default_cache()`.
-    verbose
-        Print the compiler's report of registers and spills.
     force
         Compile even if the cache holds the library, for example after an update of nvcc.
 
@@ -199,8 +228,6 @@ def build(
         toolchain = Toolchain.find(config.arch)
         fill = functools.partial(_fill, config, toolchain, cache / key)
         library = kernel_cache.add(cache, key, fill, replace=force)
-    if verbose:
-        print(library.with_name(_REPORT).read_text())
     return library
 
 
@@ -246,6 +273,11 @@ def _fill(config: KernelConfig, toolchain: Toolchain, entry: Path, work: Path) -
     for path in work.glob("*.o"):
         path.unlink()
     print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+def report_of(library: Path) -> str:
+    """What the compilers said when they made a library: registers and spills of every kernel."""
+    return library.with_name(_REPORT).read_text()
 
 
 def compiler_of(library: Path) -> str:
@@ -445,10 +477,15 @@ def _commands(
 def _compile(config: KernelConfig, toolchain: Toolchain, work: Path) -> str:
     """Compile and link into `work`. Returns what the compilers printed."""
     compiles, link = _commands(config, toolchain, source_folder(), work)
-    with ThreadPoolExecutor(min(len(compiles), os.cpu_count() or 1)) as pool:
-        reports = list(pool.map(_run, compiles))
+    with ThreadPoolExecutor(len(compiles)) as pool:
+        reports = list(pool.map(_run_compiler, compiles))
     _run(link)
     return "".join(reports)
+
+
+def _run_compiler(command: list[str]) -> str:
+    with _COMPILERS:
+        return _run(command)
 
 
 def _run(command: list[str]) -> str:

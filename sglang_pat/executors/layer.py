@@ -12,11 +12,15 @@ class LayerInputs(NamedTuple):
 
     Attributes
     ----------
-    q, out : `[num_requests, num_qo_heads, head_dim]`. `out` is written.
-    k_cache, v_cache : `[num_slots, num_kv_heads, head_dim]`.
+    q : `[num_requests, num_qo_heads, head_dim]`.
+    k_cache : `[num_slots, num_kv_heads, head_dim]`.
+    v_cache : `[num_slots, num_kv_heads, v_head_dim]`.
+    out : `[num_requests, num_qo_heads, v_head_dim]`; written.
     lse : float32 `[num_requests, num_qo_heads]`, natural log; written if given.
     sm_scale : softmax scale.
     logit_cap : `cap * tanh(logit / cap)` if positive, off if 0.
+    sinks : `[num_qo_heads]`, float32, bfloat16 or float16: a logit per head that no value belongs
+        to, beside those of the keys. It is neither scaled nor capped.
     """
 
     q: torch.Tensor
@@ -26,3 +30,4 @@ class LayerInputs(NamedTuple):
     lse: torch.Tensor | None
     sm_scale: float
     logit_cap: float
+    sinks: torch.Tensor | None = None

@@ -129,20 +129,21 @@ class PlanExecution:
         )
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer: output `[num_requests, num_qo_heads, head_dim]` and natural-log
+        """Attention of one layer: output `[num_requests, num_qo_heads, v_head_dim]` and natural-log
         LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
         float64 inputs). Does not write the layer's `out` and `lse`.
         """
-        q, k_cache, v_cache, _, _, sm_scale, logit_cap = layer
+        q, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks = layer
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
-        out = q.new_zeros((num_requests, num_qo_heads, head_dim), dtype=dtype)
+        v_head_dim = v_cache.shape[2]
+        out = q.new_zeros((num_requests, num_qo_heads, v_head_dim), dtype=dtype)
         lse = q.new_full((num_requests, num_qo_heads), -math.inf, dtype=dtype)
         num_partials = self._plan.header.num_partials
-        partial_out = q.new_zeros((num_partials, num_qo_heads, head_dim), dtype=dtype)
+        partial_out = q.new_zeros((num_partials, num_qo_heads, v_head_dim), dtype=dtype)
         partial_lse = q.new_full((num_partials, num_qo_heads), -math.inf, dtype=dtype)
         for group in self._groups:
-            per_item = group.slots.shape[1] * k_cache.shape[1] * head_dim
+            per_item = group.slots.shape[1] * k_cache.shape[1] * max(head_dim, v_head_dim)
             step = max(1, _MAX_GATHERED_ELEMENTS // per_item)
             results = [
                 _attend(
@@ -169,7 +170,7 @@ class PlanExecution:
             )
             out[self._merged_requests] = merged_out
             lse[self._merged_requests] = merged_lse
-        return out, lse
+        return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 class ReferenceExecutor:
@@ -217,7 +218,7 @@ class ReferenceExecutor:
 def _attend(
     q: torch.Tensor,  # [items, requests, num_qo_heads, head_dim]
     k: torch.Tensor,  # [items, tokens, num_kv_heads, head_dim]
-    v: torch.Tensor,
+    v: torch.Tensor,  # [items, tokens, num_kv_heads, v_head_dim]
     token_mask: torch.Tensor,  # [items, tokens]
     sm_scale: float,
     logit_cap: float,
@@ -245,7 +246,7 @@ def merge_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """LSE-weighted sum of partials (online softmax; flash-decoding's reduction).
 
-    partial_out `[num_partials, heads, head_dim]`, partial_lse `[num_partials, heads]`; owner int64
+    partial_out `[num_partials, heads, v_head_dim]`, partial_lse `[num_partials, heads]`; owner int64
     `[num_partials]`: which of the `num_merges` results a partial belongs to. A result without
     partials, or with only empty ones, is 0 with LSE -inf.
     """
@@ -262,6 +263,17 @@ def merge_partials(
     return out, shift + torch.log(total)
 
 
+def add_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with sinks `[heads]`, from complete results `[requests, heads, v_head_dim]` and
+    `[requests, heads]` without. A row without KV stays 0; its LSE is the sink.
+    """
+    sinks = sinks.to(lse.dtype)
+    weights = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - sinks))
+    return out * weights[..., None], torch.logaddexp(lse, sinks.expand_as(lse))
+
+
 def dense_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -272,17 +284,20 @@ def dense_attention(
     *,
     sm_scale: float | None = None,
     logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention request by request, with no plan. Shapes as in PackAttention.run; computes
     and returns in `dtype`.
     """
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    out = q.new_zeros(q.shape, dtype=dtype)
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[2]), dtype=dtype)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype)
     group_size = q.shape[1] // k_cache.shape[1]
     for request, seq_len in enumerate(seq_lens.tolist()):
         if seq_len == 0:
+            if sinks is not None:
+                lse[request] = sinks.to(dtype)
             continue
         slots = req_to_token[req_pool_indices[request], :seq_len].long()
         k = k_cache[slots].to(dtype).repeat_interleave(group_size, dim=1)
@@ -290,6 +305,9 @@ def dense_attention(
         logits = torch.einsum("hd,nhd->hn", q[request].to(dtype), k) * scale
         if logit_cap > 0:
             logits = logit_cap * torch.tanh(logits / logit_cap)
+        if sinks is not None:  # one more key, whose value is 0
+            logits = torch.cat((logits, sinks.to(dtype)[:, None]), dim=-1)
         lse[request] = torch.logsumexp(logits, dim=-1)
-        out[request] = torch.einsum("hn,nhd->hd", torch.softmax(logits, dim=-1), v)
+        weights = torch.softmax(logits, dim=-1)[:, :seq_len]
+        out[request] = torch.einsum("hn,nhd->hd", weights, v)
     return out, lse

@@ -192,7 +192,7 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     head_dim = _positive(name, config, "head_dim", hidden // qo_heads)
     if qo_heads % kv_heads:
         raise ValueError(f"{name}: {qo_heads} query heads, no multiple of {kv_heads} KV heads")
-    if head_dim not in HEAD_DIMS:
+    if (head_dim, head_dim) not in HEAD_DIMS:
         raise _refusal(name, "head_dim", head_dim)
     if qo_heads // kv_heads > MAX_GROUP_SIZE:
         raise _refusal(name, "query heads per KV head", qo_heads // kv_heads)

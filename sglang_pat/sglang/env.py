@@ -1,6 +1,7 @@
 """Every SGLANG_PAT_* environment variable: what it means, its type, its default.
 
-Read once, when SGLang builds the backend.
+Read while SGLang resolves its arguments, so that a mistake is found before the model is loaded,
+and again when it builds the backend.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Environment:
         SGLANG_PAT_DEBUG, 0 or 1. Check every decode step, planned or reused, against freshly read
         paths and the tree's own KV slots, and raise on a mismatch. Slow: each check synchronises
         the device.
+    strict
+        SGLANG_PAT_STRICT, 0 or 1. Refuse to start where pat would leave the model, or some of its
+        layers, to SGLang's default backend.
     stats_file
         SGLANG_PAT_STATS_FILE. Where the counters are written as JSON, within 0.1 s of a decode
         step. `{pid}` in it stands for the id of the scheduler process: one per replica.
@@ -42,6 +46,7 @@ class Environment:
 
     policy: str = "memory"
     debug: bool = False
+    strict: bool = False
     stats_file: Path | None = None
     growth_tokens: int = support.GROWTH_TOKENS
     kernel_cache: Path = field(default_factory=lambda: default_cache({}))
@@ -65,21 +70,26 @@ class Environment:
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}
         policy = ours.pop(PREFIX + "POLICY", "memory")
         debug = ours.pop(PREFIX + "DEBUG", "0")
+        strict = ours.pop(PREFIX + "STRICT", "0")
         stats_file = ours.pop(PREFIX + "STATS_FILE", None)
         growth_tokens = ours.pop(PREFIX + "GROWTH_TOKENS", str(support.GROWTH_TOKENS))
         ours.pop(CACHE_VARIABLE, None)
         if ours:
-            names = ("POLICY", "DEBUG", "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
+            names = ("POLICY", "DEBUG", "STRICT", "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
             allowed = ", ".join(PREFIX + name for name in names)
             raise ValueError(f"unknown variable {sorted(ours)[0]}; allowed: {allowed}")
         if policy not in support.POLICIES:
             raise _bad_value("POLICY", policy, ", ".join(support.POLICIES))
         if debug not in ("0", "1"):
             raise _bad_value("DEBUG", debug, "0, 1")
+        if strict not in ("0", "1"):
+            raise _bad_value("STRICT", strict, "0, 1")
         if not growth_tokens.isdecimal() or not 1 <= int(growth_tokens) <= _MAX_GROWTH_TOKENS:
             raise _bad_value("GROWTH_TOKENS", growth_tokens, f"1 to {_MAX_GROWTH_TOKENS}")
         path = None if stats_file is None else _stats_file(stats_file)
-        return cls(policy, debug == "1", path, int(growth_tokens), default_cache(given))
+        return cls(
+            policy, debug == "1", strict == "1", path, int(growth_tokens), default_cache(given)
+        )
 
 
 def _stats_file(text: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -28,6 +28,15 @@ class StepRequests(NamedTuple):
     reqs: list[Request]  # never written to: equal lists in a row are one object
     tree: Any
     has_beams: bool
+
+
+class Hook(NamedTuple):
+    """A function to be put on a method of SGLang's."""
+
+    owner: str  # module:Class
+    method: str
+    function: Callable[..., Any]
+    kind: HookType
 
 
 class PathKeeper(Protocol):
@@ -133,20 +142,20 @@ def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object
 # `module:Class` instead of dots: SGLang applies each target string once, so that a hook which
 # another plug-in put on the same method when it was loaded would keep ours, which come later, from
 # being applied.
-_HOOKS: tuple[tuple[str, str, Callable[..., Any], HookType], ...] = (
-    (
+_HOOKS: tuple[Hook, ...] = (
+    Hook(
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
         "init_new",
         _after_init_new,
         HookType.AFTER,
     ),
-    (
+    Hook(
         "sglang.srt.model_executor.model_runner:ModelRunner",
         "_forward_raw",
         _around_forward,
         HookType.AROUND,
     ),
-    (
+    Hook(
         "sglang.srt.managers.schedule_batch:Req",
         "reset_for_retract",
         _after_retraction,
@@ -155,22 +164,25 @@ _HOOKS: tuple[tuple[str, str, Callable[..., Any], HookType], ...] = (
 )
 
 
-def install_hooks() -> None:
-    """Install the side channel in this process, once. RuntimeError if a hook does not take hold."""
-    for owner, method, hook, kind in _HOOKS:
+def install_hooks(hooks: Sequence[Hook] | None = None) -> None:
+    """Install hooks in this process, once. RuntimeError if one does not take hold.
+
+    hooks: None for the side channel's.
+    """
+    hooks = _HOOKS if hooks is None else hooks
+    for owner, method, hook, kind in hooks:
         if not _is_hooked(owner, method, hook):
             HookRegistry.register(f"{owner}.{method}", hook, kind)
     HookRegistry.apply_hooks()
-    check_hooks()
+    check_hooks(hooks)
 
 
-def check_hooks() -> None:
+def check_hooks(hooks: Sequence[Hook] | None = None) -> None:
     """RuntimeError, naming it, if a hook is not in place: SGLang itself would only log that."""
-    for owner, method, hook, _ in _HOOKS:
+    for owner, method, hook, _ in _HOOKS if hooks is None else hooks:
         if not _is_hooked(owner, method, hook):
             raise RuntimeError(
-                f"pat could not hook {owner}.{method}, through which it learns the requests of a "
-                f"batch and where they are; supported versions of SGLang: "
+                f"pat could not hook {owner}.{method}; supported versions of SGLang: "
                 f"{', '.join(support.SGLANG_VERSIONS)}"
             )
 

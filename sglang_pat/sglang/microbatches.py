@@ -6,12 +6,73 @@ with requests of its own: each keeps its paths and its plan, so that its next st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from sglang_pat.attention import PackAttention
+from sglang_pat.batch import DecodeBatch
+from sglang_pat.plan import DecodePlan, KvTokens
 from sglang_pat.sglang.hooks import StepRequests
 from sglang_pat.sglang.reader import BatchReader
+from sglang_pat.sglang.routes import Shape
+from sglang_pat.stats import PlanningTime, PlanStats
+
+
+class StepPlans:
+    """The plans of one step: a PackAttention for each shape of layers.
+
+    They are made of the same batch one after the other. The last one's statistics are the step's:
+    its time begins where the step's does.
+    """
+
+    def __init__(self, attentions: Mapping[Shape, PackAttention], layers: Mapping[int, Shape]):
+        """layers: layer id -> shape."""
+        self._layers = layers
+        self._by_shape = attentions
+        self._attentions = tuple(attentions.values())
+        self._last = self._attentions[-1]
+        self.of_layer = {layer_id: attentions[shape] for layer_id, shape in layers.items()}
+
+    def plan(
+        self, batch: DecodeBatch, **tensors: torch.Tensor
+    ) -> list[tuple[PackAttention, DecodePlan]]:
+        """Prepare the step: see `PackAttention.plan`."""
+        return [(attention, attention.plan(batch, **tensors)) for attention in self._attentions]
+
+    def steps_left(self) -> int:
+        """How many more steps all plans serve: see `PackAttention.steps_left`."""
+        return min(attention.steps_left() for attention in self._attentions)
+
+    def sibling(self) -> StepPlans:
+        """For other batches, in the buffers of this one: see `PackAttention.sibling`."""
+        siblings = {shape: each.sibling() for shape, each in self._by_shape.items()}
+        return StepPlans(siblings, self._layers)
+
+    @property
+    def executor(self) -> str:
+        """What runs the plans."""
+        return self._last.executor
+
+    @property
+    def step_time(self) -> PlanningTime:
+        """The host time of the last step."""
+        return self._last.step_time
+
+    @property
+    def step_tokens(self) -> KvTokens:
+        """The KV tokens of the last step."""
+        return self._last.step_tokens
+
+    @property
+    def stats(self) -> PlanStats:
+        """The statistics of all steps."""
+        return self._last.stats
+
+    @stats.setter
+    def stats(self, stats: PlanStats) -> None:
+        self._last.stats = stats
 
 
 @dataclass(eq=False, slots=True)
@@ -19,10 +80,10 @@ class Microbatch:
     """One of the batches: its paths, and its plans for eager steps and for CUDA graphs."""
 
     reader: BatchReader
-    eager: PackAttention
-    captured: PackAttention | None = None
+    eager: StepPlans
+    captured: StepPlans | None = None
 
-    def attentions(self) -> Iterator[PackAttention]:
+    def plans(self) -> Iterator[StepPlans]:
         """Those that there are."""
         yield self.eager
         if self.captured is not None:
@@ -32,24 +93,20 @@ class Microbatch:
 class Microbatches:
     """Finds the microbatch of a step by its requests."""
 
-    def __init__(
-        self, count: int, new_attention: Callable[..., PackAttention], *, strict: bool
-    ) -> None:
+    def __init__(self, count: int, new_plans: Callable[..., StepPlans], *, strict: bool) -> None:
         """
         Parameters
         ----------
         count : int
             How many batches take turns.
-        new_attention : callable
-            Makes a PackAttention; takes `max_requests` and `max_shared_slots`.
+        new_plans : callable
+            Makes a StepPlans; takes `max_requests` and `max_shared_slots`.
         strict : bool
             Whether a path that does not match its request is an error (`BatchReader`).
         """
-        self._new_attention = new_attention
+        self._new_plans = new_plans
         # The one that was used last comes first.
-        self._recent = [
-            Microbatch(BatchReader(strict=strict), new_attention()) for _ in range(count)
-        ]
+        self._recent = [Microbatch(BatchReader(strict=strict), new_plans()) for _ in range(count)]
 
     @property
     def current(self) -> Microbatch:
@@ -77,10 +134,10 @@ class Microbatches:
         """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs
         are captured once, so a microbatch sends its plan again when another was there in between.
         """
-        first: PackAttention | None = None
+        first: StepPlans | None = None
         for each in self._recent:
             if first is None:
-                captured = first = self._new_attention(
+                captured = first = self._new_plans(
                     max_requests=max_requests, max_shared_slots=max_shared_slots
                 )
             else:

@@ -1,46 +1,77 @@
 """Entry point of the plug-in: makes `pat` one of SGLang's attention backends.
 
 SGLang calls `register()` in each of its processes, whether or not `pat` is chosen. So it registers
-a name, and one hook that does nothing unless `pat` is chosen. Everything else is imported, and
-hooked into SGLang, when SGLang builds the backend.
+a name, a hook and wrappers that do nothing unless `pat` is chosen. Everything else is imported, and
+hooked into SGLang, when SGLang builds a backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from sglang_pat.support import BACKEND
 
+_WRAPPED = "_sglang_pat_wrapped"
+
 
 def register() -> None:
     """Called by SGLang through the entry point group `sglang.srt.plugins`."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 
     add_attention_backend_choices([BACKEND])
-    register_attention_backend(BACKEND)(create_backend)
+    for name, factory in list(ATTENTION_BACKENDS.items()):
+        if name != BACKEND and not hasattr(factory, _WRAPPED):
+            ATTENTION_BACKENDS[name] = _with_pat(name, factory)
+    ATTENTION_BACKENDS[BACKEND] = create_backend
     method = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # 0.5.17
     target = f"sglang.srt.server_args:ServerArgs.{method}"  # with a colon, as in hooks.py
-    HookRegistry.register(target, check_variables, HookType.BEFORE)
+    HookRegistry.register(target, around_resolution, HookType.AROUND)
 
 
-def check_variables(arguments: Any, *rest: object, **named: object) -> None:
-    """Before SGLang resolves its arguments: refuse a wrong variable before the model is loaded.
+def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
+    """AROUND the method of ServerArgs that resolves the arguments."""
+    from sglang_pat.sglang import substitution
 
-    ValueError names the variable. Nothing is read if another backend decodes.
-    """
-    from sglang_pat.sglang.env import Environment
-
-    if BACKEND in (arguments.attention_backend, arguments.decode_attention_backend):
-        Environment.read()
+    substitution.around_resolution(resolve, arguments)
 
 
 def create_backend(model_runner: Any) -> Any:
-    """Called by SGLang in the scheduler process, if `pat` was chosen."""
-    from sglang_pat.sglang.backend import create_pat_backend
+    """The factory of `pat`, which is called only if `pat` was not substituted."""
+    from sglang_pat.sglang.substitution import not_substituted
 
-    return create_pat_backend(model_runner)
+    raise RuntimeError(not_substituted(f"it asks for a backend of the name {BACKEND!r}"))
+
+
+def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A factory of SGLang's, whose backend decodes by pat if that was asked for."""
+
+    @wraps(factory)
+    def build(model_runner: Any) -> Any:
+        backend = factory(model_runner)
+        if not _decodes(model_runner, name):
+            return backend
+        from sglang_pat.sglang.backend import with_pat
+
+        return with_pat(backend, name, model_runner)
+
+    setattr(build, _WRAPPED, True)
+    return build
+
+
+def _decodes(model_runner: Any, name: str) -> bool:
+    """Whether pat was asked for, and the backend of this name decodes the model that is served."""
+    arguments = model_runner.server_args
+    from sglang_pat.sglang.substitution import is_asked_for
+
+    if not is_asked_for(arguments) or model_runner.is_draft_worker:
+        return False
+    if hasattr(arguments, "get_attention_backends"):  # 0.5.17
+        return bool(arguments.get_attention_backends()[1] == name)
+    return bool(model_runner.decode_attention_backend_str == name)
 
 
 def missing_registrations() -> list[str]:
@@ -56,3 +87,12 @@ def missing_registrations() -> list[str]:
         "the choices of --attention-backend": ATTENTION_BACKEND_CHOICES,
     }
     return [place for place, names in places.items() if BACKEND not in names]
+
+
+def unwrapped_backends() -> list[str]:
+    """After `missing_registrations()`: backends of SGLang's, or of plug-ins that were loaded after
+    this one, which would decode all by themselves even if pat was asked for."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    factories = ATTENTION_BACKENDS.items()
+    return sorted(name for name, f in factories if name != BACKEND and not hasattr(f, _WRAPPED))

@@ -28,18 +28,13 @@ class StepReports:
         model_runner: Any,
         read_counters: Callable[[], Counters],
     ) -> None:
-        observability, parallel = get_observability(), get_parallel()
-        # As in SGLang: all ranks of a tensor-parallel group would say the same.
-        speaks = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
         self._log: StepLog | None = None
-        if speaks:
-            self._log = StepLog(observability.decode_log_interval, read_counters)
+        if rank_speaks():
+            self._log = StepLog(get_observability().decode_log_interval, read_counters)
         self._metrics: StepMetrics | None = None
-        if observability.enable_metrics and (
-            speaks or observability.enable_metrics_for_all_schedulers
-        ):
+        if rank_publishes():
             labels = scheduler_labels(model_runner)
-            self._metrics = StepMetrics(labels, read_counters, _metric_classes())
+            self._metrics = StepMetrics(labels, read_counters, metric_classes())
         self._stats_file: StatsFile | None = None
         if environment.stats_file is not None and torch.distributed.get_rank() == 0:
             self._stats_file = StatsFile(environment.stats_file, read_counters)
@@ -84,6 +79,21 @@ class StepReports:
         return sys.maxsize if self._log is None else self._log.steps_left
 
 
+def rank_speaks() -> bool:
+    """Whether this rank logs. As in SGLang: all of a tensor-parallel group would say the same."""
+    parallel = get_parallel()
+    return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
+
+
+def rank_publishes() -> bool:
+    """Whether this rank has metrics."""
+    observability = get_observability()
+    return bool(
+        observability.enable_metrics
+        and (rank_speaks() or observability.enable_metrics_for_all_schedulers)
+    )
+
+
 def scheduler_labels(model_runner: Any) -> dict[str, str]:
     """The labels of SGLang's scheduler metrics, but for `priority`: a decode step has none."""
     parallel, disaggregation = get_parallel(), get_disagg()
@@ -106,7 +116,7 @@ def scheduler_labels(model_runner: Any) -> dict[str, str]:
     return {name: str(value) for name, value in labels.items()}
 
 
-def _metric_classes() -> MetricClasses:
+def metric_classes() -> MetricClasses:
     """What makes SGLang's scheduler metrics: embedders (Ray Serve) have classes of their own."""
     loggers = get_observability().stat_loggers or {}
     collector = loggers.get("scheduler", SchedulerMetricsCollector)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -251,6 +251,34 @@ class _Metrics:
             more = {spec.label: label} if spec.label else {}
             self._children[spec, label] = self._counters[spec].labels(**self._labels, **more)
         return self._children[spec, label]
+
+
+class LayerMetrics:
+    """How many layers pat decodes, and how many the default backend does, by reason."""
+
+    def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
+        """labels: of every metric. classes: None for prometheus_client's."""
+        self._labels = labels
+        self._gauge = _layer_gauge(tuple(labels), classes or MetricClasses.of_prometheus())
+        self._told: set[tuple[str, str]] = set()
+
+    def set(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """counts: (route, reason) -> number of layers."""
+        for route, reason in self._told | counts.keys():
+            child = self._gauge.labels(**self._labels, route=route, reason=reason)
+            child.set(counts.get((route, reason), 0))
+        self._told |= counts.keys()
+
+
+@cache
+def _layer_gauge(labels: tuple[str, ...], classes: MetricClasses) -> Any:
+    return classes.gauge(
+        name=PREFIX + "layers",
+        documentation="Attention layers by who decodes them: pat, or SGLang's default backend, for "
+        "which there is a reason.",
+        labelnames=[*labels, "route", "reason"],
+        multiprocess_mode="mostrecent",
+    )
 
 
 @cache  # a name can be registered once in a process, which may build its backend again

@@ -84,7 +84,7 @@ def test_unusable_config_is_refused(tmp_path, changes, reason):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "= sliding_attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "= linear_attention"),
         ({"hybrid_override_pattern": "M-M*"}, "= hybrid_override_pattern"),
-        ({"head_dim": 96}, "head_dim = 96; supported: 64, 128"),
+        ({"head_dim": 72}, "head_dim = 72; supported: 64, 80, 96, 128"),
         (
             {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
             "query heads per KV head = 32; supported: 1 to 16",

@@ -1,78 +1,246 @@
-"""PatAttnBackend without an engine: how it is composed, and that it computes attention."""
+"""The default backend with pat, without an engine: who decodes which layer, and that it attends."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
     SLOTS,
+    DefaultBackend,
     decode_batch,
     dense,
     layers,
+    pat_backend,
+    replay_view,
     runner,
-    server_arguments,
 )
 
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import DecodePlan
-from sglang_pat.sglang import backend
-from sglang_pat.sglang.backend import PatAttnBackend, create_pat_backend
+from sglang_pat.sglang.backend import PatMixin, with_pat
 from sglang_pat.sglang.reader import OVERFLOW
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
-# --- composition ---
+# --- the subclass ---
 
 
 def test_unknown_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PAT_POLICIES", "paper")
     with pytest.raises(ValueError, match="unknown variable SGLANG_PAT_POLICIES"):
-        PatAttnBackend(runner())
+        pat_backend(runner())
 
 
-def test_graphs_are_refused_where_torch_executes_the_plan() -> None:
-    with pytest.raises(ValueError, match="start SGLang with --disable-cuda-graph"):
-        PatAttnBackend(runner()).init_cuda_graph_state(max_bs=8, max_num_tokens=8)
+def test_the_default_backend_is_extended() -> None:
+    default = DefaultBackend()
+    backend = with_pat(default, "triton", runner())
+    assert backend is default
+    assert isinstance(backend, DefaultBackend)
+    assert type(backend).__name__ == "PatDefaultBackend"
+    assert type(DefaultBackend()) is DefaultBackend
+    assert backend.needs_cpu_seq_lens
 
 
-@pytest.mark.parametrize("chosen", [("pat", "fa3"), ("fa3", "fa3")])
-def test_pat_for_prefill_only_is_refused(chosen: tuple[str, str]) -> None:
-    arguments = server_arguments(get_attention_backends=lambda: chosen)
-    with pytest.raises(ValueError, match="pat only decodes, but the backend for decode is 'fa3'"):
-        create_pat_backend(runner(server_args=arguments))
+class Closed(DefaultBackend):
+    """Its objects cannot become objects of a subclass with another layout."""
+
+    __slots__ = ()
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return Closed
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise TypeError("__class__ assignment: object layout differs")
 
 
-def test_pat_for_decode_only_is_not_composed() -> None:
-    arguments = server_arguments(get_attention_backends=lambda: ("torch_native", "pat"))
-    assert type(create_pat_backend(runner(server_args=arguments))) is PatAttnBackend
+def test_a_class_that_cannot_be_extended_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        backend = with_pat(Closed(), "triton", runner())
+    assert not isinstance(backend, PatMixin)
+    assert caplog.messages == [
+        "pat decodes nothing, triton decodes all 2 layers: Closed, which is closed"
+    ]
 
 
-def test_pat_for_both_is_composed_with_the_default_backend(
-    monkeypatch: pytest.MonkeyPatch,
+# --- two kinds of layers ---
+
+
+@pytest.fixture
+def mixed_runner() -> Any:
+    """Layer 0 is pat's, layer 1 has a window."""
+    return runner(model=layers(sliding_window_size=16))
+
+
+def forward(backend: Any, model_runner: Any, layer_id: int, batch: Any, **kwargs: Any) -> Any:
+    rows = batch.batch_size
+    q, kv = torch.randn(rows, QO_HEADS, HEAD_DIM), torch.randn(rows, KV_HEADS, HEAD_DIM)
+    return backend.forward(q, kv, kv, model_runner.model[layer_id], batch, **kwargs)
+
+
+def test_layers_go_where_they_are_routed(mixed_runner: Any) -> None:
+    backend, batch = pat_backend(mixed_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    assert backend.calls == ["out_graph", "in_graph"]  # by the default of init_forward_metadata
+    assert forward(backend, mixed_runner, 0, batch).isfinite().all()
+    assert backend.calls == ["out_graph", "in_graph"]
+    assert forward(backend, mixed_runner, 1, batch, sinks=None).isinf().all()
+    assert backend.calls[2:] == ["decode layer 1 sinks"]
+    assert backend._pat._counters()["plans_built"] == 1
+
+
+def test_a_default_backend_without_layers_is_not_prepared() -> None:
+    model_runner = runner()
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    forward(backend, model_runner, 1, batch)
+    backend.init_forward_metadata_in_graph(batch)
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE])
+def test_other_modes_are_the_default_backends(mode: ForwardMode) -> None:
+    model_runner = runner()
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    batch.forward_mode = mode
+    backend.init_forward_metadata(batch)
+    assert backend.calls == ["out_graph", "in_graph"]
+    forward(backend, model_runner, 0, batch)
+    assert backend.calls[2:] == ([] if mode is ForwardMode.IDLE else ["extend"])
+    assert backend._pat._counters()["plans_built"] == 0
+
+
+@pytest.mark.parametrize("delegates", [False, True])
+def test_a_graph_is_prepared_for_both(
+    delegates: bool, mixed_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The class is SGLang's, and needs an engine; what it is given is ours.
-    monkeypatch.setattr(backend, "HybridAttnBackend", SimpleNamespace)
-    monkeypatch.setitem(backend.ATTENTION_BACKENDS, "torch_native", lambda r: "native")
-    composed = create_pat_backend(runner())
-    assert composed.prefill_backend == "native"
-    assert type(composed.decode_backend) is PatAttnBackend
+    # As SGLang's graph runner does it: before a capture, in it, and before each replay.
+    model_runner = mixed_runner if delegates else runner()
+    backend = pat_backend(model_runner)
+    order = backend.calls
+    plan = backend._pat.plan_captured
+
+    def planned(view: Any, in_capture: bool) -> None:
+        plan(view, in_capture)
+        order.append("plan in capture" if in_capture else "plan")
+
+    monkeypatch.setattr(backend._pat, "plan_captured", planned)
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    view = decode_batch([0, 0], [1, 1], [0, 0])
+    backend.init_forward_metadata_out_graph(view, in_capture=True)
+    backend.init_forward_metadata_in_graph(view)
+    view = replay_view([1], [2], [9], 2)
+    backend.init_forward_metadata_out_graph(view)
+    of_default = ["graphs of 2 rows", "out_graph in capture", "in_graph", "out_graph"]
+    assert [each for each in order if each in of_default] == (of_default if delegates else [])
+    assert [each for each in order if each not in of_default] == ["plan in capture", "plan"]
+    if delegates:  # the plan comes last
+        assert order.index("plan") == len(order) - 1
+    out = forward(backend, model_runner, 0, view, save_kv_cache=False)
+    assert out.isfinite().all()
 
 
-def test_a_default_backend_with_other_pages_is_refused() -> None:
-    arguments = server_arguments(_get_default_attn_backend=lambda *args: "trtllm_mha")
-    with pytest.raises(
-        ValueError, match="trtllm_mha, which needs --page-size 16 or 32 or 64 or 128"
-    ):
-        backend._default_backend(runner(server_args=arguments, device="cuda"))
+def test_layers_of_two_shapes_have_two_plans() -> None:
+    wide = layers(tp_q_head_num=8)
+    model_runner = runner(model=wide)
+    model_runner.req_to_token_pool.req_to_token[1, :2] = torch.tensor([3, 9])
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    for layer_id, heads in ((0, QO_HEADS), (1, 8)):
+        q = torch.randn(1, heads, HEAD_DIM)
+        out = backend.forward(q, None, None, wide[layer_id], batch).view(heads, HEAD_DIM)
+        pool = model_runner.token_to_kv_pool
+        exact = dense(q[0], pool, layer_id, torch.tensor([3, 9]))
+        torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=2e-6)
+    assert backend._pat._counters()["plans_built"] == 1  # steps that were planned
+
+
+def test_sinks_are_pats() -> None:
+    model_runner = runner()
+    model_runner.req_to_token_pool.req_to_token[1, :2] = torch.tensor([3, 9])
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    q, layer = torch.randn(1, QO_HEADS, HEAD_DIM), model_runner.model[0]
+    plain = backend.forward(q, None, None, layer, batch, sinks=None)
+    sinks = torch.full((QO_HEADS,), 50.0)  # takes nearly all of the weight
+    with_sinks = backend.forward(q, None, None, layer, batch, sinks=sinks)
+    assert backend.calls == []
+    assert plain.abs().max() > 1e-2 > with_sinks.abs().max()
+
+
+def test_arguments_that_pat_does_not_know_delegate_the_layer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model_runner = runner()
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    forward(backend, model_runner, 0, batch, q_rope=None)
+    assert backend.calls == []
+    with caplog.at_level("INFO"):
+        forward(backend, model_runner, 1, batch, score_mod=max)
+    # It was not prepared for this step, so that is made up for.
+    assert backend.calls == ["out_graph", "in_graph", "decode layer 1 score_mod"]
+    assert caplog.messages == [
+        "pat decodes 1 of 2 layers; 1 on triton: the argument score_mod",
+    ]
+    backend.calls.clear()
+    backend.init_forward_metadata(batch)
+    forward(backend, model_runner, 1, batch)
+    assert backend.calls == ["out_graph", "in_graph", "decode layer 1"]
+
+
+def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
+    model_runner = runner()
+    backend, view = pat_backend(model_runner), decode_batch([0], [1], [0])
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    backend.init_forward_metadata_out_graph(view, in_capture=True)
+    backend.init_forward_metadata_in_graph(view)
+    assert backend.calls == []
+    for layer_id in (0, 1):
+        forward(backend, model_runner, layer_id, view, score_mod=max)
+    assert backend.calls == [
+        "graphs of 2 rows",
+        "out_graph in capture",
+        "in_graph",
+        "decode layer 0 score_mod",
+        "decode layer 1 score_mod",
+    ]
+    planned = backend._pat._counters()["plans_built"]
+    backend.init_forward_metadata_out_graph(view, in_capture=True)
+    assert backend._pat._counters()["plans_built"] == planned  # pat has no layer any more
+
+
+def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
+    model_runner = runner()
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match=r"attention = the argument a, b \(layer 0\); supported"):
+        forward(backend, model_runner, 0, batch, b=1, sinks=torch.ones(4), a=2, c=None)
+
+
+@pytest.mark.skipif(
+    not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang does not ask"
+)
+def test_reads_end_where_those_of_the_later_backend_do(mixed_runner: Any) -> None:
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+    backend = pat_backend(mixed_runner)
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
+    assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
+    backend.ends = SharedReadEnds.PRE_REPLAY
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
+    backend.ends = SharedReadEnds.POST_REPLAY
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
 
 
 # --- decoding ---
@@ -85,7 +253,7 @@ def test_decode_stores_the_new_token_and_attends(flat: bool, cap: float) -> None
     pool, req_to_token = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
     req_to_token[1, :5] = torch.tensor([3, 4, 5, 6, 7])
     req_to_token[2, :3] = torch.tensor([3, 4, 30])
-    backend = PatAttnBackend(model_runner)
+    backend = pat_backend(model_runner)
     batch = decode_batch([1, 2], [5, 3], [7, 30])
     backend.init_forward_metadata(batch)
     layer = model_runner.model[1]
@@ -117,7 +285,7 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
     assert torch.equal(pool.get_value_buffer(1)[9], v[0])
 
     model_runner = runner(model=layers(k_scale=layer.k_scale, v_scale=layer.v_scale))
-    backend, batch = PatAttnBackend(model_runner), decode_batch([1], [1], [9])
+    backend, batch = pat_backend(model_runner), decode_batch([1], [1], [9])
     model_runner.req_to_token_pool.req_to_token[1, 0] = 9
     backend.init_forward_metadata(batch)
     q = torch.randn(1, QO_HEADS, HEAD_DIM)
@@ -128,7 +296,7 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
 
 def test_nothing_is_stored_where_the_model_stores_itself() -> None:
     model_runner = runner()
-    backend, before = PatAttnBackend(model_runner), model_runner.token_to_kv_pool.keys[0].clone()
+    backend, before = pat_backend(model_runner), model_runner.token_to_kv_pool.keys[0].clone()
     batch = decode_batch([1], [2], [9])
     backend.init_forward_metadata(batch)
     q, kv = torch.randn(1, QO_HEADS, HEAD_DIM), torch.randn(1, KV_HEADS, HEAD_DIM)
@@ -138,27 +306,17 @@ def test_nothing_is_stored_where_the_model_stores_itself() -> None:
     assert torch.equal(model_runner.token_to_kv_pool.keys[0], before)
 
 
-def test_arguments_that_would_be_ignored_are_refused() -> None:
-    model_runner = runner()
-    backend, batch = PatAttnBackend(model_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
-    q, kv = torch.randn(1, QO_HEADS, HEAD_DIM), torch.randn(1, KV_HEADS, HEAD_DIM)
-    layer = model_runner.model[0]
-    with pytest.raises(ValueError, match=r"attention = score_mod, sinks \(layer 0\)"):
-        backend.forward(q, kv, kv, layer, batch, sinks=torch.ones(4), score_mod=max, q_rope=None)
-    backend.forward(q, kv, kv, layer, batch, sinks=None)
-
-
 def test_an_empty_batch_is_not_planned() -> None:
-    PatAttnBackend(runner()).init_forward_metadata(decode_batch([], [], []))
+    pat_backend(runner()).init_forward_metadata(decode_batch([], [], []))
 
 
 def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = PatAttnBackend(runner())
+    backend = pat_backend(runner())
     planned = []
-    original = backend._microbatches.current.eager.plan
+    (attention,) = backend._pat._microbatches.current.eager._attentions
+    original = attention.plan
 
     def plan(batch: Any, **tensors: Any) -> DecodePlan:
         planned.append(batch.read_paths())
@@ -166,34 +324,9 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
             raise PlanOverflowError("too large")
         return original(batch, **tensors)
 
-    monkeypatch.setattr(backend._microbatches.current.eager, "plan", plan)
+    monkeypatch.setattr(attention, "plan", plan)
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
-    assert backend._microbatches.current.reader.private_steps[OVERFLOW] == 1
+    assert backend._pat._microbatches.current.reader.private_steps[OVERFLOW] == 1
     assert OVERFLOW in caplog.text
-
-
-# --- registration ---
-
-
-def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:
-    code = """
-import argparse, sys
-import sglang.srt.server_args as server_args
-from sglang_pat.sglang.plugin import register
-before = set(sys.modules)
-register()
-added = set(sys.modules) - before
-assert not [name for name in added if name.startswith("sglang_pat.")], added
-assert not [name for name in added if name.startswith("sglang.srt.model_executor.")], added
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-assert "pat" in ATTENTION_BACKENDS
-parser = argparse.ArgumentParser()
-server_args.ServerArgs.add_cli_args(parser)
-for flag in ("--attention-backend", "--decode-attention-backend"):
-    parser.parse_args(["--model-path", "x", flag, "pat"])
-print("registered")
-"""
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert child.stdout.strip().endswith("registered"), child.stderr

@@ -13,11 +13,10 @@ import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_fakes import HEAD_DIM, QO_HEADS, decode_batch, dense, replay_view, runner
+from sglang_fakes import HEAD_DIM, QO_HEADS, decode_batch, dense, pat_backend, replay_view, runner
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.executors.reference import ReferenceExecutor, gather_slots
-from sglang_pat.sglang.backend import PatAttnBackend
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
 from sglang_pat.sglang.reader import NO_REQUESTS
@@ -33,16 +32,16 @@ def model_runner() -> Any:
 @pytest.fixture
 def backend(
     model_runner: Any, monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace
-) -> PatAttnBackend:
+) -> Any:
     """A backend that takes torch for something that can be captured."""
     server_context.observability.decode_log_interval = 1
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    backend = PatAttnBackend(model_runner)
+    backend = pat_backend(model_runner)
     backend.init_cuda_graph_state(max_bs=GRAPH_ROWS, max_num_tokens=GRAPH_ROWS)
     return backend
 
 
-def attend(backend: PatAttnBackend, model_runner: Any, view: Any) -> tuple[torch.Tensor, ...]:
+def attend(backend: Any, model_runner: Any, view: Any) -> tuple[torch.Tensor, ...]:
     """Queries of all rows, and what the backend answers for layer 0: what a graph would replay."""
     q = torch.randn(view.batch_size, QO_HEADS, HEAD_DIM)
     layer = model_runner.model[0]
@@ -61,12 +60,12 @@ def assert_attends(
     assert torch.equal(out[len(slots) :], torch.zeros_like(out[len(slots) :]))
 
 
-def test_the_fill_value_is_a_length_that_can_be_planned(backend: PatAttnBackend) -> None:
+def test_the_fill_value_is_a_length_that_can_be_planned(backend: Any) -> None:
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
 
 
 def test_capture_plans_rows_without_requests(
-    backend: PatAttnBackend, model_runner: Any, caplog: pytest.LogCaptureFixture
+    backend: Any, model_runner: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "sglang_pat")
     for rows in (GRAPH_ROWS, 2, 1):  # from large to small
@@ -81,9 +80,7 @@ def test_capture_plans_rows_without_requests(
     assert "Pat decode" not in caplog.text  # no decode steps
 
 
-def test_padded_rows_are_zero_and_the_others_attend(
-    backend: PatAttnBackend, model_runner: Any
-) -> None:
+def test_padded_rows_are_zero_and_the_others_attend(backend: Any, model_runner: Any) -> None:
     req_to_token = model_runner.req_to_token_pool.req_to_token
     req_to_token[1, :3], req_to_token[2, :2] = torch.tensor([3, 4, 5]), torch.tensor([6, 7])
     for _ in range(2):  # a plan, and its reuse
@@ -91,13 +88,11 @@ def test_padded_rows_are_zero_and_the_others_attend(
         backend.init_forward_metadata_out_graph(view)
         q, out = attend(backend, model_runner, view)
         assert_attends(model_runner, q, out, [[3, 4, 5], [6, 7]])
-    assert backend._microbatches.current.captured is not None
-    assert backend._microbatches.current.captured.stats.plans_reused == 1
+    assert backend._pat._microbatches.current.captured is not None
+    assert backend._pat._microbatches.current.captured.stats.plans_reused == 1
 
 
-def test_an_idle_rank_replays_nothing_but_padding(
-    backend: PatAttnBackend, model_runner: Any
-) -> None:
+def test_an_idle_rank_replays_nothing_but_padding(backend: Any, model_runner: Any) -> None:
     view = replay_view([], [], [], GRAPH_ROWS)
     assert view.actual_forward_mode is ForwardMode.IDLE
     assert view.num_padding == view.batch_size
@@ -107,7 +102,7 @@ def test_an_idle_rank_replays_nothing_but_padding(
 
 
 def test_lengths_that_are_only_on_the_device_are_read_there(
-    backend: PatAttnBackend, model_runner: Any
+    backend: Any, model_runner: Any
 ) -> None:
     model_runner.req_to_token_pool.req_to_token[1, :2] = torch.tensor([8, 9])
     view = replay_view([1], [2], [9], GRAPH_ROWS, seq_lens_cpu=None)
@@ -116,9 +111,7 @@ def test_lengths_that_are_only_on_the_device_are_read_there(
     assert_attends(model_runner, q, out, [[8, 9]])
 
 
-def test_graphs_of_all_sizes_and_eager_steps_take_turns(
-    backend: PatAttnBackend, model_runner: Any
-) -> None:
+def test_graphs_of_all_sizes_and_eager_steps_take_turns(backend: Any, model_runner: Any) -> None:
     model_runner.req_to_token_pool.req_to_token[1, :6] = torch.arange(10, 16)
     for length, size in ((2, 1), (3, 4), (4, 0), (5, 2), (6, 1)):
         slots = [list(range(10, 10 + length))]
@@ -132,11 +125,12 @@ def test_graphs_of_all_sizes_and_eager_steps_take_turns(
         assert_attends(model_runner, q, out, slots)
 
 
-def test_reads_of_shared_rows_end_where_sglang_assumes(backend: PatAttnBackend) -> None:
+def test_reads_of_shared_rows_end_where_sglang_assumes(backend: Any) -> None:
     # Nothing that a graph replays reads rows of other requests: 0.5.17 does not ask, and takes such
     # reads to end before a replay.
-    assert "init_forward_metadata_in_graph" not in vars(type(backend))
-    assert "shared_read_ends" not in vars(type(backend))
+    backend.calls.clear()
+    backend.init_forward_metadata_in_graph(decode_batch([1], [2], [9]))
+    assert backend.calls == []
     if hasattr(AttentionBackend, "shared_read_ends"):
         assert backend.shared_read_ends(ForwardMode.DECODE).name == "IN_REPLAY"
 
@@ -166,27 +160,27 @@ def running(request: pytest.FixtureRequest, model_runner: Any) -> Iterator[list[
 
 
 def test_requests_share_in_a_replay_that_does_not_name_them(
-    backend: PatAttnBackend, model_runner: Any, running: list[list[int]]
+    backend: Any, model_runner: Any, running: list[list[int]]
 ) -> None:
     view = replay_view([1, 2, 3], [32, 32, 32], [41, 43, 45], GRAPH_ROWS)
     backend.init_forward_metadata_out_graph(view)
     q, out = attend(backend, model_runner, view)
     assert_attends(model_runner, q, out, running)
-    assert backend._microbatches.current.captured is not None
-    stats = backend._microbatches.current.captured.stats
+    assert backend._pat._microbatches.current.captured is not None
+    stats = backend._pat._microbatches.current.captured.stats
     assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (96, 36)
-    assert NO_REQUESTS not in backend._microbatches.current.reader.private_steps
+    assert NO_REQUESTS not in backend._pat._microbatches.current.reader.private_steps
 
 
 def test_a_request_that_stopped_takes_no_one_with_it(
-    backend: PatAttnBackend, model_runner: Any, running: list[list[int]]
+    backend: Any, model_runner: Any, running: list[list[int]]
 ) -> None:
     # SGLang notices a stop token one step late. The row of a request that stopped is planned once
     # more, then given to the next prompt while that step may still run; here, before it runs.
     view = replay_view([1, 2, 3], [32, 32, 32], [41, 43, 45], GRAPH_ROWS)
     backend.init_forward_metadata_out_graph(view)
-    assert backend._microbatches.current.captured is not None
-    plan = backend._microbatches.current.captured._plan
+    assert backend._pat._microbatches.current.captured is not None
+    (plan,) = (each._plan for each in backend._pat._microbatches.current.captured._attentions)
     assert plan is not None
     ((stopped, kv_begin, num_tokens, _),) = plan.gather_spans.tolist()
     assert (kv_begin, num_tokens) == (0, 30)
@@ -205,22 +199,22 @@ def test_a_request_that_stopped_takes_no_one_with_it(
 
 @pytest.fixture
 def repeating(
-    backend: PatAttnBackend, model_runner: Any, monkeypatch: pytest.MonkeyPatch
+    backend: Any, model_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., bool]:
     """Replays a step of the running requests, and says whether it was planned."""
-    assert backend._reports._log is not None
-    backend._reports._log._interval = 100
+    assert backend._pat._reports._log is not None
+    backend._pat._reports._log._interval = 100
     table = torch.zeros(4, 40, dtype=torch.int32)
     table[:, :30] = torch.tensor(PREFIX_SLOTS)
     model_runner.req_to_token_pool.req_to_token = table
     read: list[Any] = []
-    original = backend._microbatches.current.reader.read
+    original = backend._pat._microbatches.current.reader.read
 
     def reads(step: Any, view: Any) -> Any:
         read.append(view)
         return original(step, view)
 
-    monkeypatch.setattr(backend._microbatches.current.reader, "read", reads)
+    monkeypatch.setattr(backend._pat._microbatches.current.reader, "read", reads)
 
     def replay(length: int, size: int = GRAPH_ROWS) -> bool:
         read.clear()
@@ -232,21 +226,17 @@ def repeating(
 
 
 @pytest.mark.usefixtures("running")
-def test_the_same_requests_are_planned_once(
-    backend: PatAttnBackend, repeating: Callable[..., bool]
-) -> None:
+def test_the_same_requests_are_planned_once(backend: Any, repeating: Callable[..., bool]) -> None:
     assert [repeating(length) for length in (38, 39, 40)] == [True, False, False]
     with pytest.raises(ValueError, match="at most req_to_token's width 40, got 41"):
         repeating(41)  # is planned again
 
 
 @pytest.mark.usefixtures("running")
-def test_what_was_not_planned_is_counted(
-    backend: PatAttnBackend, repeating: Callable[..., bool]
-) -> None:
+def test_what_was_not_planned_is_counted(backend: Any, repeating: Callable[..., bool]) -> None:
     for length in (31, 32, 33):
         repeating(length)
-    counted = backend._counters()
+    counted = backend._pat._counters()
     assert (counted["plans_built"], counted["plans_reused"]) == (1, 2)
     assert counted["kv_tokens_query_centric"] == 3 * (31 + 32 + 33)
     assert counted["kv_tokens_planned"] == 3 * 30 + 3 * (1 + 2 + 3)
@@ -255,16 +245,16 @@ def test_what_was_not_planned_is_counted(
 
 @pytest.mark.usefixtures("running")
 def test_a_step_is_planned_if_anything_may_have_changed(
-    backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+    backend: Any, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = CHANNEL._step
     assert step is not None
     assert repeating(32)
     assert not repeating(33)
-    backend._microbatches.current.reader.note_moved([id(step.reqs[1])])
+    backend._pat._microbatches.current.reader.note_moved([id(step.reqs[1])])
     assert repeating(34)
     assert not repeating(35)
-    backend._microbatches.current.reader.forget()  # the tree was reset
+    backend._pat._microbatches.current.reader.forget()  # the tree was reset
     assert repeating(36)
     assert repeating(37, size=3)  # another graph
     monkeypatch.setattr(CHANNEL, "_step", step._replace(reqs=list(step.reqs)))
@@ -274,9 +264,7 @@ def test_a_step_is_planned_if_anything_may_have_changed(
 
 
 @pytest.mark.usefixtures("running")
-def test_an_eager_step_ends_repetition(
-    backend: PatAttnBackend, repeating: Callable[..., bool]
-) -> None:
+def test_an_eager_step_ends_repetition(backend: Any, repeating: Callable[..., bool]) -> None:
     assert repeating(34)
     backend.init_forward_metadata(decode_batch([1, 2, 3], [35] * 3, [41, 43, 45]))
     assert repeating(36)
@@ -285,29 +273,29 @@ def test_an_eager_step_ends_repetition(
 
 @pytest.mark.usefixtures("running")
 def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
-    backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+    backend: Any, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An update of the weights may ask for it, and pause requests that run.
     assert repeating(34)
     assert not repeating(35)
-    before = backend._counters()
+    before = backend._pat._counters()
     with monkeypatch.context() as patch:
         patch.setattr(CHANNEL, "_step", None)
         backend.init_cuda_graph_state(max_bs=GRAPH_ROWS, max_num_tokens=GRAPH_ROWS)
         view = decode_batch([0] * GRAPH_ROWS, [1] * GRAPH_ROWS, [0] * GRAPH_ROWS)
         backend.init_forward_metadata_out_graph(view, in_capture=True)
     assert repeating(36)
-    now = backend._counters()
+    now = backend._pat._counters()
     assert now["plans_built"] == before["plans_built"] + 2  # of the capture, and of this step
     assert now["plans_reused"] == before["plans_reused"]
 
 
 @pytest.mark.usefixtures("running")
 def test_a_step_in_which_the_log_wants_a_line_is_planned(
-    backend: PatAttnBackend, repeating: Callable[..., bool], caplog: pytest.LogCaptureFixture
+    backend: Any, repeating: Callable[..., bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert backend._reports._log is not None
-    backend._reports._log._interval = 3
+    assert backend._pat._reports._log is not None
+    backend._pat._reports._log._interval = 3
     with caplog.at_level("INFO"):
         planned = [repeating(length) for length in range(31, 38)]
     assert planned == [True, False, False, True, False, False, True]
@@ -317,9 +305,9 @@ def test_a_step_in_which_the_log_wants_a_line_is_planned(
 
 @pytest.mark.usefixtures("running")
 def test_in_debug_mode_every_step_is_planned_and_must_grow_by_one(
-    backend: PatAttnBackend, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+    backend: Any, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_checks", DebugChecks(RankChecker(None)))
+    monkeypatch.setattr(backend._pat, "_checks", DebugChecks(RankChecker(None)))
     assert repeating(36)
     assert repeating(37)
     with pytest.raises(RuntimeError, match="the same requests had lengths"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +10,15 @@ from sglang_trees import Tree
 
 from sglang_pat import PackAttention
 from sglang_pat.sglang.hooks import StepRequests
-from sglang_pat.sglang.microbatches import Microbatches
+from sglang_pat.sglang.microbatches import Microbatches, StepPlans
+from sglang_pat.sglang.routes import Shape
 
-new_attention = partial(PackAttention, 4, 2, 64, dtype=torch.float32)
+SHAPE = Shape(4, 2, 64, 64)
+
+
+def new_plans(**reservation: int) -> StepPlans:
+    attention = PackAttention(4, 2, 64, dtype=torch.float32, **reservation)
+    return StepPlans({SHAPE: attention}, {0: SHAPE})
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def view_of(reqs: list[Any]) -> Any:
 
 
 def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_attention, strict=True)
+    microbatches = Microbatches(2, new_plans, strict=True)
     odd, even = requests(tree, "a", "b", "c"), requests(tree, "d", "e")
     used = []
     for reqs in (odd, even, odd, even, odd[1:], even[:1], odd[1:]):
@@ -54,7 +59,7 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
 
 
 def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_attention, strict=True)
+    microbatches = Microbatches(2, new_plans, strict=True)
     batches = [requests(tree, name) for name in "abc"]
     used = []
     for reqs in batches:
@@ -67,7 +72,7 @@ def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -
 
 
 def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_attention, strict=True)
+    microbatches = Microbatches(2, new_plans, strict=True)
     seen = [iter(microbatches), microbatches._recent]
     before = list(microbatches)
     for name in "ab":
@@ -78,13 +83,13 @@ def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
 
 
 def test_a_step_without_requests_is_the_current_one(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_attention, strict=True)
+    microbatches = Microbatches(2, new_plans, strict=True)
     current = microbatches.of(step_of(tree, requests(tree, "a")))
     assert microbatches.of(None) is current
 
 
 def test_graphs_are_captured_once_for_all() -> None:
-    microbatches = Microbatches(2, new_attention, strict=True)
+    microbatches = Microbatches(2, new_plans, strict=True)
     microbatches.reserve(max_requests=4, max_shared_slots=100)
     first, second = (each.captured for each in microbatches)
     assert first is not None

@@ -6,19 +6,19 @@ import logging
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from sglang_fakes import decode_batch, runner
+from sglang_fakes import decode_batch, pat_backend, runner
 
 from sglang_pat.sglang import reports
-from sglang_pat.sglang.backend import PatAttnBackend
 from sglang_pat.sglang.reader import NO_REQUESTS
 from sglang_pat.sglang.reports import scheduler_labels
 from sglang_pat.sglang.sinks import log_line, read_stats
 from sglang_pat.stats import PlanningTime, PlanningTimes
 
 
-def decode(backend: PatAttnBackend, steps: int) -> None:
+def decode(backend: Any, steps: int) -> None:
     for step in range(steps):
         backend.init_forward_metadata(decode_batch([1], [2 + step], [9]))
 
@@ -28,7 +28,7 @@ def test_the_file_says_what_has_been_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
-    backend = PatAttnBackend(runner())
+    backend = pat_backend(runner())
     for step in range(3):
         counted = read_stats(tmp_path / "stats.json")
         assert counted["plans_built"] + counted["plans_reused"] == step
@@ -45,7 +45,7 @@ def test_only_the_first_rank_writes(
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
     server_context.parallel.tp_rank = 1
-    decode(PatAttnBackend(runner()), 1)
+    decode(pat_backend(runner()), 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,7 +57,7 @@ def test_a_line_is_logged_at_sglangs_interval(
 ) -> None:
     server_context.observability.decode_log_interval = 4
     caplog.set_level(logging.INFO, "sglang_pat")
-    backend = PatAttnBackend(runner())
+    backend = pat_backend(runner())
     decode(backend, 1)  # only says where counting begins
     decode(backend, 3)
     assert "Pat decode" not in caplog.text
@@ -104,7 +104,7 @@ def test_only_one_rank_of_a_group_logs(
     server_context.observability.decode_log_interval = 1
     server_context.parallel.attn_tp_rank = server_context.parallel.tp_rank = 1
     caplog.set_level(logging.INFO, "sglang_pat")
-    decode(PatAttnBackend(runner()), 5)
+    decode(pat_backend(runner()), 5)
     assert "Pat decode" not in caplog.text
 
 
@@ -150,7 +150,7 @@ def test_metrics_are_made_where_sglang_makes_its_own(
     server_context.observability.enable_metrics = enabled
     server_context.observability.enable_metrics_for_all_schedulers = everywhere
     server_context.parallel.attn_tp_rank = rank
-    decode(PatAttnBackend(runner()), 3)
+    decode(pat_backend(runner()), 3)
     assert len(made) == expected
     assert all(metrics.steps == ["cold", "unchanged", "unchanged"] for metrics in made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,13 @@ class Problem:
     """A case with random queries and a KV pool in which every unused slot is NaN."""
 
     def __init__(
-        self, case: ForestCase, heads: tuple[int, int, int], dtype: torch.dtype, seed: int = 0
+        self,
+        case: ForestCase,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        seed: int = 0,
+        *,
+        v_head_dim: int | None = None,
     ) -> None:
         num_qo_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(seed)
@@ -25,13 +32,14 @@ class Problem:
         self.q = torch.randn(
             (num_requests, num_qo_heads, head_dim), generator=generator, dtype=torch.float32
         ).to(dtype)
-        pool = (case.num_slots, num_kv_heads, head_dim)
-        self.k = torch.full(pool, math.nan, dtype=dtype)
-        self.v = torch.full(pool, math.nan, dtype=dtype)
+        pool = (case.num_slots, num_kv_heads)
+        self.k = torch.full((*pool, head_dim), math.nan, dtype=dtype)
+        self.v = torch.full((*pool, v_head_dim or head_dim), math.nan, dtype=dtype)
         used = np.unique(np.concatenate([np.empty(0, np.int32), *self._used_slots(case.seq_lens)]))
         slots = torch.from_numpy(used).long()
         for cache in (self.k, self.v):
-            cache[slots] = torch.randn((len(slots), *pool[1:]), generator=generator).to(dtype)
+            values = torch.randn((len(slots), *cache.shape[1:]), generator=generator)
+            cache[slots] = values.to(dtype)
         # Rows in another order than the batch; the rest of the table points at poisoned slots.
         self.rows = torch.randperm(num_requests, generator=generator) + 1
         width = case.tokens.shape[1]
@@ -44,13 +52,13 @@ class Problem:
     def _used_slots(self, seq_lens: np.ndarray) -> list[np.ndarray]:
         return [row[:n] for row, n in zip(self.case.tokens, seq_lens, strict=True)]
 
-    def dense(self, dtype: torch.dtype, **kwargs: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, dtype: torch.dtype, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         lens = torch.from_numpy(self.case.seq_lens)
         return dense_attention(
             self.q, self.k, self.v, self.req_to_token, self.rows, lens, dtype=dtype, **kwargs
         )
 
-    def check(self, attention: PackAttention, **kwargs: float) -> None:
+    def check(self, attention: PackAttention, **kwargs: Any) -> None:
         """Error against float64 at most twice plain torch's in the same dtype; LSE within 1e-5."""
         lens = torch.from_numpy(self.case.seq_lens)
         attention.plan(self.case.batch(), seq_lens=lens, **self.tables)

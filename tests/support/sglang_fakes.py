@@ -7,22 +7,74 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.sglang.refusals import REFUSED_ARGUMENTS
+from sglang_pat.sglang.backend import with_pat
+from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS
 
 QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
+
+
+class DefaultBackend(AttentionBackend):
+    """In place of SGLang's default backend: notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.needs_cpu_seq_lens = False
+        self.ends: Any = None  # if not those of the base class
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.calls.append("out_graph in capture" if in_capture else "out_graph")
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.calls.append("in_graph")
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.calls.append(f"graphs of {max_bs} rows")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def shared_read_ends(self, mode: ForwardMode) -> Any:
+        return self.ends or super().shared_read_ends(mode)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        self.calls.append(f"decode layer {layer.layer_id}" + "".join(f" {each}" for each in kwargs))
+        return torch.full((len(q), layer.tp_q_head_num * layer.v_head_dim), math.inf)
+
+    def forward_extend(self, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append("extend")
+        return q
+
+
+def pat_backend(model_runner: Any, name: str = "triton") -> Any:
+    """The default backend of the runner's model, with pat."""
+    return with_pat(DefaultBackend(), name, model_runner)
 
 
 class KVPool:
     """Like MHATokenToKVPool, as far as it is used: layers without attention have no KV."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, of_last: torch.dtype | None = None
+    ) -> None:
         shape = (SLOTS, KV_HEADS, HEAD_DIM)
         generator = torch.Generator().manual_seed(0)
         self.keys = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
         self.values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+        if of_last is not None:
+            self.keys[1], self.values[1] = self.keys[1].to(of_last), self.values[1].to(of_last)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.keys[layer_id]
@@ -47,14 +99,13 @@ def layers(count: int = 2, **change: Any) -> torch.nn.ModuleList:
 
 
 def server_arguments(**change: Any) -> Any:
-    defaults = dict.fromkeys(REFUSED_ARGUMENTS) | {
+    defaults = dict.fromkeys(DELEGATED_ARGUMENTS) | {
         "dcp_size": 1,
         "page_size": 1,
         "pp_size": 1,
         "pp_async_batch_depth": 0,
     }
-    backends = {"get_attention_backends": lambda: ("pat", "pat")}
-    return SimpleNamespace(**(defaults | backends | change))
+    return SimpleNamespace(**(defaults | change))
 
 
 def runner(**change: Any) -> Any:
@@ -127,7 +178,7 @@ def dense(
     q: torch.Tensor, pool: KVPool, layer_id: int, slots: torch.Tensor, cap: float = 0.0
 ) -> torch.Tensor:
     """Attention of one query row over these slots, in float64: `[heads, head_dim]`."""
-    group = QO_HEADS // KV_HEADS
+    group = len(q) // KV_HEADS
     keys = pool.keys[layer_id][slots].double().repeat_interleave(group, dim=1)
     values = pool.values[layer_id][slots].double().repeat_interleave(group, dim=1)
     logits = torch.einsum("hd,khd->hk", q.double(), keys) / math.sqrt(HEAD_DIM)

@@ -28,6 +28,7 @@ from sglang_pat.executors.jit import (
     source_folder,
 )
 from sglang_pat.executors.kernel_cache import KernelCacheError
+from sglang_pat.support import HEAD_DIMS
 
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
@@ -105,12 +106,13 @@ def test_a_source_that_moves_is_compiled_anew(sources: Path) -> None:
 
 def test_the_key_holds_what_a_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
-        cache_key(KernelConfig(dtype, head_dim, arch))
+        cache_key(KernelConfig(dtype, head_dim, arch, v_head_dim))
         for dtype in (torch.float16, torch.bfloat16)
-        for head_dim in (64, 128)
+        for head_dim, v_head_dim in HEAD_DIMS
         for arch in ((8, 0), (9, 0))
     }
-    assert len({key.rpartition("-")[2] for key in keys}) == 8
+    assert len({key.rpartition("-")[2] for key in keys}) == 4 * len(HEAD_DIMS)
+    assert len({key.rpartition("-")[0] for key in keys}) == 4 * len(HEAD_DIMS)
     for owner, name, value in (
         (torch, "__version__", "1.0"),
         (torch.version, "cuda", "10.0"),
@@ -338,7 +340,8 @@ def test_no_cxx(toolchain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ((torch.float32, 128, (9, 0)), "float16, torch.bfloat16; got torch.float32"),
-        ((torch.float16, 96, (9, 0)), "head_dim = 96"),
+        ((torch.float16, 72, (9, 0)), "head_dim = 72"),
+        ((torch.float16, 128, (9, 0), 64), "head_dim = 128/64"),
         ((torch.float16, 128, (7, 5)), r"8\.0 \(Ampere\) or newer; got 7\.5"),
     ],
 )

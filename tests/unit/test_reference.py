@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from problems import Problem
 
 from sglang_pat import PackAttention
-from sglang_pat.executors.reference import merge_partials
-from sglang_pat.support import POLICIES
+from sglang_pat.executors.reference import add_sinks, dense_attention, merge_partials
+from sglang_pat.support import HEAD_DIMS, POLICIES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def make_sinks(num_heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Sinks that matter: beside the LSEs of the problems here, which are 0 to 10."""
+    return torch.linspace(-2.0, 9.0, num_heads).to(dtype)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -23,7 +28,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
     case=forest_cases(max_requests=12),
     group_size=st.integers(1, 16),
     num_kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([64, 128]),
+    head_dims=st.sampled_from([(64, 64), (80, 80), (192, 128)]),
+    with_sinks=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     policy=st.sampled_from(POLICIES),
     seed=st.integers(0, 1000),
@@ -32,14 +38,17 @@ def test_random_forests(
     case: ForestCase,
     group_size: int,
     num_kv_heads: int,
-    head_dim: int,
+    head_dims: tuple[int, int],
+    with_sinks: bool,
     dtype: torch.dtype,
     policy: str,
     seed: int,
 ) -> None:
+    head_dim, v_head_dim = head_dims
     heads = (group_size * num_kv_heads, num_kv_heads, head_dim)
-    attention = PackAttention(*heads, dtype=dtype, policy=policy)
-    Problem(case, heads, dtype, seed).check(attention)
+    attention = PackAttention(*heads, dtype=dtype, v_head_dim=v_head_dim, policy=policy)
+    problem = Problem(case, heads, dtype, seed, v_head_dim=v_head_dim)
+    problem.check(attention, sinks=make_sinks(heads[0]) if with_sinks else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,6 +84,68 @@ def test_padding_rows_are_zero() -> None:
     out, lse = attention.run(problem.q, problem.k, problem.v, return_lse=True)
     assert (out[[0, 2]] == 0).all()
     assert (lse[[0, 2]] == -math.inf).all()
+
+
+# --- sinks ---
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize("num_requests", [1, 5])
+def test_sinks_count_once_however_a_request_is_split(
+    num_requests: int, head_dims: tuple[int, int]
+) -> None:
+    heads = (8, 2, head_dims[0])
+    case = make_case([(-1, 900), (0, 400)], [(1, 300)] * num_requests + [(-1, 5), (-1, 0)])
+    problem = Problem(case, heads, torch.float32, v_head_dim=head_dims[1])
+    attention = PackAttention(*heads, dtype=torch.float32, v_head_dim=head_dims[1])
+    problem.check(attention, sinks=make_sinks(8))
+    plan = attention._plan
+    assert plan is not None
+    assert 0 < len(plan.merges) < len(case.seq_lens), "requests of several partials, and of one"
+    with_sinks, _ = problem.dense(torch.float64, sinks=make_sinks(8))
+    without, _ = problem.dense(torch.float64)
+    assert (with_sinks - without).abs().max() > 1e-2, "the sinks must matter"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_of_every_dtype_and_beside_a_soft_cap(dtype: torch.dtype) -> None:
+    heads = (6, 2, 64)
+    problem = Problem(three_level_case(9), heads, torch.float32)
+    attention = PackAttention(*heads, dtype=torch.float32)
+    problem.check(attention, sinks=make_sinks(6, dtype), sm_scale=0.3, logit_cap=4.0)
+
+
+def test_padding_rows_with_sinks_are_zero_and_their_lse_is_the_sink() -> None:
+    heads, sinks = (4, 1, 64), make_sinks(4)
+    problem = Problem(make_case([], [(-1, 0), (-1, 3), (-1, 0)]), heads, torch.float32)
+    attention = PackAttention(*heads, dtype=torch.float32)
+    problem.check(attention, sinks=sinks)
+    out, lse = attention.run(problem.q, problem.k, problem.v, sinks=sinks, return_lse=True)
+    assert (out[[0, 2]] == 0).all()
+    assert torch.equal(lse[[0, 2]], sinks.expand(2, 4))
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -300.0, 300.0])
+def test_sinks_of_any_magnitude(sink: float) -> None:
+    out, lse = torch.full((2, 1, 3), 2.0), torch.tensor([[5.0], [-math.inf]])
+    out[1] = 0
+    new_out, new_lse = add_sinks(out, lse, torch.tensor([sink]))
+    assert torch.isfinite(new_out).all()
+    assert (new_out == out * (sink < 0)).all()
+    assert new_lse.flatten().tolist() == [max(5.0, sink), sink]
+
+
+def test_the_oracle_with_sinks_is_the_formula() -> None:
+    """`dense_attention` against the sum written out: exp(sink) in the denominator alone."""
+    q, k = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[0.5, 0.0]], [[0.0, 1.0]]])
+    v = torch.tensor([[[1.0]], [[3.0]]])
+    table, rows, lens = torch.tensor([[0, 1]], dtype=torch.int32), [0], torch.tensor([2])
+    sinks = torch.tensor([0.7])
+    out, lse = dense_attention(q, k, v, table, torch.tensor(rows), lens, sm_scale=1.0, sinks=sinks)
+    weights = [math.exp(0.5), math.exp(2.0)]
+    total = sum(weights) + math.exp(sinks.double().item())
+    assert out.item() == pytest.approx((weights[0] + 3 * weights[1]) / total, rel=1e-12)
+    assert lse.item() == pytest.approx(math.log(total), rel=1e-12)
 
 
 def test_merging_partials_of_any_magnitude() -> None:

@@ -1,0 +1,232 @@
+"""PatDecoder: the decode attention of one model through PackAttention.
+
+Above it the backend that SGLang calls: plan_eager() or plan_captured() once per step, attend() once
+per layer that pat decodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_pat.attention import PackAttention
+from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.sglang.debug import DebugChecks
+from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.hooks import CHANNEL, StepRequests, install_hooks
+from sglang_pat.sglang.microbatches import Microbatches, StepPlans
+from sglang_pat.sglang.reader import OVERFLOW, BatchReader
+from sglang_pat.sglang.repeats import RepeatedSteps
+from sglang_pat.sglang.reports import StepReports
+from sglang_pat.sglang.routes import Routes
+from sglang_pat.stats import Counters, read_counters
+
+logger = logging.getLogger(__name__)
+
+
+class PatDecoder:
+    """Plans a decode step, and computes the attention of its layers.
+
+    Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move. A
+    graph that is replayed for the requests of the last step is not planned at all.
+    """
+
+    def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.routes = routes
+        self._layer_id = min(routes.shapes)
+        install_hooks()
+        self._microbatches = Microbatches(
+            _num_microbatches(model_runner.server_args),
+            partial(_new_plans, routes, model_runner, environment),
+            strict=environment.debug,
+        )
+        self._use(self._microbatches.current.eager)
+        self._checks = DebugChecks.of_sglang() if environment.debug else None
+        self._reports = StepReports(environment, model_runner, self._counters)
+        self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
+        self._reports.start()
+
+    # --- once per step ---
+
+    def plan_eager(self, forward_batch: Any) -> None:
+        """Plan an eager step. The requests are taken from the step that is being run."""
+        if forward_batch.batch_size == 0:  # an idle rank under data parallelism
+            return
+        num_repeated = self._repeats.end()
+        step = CHANNEL.acknowledge()
+        microbatch = self._microbatches.of(step)
+        self._plan(microbatch.reader, microbatch.eager, step, forward_batch)
+        self._reports.add_step(microbatch.eager.step_time, num_repeated)
+
+    def plan_captured(self, forward_batch: Any, in_capture: bool) -> None:
+        """Before a CUDA graph is captured or replayed: write the plan that the graph reads."""
+        begun_ns = time.perf_counter_ns()
+        step = CHANNEL.acknowledge()
+        microbatch = self._microbatches.of(step)
+        if (
+            not in_capture
+            and microbatch.reader.is_unchanged(step)
+            and self._repeats.add(forward_batch.batch_size, begun_ns)
+        ):
+            return  # what the graph reads is in place
+        if forward_batch.batch_size == 0:
+            return
+        num_repeated = self._repeats.end()
+        plans = microbatch.captured
+        assert plans is not None
+        self._plan(microbatch.reader, plans, step, forward_batch)
+        if not in_capture:
+            self._reports.add_step(plans.step_time, num_repeated)
+            self._expect_repeats(microbatch.reader, plans, forward_batch)
+
+    def _plan(
+        self,
+        reader: BatchReader,
+        plans: StepPlans,
+        step: StepRequests | None,
+        forward_batch: Any,
+    ) -> None:
+        """Read the step's paths, and plan it."""
+        self._use(plans)
+        batch = reader.read(step, forward_batch)
+        tensors = {
+            "req_to_token": self.req_to_token_pool.req_to_token,
+            "req_pool_indices": forward_batch.req_pool_indices,
+            "seq_lens": forward_batch.seq_lens,
+        }
+        try:
+            made = plans.plan(batch, **tensors)
+        except PlanOverflowError:
+            made = plans.plan(reader.without_sharing(batch, OVERFLOW), **tensors)
+        if self._checks is not None:
+            for attention, plan in made:
+                self._checks.check(
+                    attention, plan, reader, tensors["req_to_token"], tensors["req_pool_indices"]
+                )
+
+    def _use(self, plans: StepPlans) -> None:
+        """Let the layers run the plans of this step."""
+        self._attention_of = plans.of_layer
+
+    def _expect_repeats(self, reader: BatchReader, plans: StepPlans, forward_batch: Any) -> None:
+        """Let the next steps do without a plan(), unless every step is to be checked or counted."""
+        shared = reader.last_shared
+        if self._checks is not None or shared is None:
+            return
+        steps = min(plans.steps_left(), self._reports.steps_left)
+        self._repeats.begin(forward_batch.batch_size, steps, plans.step_tokens, len(shared.reqs))
+
+    # --- CUDA graphs ---
+
+    def reserve(self, max_requests: int) -> None:
+        """Before the first capture, and each time that all graphs are captured anew (after an
+        update of the weights). max_requests: rows of the largest graph."""
+        num_slots = len(self.token_to_kv_pool.get_key_buffer(self._layer_id))
+        # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
+        self._microbatches.reserve(max_requests=max_requests, max_shared_slots=2 * num_slots)
+
+    # --- once per layer ---
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Store the new token's KV, then attend.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
+        k, v : torch.Tensor or None
+            The new token's keys and values. None: they are in the pool already.
+        layer : RadixAttention
+            One that pat decodes.
+        forward_batch : ForwardBatch
+        save_kv_cache : bool
+            Whether to write `k` and `v` to the pool.
+        sinks : torch.Tensor or None
+            Attention sinks: see `PackAttention.run`.
+
+        Returns
+        -------
+        torch.Tensor
+            `[rows, heads * v_head_dim]`.
+        """
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            # Without layer.k_scale and v_scale, which checkpoints made for an fp8 cache have:
+            # SGLang's pools use them only if the cache's dtype is not the model's, and such layers
+            # are not pat's.
+            pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
+        # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._attention_of[layer.layer_id].run(
+            q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap, sinks=sinks
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    # --- statistics ---
+
+    def _counters(self) -> Counters:
+        microbatches = list(self._microbatches)
+        stats = [plans.stats for each in microbatches for plans in each.plans()]
+        stats.append(self._repeats.stats())
+        readers = [each.reader for each in microbatches]
+        more = {} if self._checks is None else {"ranks_alike": [self._checks.ranks_alike]}
+        # One tree, whose events all readers see. None until a step has shown it.
+        events = [each.events.counts for each in readers if each.events is not None][:1]
+        return read_counters(
+            stats,
+            private_steps=[each.private_steps for each in readers],
+            tree_events=events,
+            batch_changes=[each.changes for each in readers],
+            **more,
+        )
+
+
+def _new_plans(
+    routes: Routes, model_runner: Any, environment: Environment, **reservation: int
+) -> StepPlans:
+    """A PackAttention for each shape of layers that pat decodes."""
+    attentions = {
+        shape: PackAttention(
+            shape.num_qo_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            dtype=model_runner.dtype,
+            device=model_runner.req_to_token_pool.req_to_token.device,
+            policy=environment.policy,
+            growth_tokens=environment.growth_tokens,
+            **reservation,
+        )
+        for shape in sorted(set(routes.shapes.values()))
+    }
+    return StepPlans(attentions, routes.shapes)
+
+
+def _write_location(forward_batch: Any) -> KVWriteLoc:
+    """Where the new token goes."""
+    if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
+        return KVWriteLoc.for_batch(forward_batch)
+    return KVWriteLoc(forward_batch.out_cache_loc)
+
+
+def _num_microbatches(server_args: Any) -> int:
+    """How many batches take turns: pipeline parallelism runs several at once."""
+    return int(server_args.pp_size) + int(server_args.pp_async_batch_depth)

@@ -1,0 +1,65 @@
+"""Says which layers pat decodes: in the log, in a metric, and in `/get_server_info`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_pat.sglang import reports
+from sglang_pat.sglang.hooks import Hook, install_hooks
+from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.sinks import LayerMetrics
+
+logger = logging.getLogger(__name__)
+
+SERVER_INFO_KEY = "pat"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+class _Told:
+    """What this process has told last. SGLang may build its backend several times."""
+
+    routes: dict[str, Any] | None = None
+    line: str = ""
+    metrics: LayerMetrics | None = None
+
+
+def report_routes(routes: Routes, model_runner: Any = None) -> None:
+    """Tell the routes, at start-up and when they change.
+
+    Parameters
+    ----------
+    routes
+        Of the model that this process serves.
+    model_runner
+        SGLang's, at start-up.
+    """
+    _Told.routes = routes.as_json()
+    line = str(routes)
+    if reports.rank_speaks() and line != _Told.line:
+        logger.info(line)
+    _Told.line = line
+    if model_runner is not None:
+        if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
+            install_hooks([_SERVER_INFO_HOOK])
+        if reports.rank_publishes():
+            labels = reports.scheduler_labels(model_runner)
+            _Told.metrics = LayerMetrics(labels, reports.metric_classes())
+    if _Told.metrics is not None:
+        _Told.metrics.set(routes.counts())
+
+
+def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
+    """AFTER Scheduler.get_init_info: SGLang's arguments name the default backend."""
+    return result | {SERVER_INFO_KEY: _Told.routes}
+
+
+_SERVER_INFO_HOOK = Hook(
+    f"{_SCHEDULER}:Scheduler",
+    "get_init_info",
+    _after_get_init_info,
+    HookType.AFTER,
+)

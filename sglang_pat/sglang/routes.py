@@ -1,0 +1,306 @@
+"""Routes: which layers pat decodes, and why the others are left to SGLang's default backend.
+
+Decided once, when SGLang builds the backend. What changes the meaning of all layers (options, the
+kind of model) leaves the whole model to the default backend; the rest is decided layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from sglang_pat import support
+from sglang_pat.sglang.substitution import resolved
+
+PAT, DEFAULT = "pat", "default"  # the routes
+
+# Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
+DELEGATED_ARGUMENTS = {
+    "speculative_algorithm": "--speculative-algorithm",
+    "enable_deterministic_inference": "--enable-deterministic-inference",
+    "enable_two_batch_overlap": "--enable-two-batch-overlap",
+    "enable_pdmux": "--enable-pdmux",
+    "enable_hisparse": "--enable-hisparse",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
+    "enable_unified_memory": "--enable-unified-memory",
+    "enable_torch_compile": "--enable-torch-compile",
+    "enable_mis": "--enable-mis",
+    "dllm_algorithm": "--dllm-algorithm",
+}
+# Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
+# 0.5.17.
+GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+
+
+class Reason(NamedTuple):
+    """Why pat does not decode something: a value under one of the topics of `support`."""
+
+    topic: str
+    value: object
+
+    def __str__(self) -> str:
+        alone = self.topic in ("attention", "server options", "default backend")
+        return str(self.value) if alone else f"{self.topic} {self.value}"
+
+    def refusal(self, where: str = "") -> ValueError:
+        """The error to raise where pat must not delegate."""
+        return support.unsupported(self.topic, f"{self.value}{where}")
+
+
+class Shape(NamedTuple):
+    """What a PackAttention is made for."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, layer: RadixAttention) -> Shape:
+        return cls(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+
+
+class Routes:
+    """The route of each attention layer of a model's part on this rank.
+
+    Attributes
+    ----------
+    default
+        The name of SGLang's default backend.
+    shapes
+        Layer id -> shape of each layer that pat decodes.
+    delegated
+        Layer id -> reason of each layer that the default backend decodes.
+    """
+
+    def __init__(self, default: str) -> None:
+        self.default = default
+        self.shapes: dict[int, Shape] = {}
+        self.delegated: dict[int, Reason] = {}
+        self._whole: Reason | None = None  # holds even for a model without layers
+
+    @classmethod
+    def of_runner(cls, model_runner: Any, default: str) -> Routes:
+        """Decide for all layers of a model.
+
+        Parameters
+        ----------
+        model_runner
+            SGLang's, with the model and the KV pool.
+        default
+            The name of the backend that decodes without pat.
+        """
+        layers = attention_layers(model_runner.model)
+        whole = _reason_for_all(model_runner, default)
+        if whole is None and not layers:
+            name = type(model_runner.model).__name__
+            whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
+        return cls.of_layers(
+            layers, default, whole, lambda layer: layer_reason(layer, model_runner)
+        )
+
+    @classmethod
+    def of_layers(
+        cls,
+        layers: Iterable[RadixAttention],
+        default: str,
+        whole: Reason | None,
+        reason_of: Callable[[RadixAttention], Reason | None],
+    ) -> Routes:
+        """As `of_runner`, of reasons that are known."""
+        routes = cls(default)
+        routes._whole = whole
+        for layer in layers:
+            reason = whole or reason_of(layer)
+            shape = Shape.of(layer)
+            if reason is None and routes.shapes.get(layer.layer_id, shape) != shape:
+                reason = Reason("attention", "layers of different shapes with the same id")
+            if reason is not None:
+                routes.delegate(layer.layer_id, reason)
+            elif layer.layer_id not in routes.delegated:
+                routes.shapes[layer.layer_id] = shape
+        return routes
+
+    def delegate(self, layer_id: int, reason: Reason) -> None:
+        """Leave a layer to the default backend."""
+        self.shapes.pop(layer_id, None)
+        self.delegated.setdefault(layer_id, reason)
+
+    def delegate_all(self, reason: Reason) -> None:
+        """Leave the model to the default backend."""
+        self._whole = reason
+        self.delegated |= dict.fromkeys(self.shapes, reason)
+        self.shapes = {}
+
+    def check_strict(self) -> None:
+        """ValueError that names the first thing that is delegated."""
+        if self._whole is not None:
+            raise self._whole.refusal()
+        for layer_id, reason in sorted(self.delegated.items()):
+            raise reason.refusal(f" (layer {layer_id})")
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """(route, reason) -> how many layers. The reason of pat's own is empty."""
+        reasons = Counter(str(reason) for reason in self.delegated.values())
+        if self._whole is not None and not reasons:
+            reasons[str(self._whole)] = 0
+        counted = {(PAT, ""): len(self.shapes)} if self.shapes else {}
+        return counted | {(DEFAULT, reason): count for reason, count in reasons.most_common()}
+
+    def as_json(self) -> dict[str, Any]:
+        """For `/get_server_info`."""
+        by_reason = {reason: n for (route, reason), n in self.counts().items() if route == DEFAULT}
+        return {
+            "default_backend": self.default,
+            "pat_layers": len(self.shapes),
+            "default_layers": by_reason,
+        }
+
+    def __str__(self) -> str:
+        """For the log."""
+        total = len(self.shapes) + len(self.delegated)
+        groups = [
+            f"{count} on {self.default}: {reason}"
+            for (route, reason), count in self.counts().items()
+            if route == DEFAULT
+        ]
+        if not self.shapes:
+            reasons = ", ".join(reason for _, reason in self.counts())
+            return f"pat decodes nothing, {self.default} decodes all {total} layers: {reasons}"
+        head = f"pat decodes {len(self.shapes)} of {total} layers"
+        return "; ".join([head, *groups])
+
+    def table(self) -> Iterator[tuple[str, str, str]]:
+        """(layers, route, reason), for neighbours that have the same."""
+        rows: list[tuple[int, int, str, str]] = []
+        for layer_id in sorted({*self.shapes, *self.delegated}):
+            reason = str(self.delegated.get(layer_id, ""))
+            route = self.default if reason else PAT
+            if rows and rows[-1][2:] == (route, reason) and rows[-1][1] == layer_id - 1:
+                rows[-1] = (rows[-1][0], layer_id, route, reason)
+            else:
+                rows.append((layer_id, layer_id, route, reason))
+        for first, last, route, reason in rows:
+            yield (str(first) if first == last else f"{first}-{last}", route, reason)
+
+
+def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
+    """The attention layers of a model's part on this rank."""
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def server_reason(arguments: Any) -> Reason | None:
+    """Why pat decodes nothing under these resolved server arguments."""
+    for name, flag in DELEGATED_ARGUMENTS.items():
+        value = resolved(arguments, name)
+        if value:
+            return Reason("server options", flag if value is True else f"{flag} {value}")
+    dcp_size = resolved(arguments, "dcp_size")
+    if dcp_size is not None and dcp_size > 1:
+        return Reason("server options", f"--dcp-size {dcp_size}")
+    if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
+        return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
+    return None
+
+
+def model_reason(config: Any, *, uses_mla: bool) -> Reason | None:
+    """Why pat decodes nothing of a kind of model, by its ModelConfig."""
+    name = ", ".join(config.hf_config.architectures or ["unknown"])
+    if uses_mla:
+        return Reason("attention", f"multi-head latent attention ({name})")
+    if config.is_encoder_decoder:
+        return Reason("attention", f"an encoder-decoder model ({name})")
+    return None
+
+
+def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
+    reason = server_reason(model_runner.server_args)
+    reason = reason or model_reason(
+        model_runner.model_config, uses_mla=model_runner.use_mla_backend
+    )
+    if reason is not None:
+        return reason
+    if default not in support.DEFAULT_BACKENDS:
+        return Reason("default backend", default)
+    translator = getattr(model_runner, "kv_index_translator", None)  # not in 0.5.17
+    if translator is not None and translator.is_translating:
+        return Reason("KV pool", "with virtual slots")
+    return _device_reason(model_runner.device, model_runner.dtype)
+
+
+def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
+    """Whether there are no kernels for a device. A CPU needs none."""
+    if device == "cpu":
+        return None
+    if device != "cuda" or torch.version.hip is not None:
+        return Reason("device", device if torch.version.hip is None else "ROCm")
+    capability = torch.cuda.get_device_capability()
+    if capability < support.OLDEST_CAPABILITY:
+        return Reason("device", "compute capability {}.{}".format(*capability))
+    if str(dtype).removeprefix("torch.") not in support.KERNEL_DTYPES:
+        return Reason("dtype of queries and KV cache", f"{dtype} on a GPU")
+    return None
+
+
+def layer_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
+    """Why pat does not decode a layer."""
+    chunk = getattr(model_runner, "attention_chunk_size", None)
+    return shape_reason(layer, chunk) or _pool_reason(layer, model_runner)
+
+
+def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None:
+    """Why pat does not decode a layer, by its description. chunk_size: of the layers with RoPE in
+    models that attend within chunks."""
+    if layer.is_cross_attention:
+        return Reason("attention", "cross attention")
+    if layer.attn_type != AttentionType.DECODER:
+        return Reason("attention", f"attention of type {layer.attn_type.value}")
+    if layer.use_irope and chunk_size:
+        return Reason("attention", f"attention within chunks of {chunk_size}")
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+        return Reason("sliding window", layer.sliding_window_size)
+    head_dims = (layer.qk_head_dim, layer.v_head_dim)
+    if head_dims not in support.HEAD_DIMS:
+        return Reason("head_dim", support.head_dim_name(*head_dims))
+    heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
+    if heads % kv_heads:
+        return Reason("query heads per KV head", f"{heads}/{kv_heads}")
+    if heads // kv_heads > support.MAX_GROUP_SIZE:
+        return Reason("query heads per KV head", heads // kv_heads)
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return Reason("attention", f"a soft-cap by {layer.logit_capping_method}")
+    if layer.pos_encoding_mode != "NONE":
+        return Reason("attention", f"{layer.pos_encoding_mode} positions")
+    if layer.xai_temperature_len > 0:
+        return Reason("attention", "a temperature by position")
+    return None
+
+
+def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
+    """Whether the layer's KV is not `[slot, KV head, head_dim]` of the model's type."""
+    dtype = model_runner.kv_cache_dtype
+    if dtype != model_runner.dtype:
+        return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
+    if str(dtype).removeprefix("torch.") not in support.DTYPES:
+        return Reason("dtype of queries and KV cache", dtype)
+    pool = model_runner.token_to_kv_pool
+    for head_dim, buffer in (
+        (layer.qk_head_dim, pool.get_key_buffer(layer.layer_id)),
+        (layer.v_head_dim, pool.get_value_buffer(layer.layer_id)),
+    ):
+        expected = (layer.tp_k_head_num, head_dim)
+        if (
+            buffer.dtype != dtype
+            or tuple(buffer.shape[1:]) != expected
+            or not buffer.is_contiguous()
+        ):
+            return Reason(
+                "KV pool", f"{type(pool).__name__} of {buffer.dtype} {[*buffer.shape[1:]]}"
+            )
+    return None

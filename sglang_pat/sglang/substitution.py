@@ -1,0 +1,110 @@
+"""Lets SGLang resolve its arguments as if `pat` had not been asked for.
+
+SGLang adapts page sizes, data types and options to the name of the attention backend, and refuses
+names that it does not know for a model. So while it resolves, its default backend stands where
+`pat` was asked for: everything is adapted to the backend that prefills, and decodes what pat does
+not. That pat was asked for is kept on the arguments, which SGLang pickles for its processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_pat import support
+from sglang_pat.sglang.env import Environment
+from sglang_pat.support import BACKEND
+
+# Attribute of ServerArgs. Not a field: it is in no dump of the arguments.
+_ASKED_FOR = "_sglang_pat_decodes"
+_ALL_MODES, _PREFILL, _DECODE = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+_DRAFT = "speculative_draft_attention_backend"
+
+
+def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
+    """AROUND the method of ServerArgs that resolves the arguments, which SGLang calls repeatedly.
+
+    Parameters
+    ----------
+    resolve
+        The method.
+    arguments
+        The ServerArgs.
+
+    Raises
+    ------
+    ValueError
+        If `pat` is chosen for a mode that it does not serve, or a variable is wrong. The model has
+        not been loaded then.
+    RuntimeError
+        If SGLang has chosen `pat` in spite of the substitution.
+    """
+    if not is_asked_for(arguments) and _asks(arguments):
+        Environment.read()
+        _substitute(arguments)
+    resolve(arguments)
+    if is_asked_for(arguments):
+        _check(arguments)
+
+
+def is_asked_for(arguments: Any) -> bool:
+    """Whether `pat` was chosen for decode, before it was substituted."""
+    return getattr(arguments, _ASKED_FOR, False)
+
+
+def resolved(arguments: Any, name: str) -> Any:
+    """The resolved value of a server argument. None if this SGLang does not have it."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:  # 0.5.17 writes what it resolves to the field itself
+        return getattr(arguments, name, None)
+    return resolution_result(arguments, name)
+
+
+def _asks(arguments: Any) -> bool:
+    return BACKEND in [getattr(arguments, each) for each in (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)]
+
+
+def _substitute(arguments: Any) -> None:
+    """Take `pat` out of the arguments, so that SGLang fills in what it would have chosen."""
+    chosen = {each: getattr(arguments, each) for each in (_ALL_MODES, _PREFILL, _DECODE)}
+    if getattr(arguments, _DRAFT) == BACKEND:
+        raise ValueError(
+            f"--speculative-draft-attention-backend {BACKEND}: pat does not serve draft models; "
+            "leave the option out, and SGLang chooses"
+        )
+    decode = chosen[_DECODE] or chosen[_ALL_MODES]
+    if decode != BACKEND:
+        prefill = chosen[_PREFILL] or chosen[_ALL_MODES]
+        raise ValueError(
+            f"pat only decodes, but the backend for decode is {decode or 'not given'}, for prefill "
+            f"{prefill}; use --attention-backend {BACKEND} or --decode-attention-backend {BACKEND}"
+        )
+    setattr(arguments, _ASKED_FOR, True)
+    unset = {name: None for name, value in chosen.items() if value == BACKEND}
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:  # 0.5.17
+        for name in unset:
+            setattr(arguments, name, None)
+    else:
+        declare_resolution(arguments, BACKEND, **unset)
+
+
+def _check(arguments: Any) -> None:
+    """RuntimeError if `pat` is still one of SGLang's attention backends."""
+    for name in (_ALL_MODES, _PREFILL, _DECODE):
+        if resolved(arguments, name) == BACKEND:
+            raise RuntimeError(not_substituted(f"{name} is still {BACKEND!r}"))
+
+
+def not_substituted(found: str) -> str:
+    """The message for a SGLang in which the substitution did not take hold."""
+    return (
+        f"pat was not substituted while SGLang resolved its arguments: {found}; supported versions "
+        f"of SGLang: {', '.join(support.SGLANG_VERSIONS)}"
+    )

@@ -1,0 +1,200 @@
+"""Registration, and the name `pat` while SGLang resolves its arguments."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+from sglang_pat.sglang import plugin
+from sglang_pat.sglang.substitution import around_resolution, is_asked_for, resolved
+
+
+def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:
+    code = """
+import argparse, sys
+import sglang.srt.server_args as server_args
+from sglang_pat.sglang.plugin import register
+before = set(sys.modules)
+register()
+added = set(sys.modules) - before
+assert not [name for name in added if name.startswith("sglang_pat.")], added
+assert not [name for name in added if name.startswith("sglang.srt.model_executor.")], added
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+assert "pat" in ATTENTION_BACKENDS
+parser = argparse.ArgumentParser()
+server_args.ServerArgs.add_cli_args(parser)
+for flag in ("--attention-backend", "--decode-attention-backend"):
+    parser.parse_args(["--model-path", "x", flag, "pat"])
+print("registered")
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.stdout.strip().endswith("registered"), child.stderr
+
+
+# --- substitution ---
+
+
+def start(model: Path, **arguments: Any) -> ServerArgs:
+    """What a launch does first, in the process of the command line."""
+    load_plugins()
+    server_args = ServerArgs(model_path=str(model), device="cpu", **arguments)
+    if hasattr(server_args, "resolve_once"):  # 0.5.17 resolves in the constructor
+        server_args.resolve_once()
+    return server_args
+
+
+def backends(server_args: ServerArgs) -> tuple[str, str]:
+    """The resolved backends for prefill and for decode."""
+    names = ("prefill_attention_backend", "decode_attention_backend")
+    prefill, decode = (
+        resolved(server_args, name) or resolved(server_args, "attention_backend") for name in names
+    )
+    return prefill, decode
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"attention_backend": "pat"}, ("torch_native", "torch_native")),
+        ({"decode_attention_backend": "pat"}, ("torch_native", "torch_native")),
+        (
+            {"attention_backend": "triton", "decode_attention_backend": "pat"},
+            ("triton", "triton"),
+        ),
+        (
+            {"attention_backend": "pat", "prefill_attention_backend": "triton"},
+            ("triton", "torch_native"),
+        ),
+        (
+            {"prefill_attention_backend": "pat", "decode_attention_backend": "pat"},
+            ("torch_native", "torch_native"),
+        ),
+    ],
+)
+def test_the_default_backend_stands_for_pat(
+    chosen: dict[str, str], expected: tuple[str, str], tiny_model: Path
+) -> None:
+    server_args = start(tiny_model, **chosen)
+    assert backends(server_args) == expected
+    for each in (server_args, copy.deepcopy(server_args), pickle.loads(pickle.dumps(server_args))):
+        assert is_asked_for(each)
+        if hasattr(each, "resolve_once"):
+            each.resolve_once()  # a second time, in the scheduler's process
+        assert backends(each) == expected
+
+
+def test_others_are_not_touched(tiny_model: Path) -> None:
+    server_args = start(tiny_model, attention_backend="triton")
+    assert not is_asked_for(server_args)
+    assert backends(server_args) == ("triton", "triton")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            {"prefill_attention_backend": "pat"},
+            "the backend for decode is not given, for prefill pat; use --attention-backend pat or "
+            "--decode-attention-backend pat",
+        ),
+        (
+            {"attention_backend": "pat", "decode_attention_backend": "triton"},
+            "pat only decodes, but the backend for decode is triton, for prefill pat",
+        ),
+        (
+            {"attention_backend": "pat", "speculative_draft_attention_backend": "pat"},
+            "--speculative-draft-attention-backend pat: pat does not serve draft models",
+        ),
+    ],
+)
+def test_modes_that_pat_does_not_serve_are_refused(
+    chosen: dict[str, str], message: str, tiny_model: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(tiny_model, **chosen)
+
+
+def test_a_sglang_that_chooses_pat_all_the_same_is_an_error(tiny_model: Path) -> None:
+    arguments = SimpleNamespace(
+        attention_backend="pat",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        speculative_draft_attention_backend=None,
+    )
+
+    def resolve(arguments: Any) -> None:
+        arguments.attention_backend = "pat"
+        arguments._resolved_overrides = []
+
+    with pytest.raises(RuntimeError, match=r"not substituted .* attention_backend is still 'pat'"):
+        around_resolution(resolve, arguments)
+
+
+def test_the_factory_of_pat_says_that_it_was_not_substituted() -> None:
+    load_plugins()
+    with pytest.raises(RuntimeError, match="it asks for a backend of the name 'pat'; supported v"):
+        ATTENTION_BACKENDS["pat"](None)
+
+
+# --- factories ---
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
+    """The backends that were given to pat, and their names."""
+    from sglang_pat.sglang import backend
+
+    given: list[tuple[Any, str]] = []
+
+    def with_pat(default: Any, name: str, model_runner: Any) -> str:
+        given.append((default, name))
+        return "with pat"
+
+    monkeypatch.setattr(backend, "with_pat", with_pat)
+    return given
+
+
+def model_runner(*, asks: bool = True, decode: str = "fa3", draft: bool = False) -> Any:
+    arguments = SimpleNamespace(_sglang_pat_decodes=asks)
+    if not hasattr(ServerArgs, "resolve_once"):  # 0.5.17
+        arguments.get_attention_backends = lambda: ("triton", decode)
+    return SimpleNamespace(
+        server_args=arguments, is_draft_worker=draft, decode_attention_backend_str=decode
+    )
+
+
+def test_the_backend_that_decodes_is_given_to_pat(built: list[tuple[Any, str]]) -> None:
+    build = plugin._with_pat("fa3", lambda runner: "default")
+    assert build(model_runner()) == "with pat"
+    assert built == [("default", "fa3")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"asks": False}, {"decode": "triton"}, {"draft": True}],
+    ids=lambda each: next(iter(each)),
+)
+def test_other_backends_are_not(built: list[tuple[Any, str]], other: dict[str, Any]) -> None:
+    build = plugin._with_pat("fa3", lambda runner: "default")
+    assert build(model_runner(**other)) == "default"
+    assert built == []
+
+
+def test_all_factories_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_plugins()
+    assert plugin.unwrapped_backends() == []
+    before = dict(ATTENTION_BACKENDS)
+    plugin.register()
+    assert before == ATTENTION_BACKENDS
+    monkeypatch.setitem(ATTENTION_BACKENDS, "late", lambda runner: None)
+    assert plugin.unwrapped_backends() == ["late"]

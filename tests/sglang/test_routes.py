@@ -1,0 +1,292 @@
+"""Which layers are left to the default backend, and why; in strict mode they are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.server_args import ServerArgs
+from sglang_fakes import (
+    HEAD_DIM,
+    KV_HEADS,
+    SLOTS,
+    DefaultBackend,
+    KVPool,
+    config,
+    layers,
+    pat_backend,
+    runner,
+    server_arguments,
+)
+
+from sglang_pat import support
+from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS, GLUE_GRAPH, Routes
+
+pytestmark = pytest.mark.usefixtures("server_context")
+
+# What concerns the last layer alone: the runner, the reason in the log, the refusal.
+OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "fp8 pool": (
+        lambda: runner(token_to_kv_pool=KVPool(of_last=torch.bfloat16)),
+        "KV pool KVPool of torch.bfloat16 [2, 64]",
+        "KV pool = KVPool of torch.bfloat16",
+    ),
+    "cross": (
+        lambda: runner(model=layers(is_cross_attention=True)),
+        "cross attention",
+        r"attention = cross attention .layer 1.; supported: causal",
+    ),
+    "window": (
+        lambda: runner(model=layers(sliding_window_size=128)),
+        "sliding window 128",
+        r"sliding window = 128 .layer 1.; supported: none",
+    ),
+    "chunked": (
+        lambda: runner(attention_chunk_size=8192, model=layers(use_irope=True)),
+        "attention within chunks of 8192",
+        "attention within chunks of 8192 .layer 1",
+    ),
+    "encoder layer": (
+        lambda: runner(model=layers(attn_type=AttentionType.ENCODER_ONLY)),
+        "attention of type encoder_only",
+        "attention of type encoder_only",
+    ),
+    "other v_head_dim": (
+        lambda: runner(model=layers(v_head_dim=32)),
+        "head_dim 64/32",
+        "head_dim = 64/32 .layer 1.; supported: 64, 80",
+    ),
+    "temperature": (
+        lambda: runner(model=layers(xai_temperature_len=8)),
+        "a temperature by position",
+        "a temperature by position",
+    ),
+    "positions": (
+        lambda: runner(model=layers(pos_encoding_mode="ALIBI")),
+        "ALIBI positions",
+        "ALIBI positions",
+    ),
+    "soft-cap": (
+        lambda: runner(model=layers(logit_cap=30.0, logit_capping_method="other")),
+        "a soft-cap by other",
+        "a soft-cap by other",
+    ),
+    "head_dim": (
+        lambda: runner(model=layers(qk_head_dim=512, v_head_dim=512)),
+        "head_dim 512",
+        "head_dim = 512 .layer 1.; supported: 64",
+    ),
+    "heads": (
+        lambda: runner(model=layers(tp_q_head_num=5)),
+        "query heads per KV head 5/2",
+        "query heads per KV head = 5/2",
+    ),
+    "group": (
+        lambda: runner(model=layers(tp_q_head_num=64)),
+        "query heads per KV head 32",
+        "query heads per KV head = 32 .layer 1.; supported: 1 to 16",
+    ),
+    "strided pool": (
+        lambda: runner(token_to_kv_pool=strided_pool()),
+        "KV pool KVPool of torch.float32 [2, 64]",
+        "KV pool = KVPool of torch.float32",
+    ),
+}
+# What concerns the whole model.
+OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "mla": (
+        lambda: runner(use_mla_backend=True),
+        "multi-head latent attention (LlamaForCausalLM)",
+        "attention = multi-head latent attention .Llama",
+    ),
+    "encoder": (
+        lambda: runner(model_config=config(is_encoder_decoder=True)),
+        "an encoder-decoder model (LlamaForCausalLM)",
+        "an encoder-decoder model",
+    ),
+    "context parallel": (
+        lambda: runner(server_args=server_arguments(dcp_size=2)),
+        "--dcp-size 2",
+        "server options = --dcp-size 2; supported: all but",
+    ),
+    "speculation": (
+        lambda: runner(server_args=server_arguments(speculative_algorithm="EAGLE")),
+        "--speculative-algorithm EAGLE",
+        "server options = --speculative-algorithm EAGLE; supported: all but",
+    ),
+    "two batches": (
+        lambda: runner(server_args=server_arguments(enable_two_batch_overlap=True)),
+        "--enable-two-batch-overlap",
+        "server options = --enable-two-batch-overlap; supported",
+    ),
+    "deterministic": (
+        lambda: runner(server_args=server_arguments(enable_deterministic_inference=True)),
+        "--enable-deterministic-inference",
+        "server options = --enable-deterministic-inference; supported",
+    ),
+    "fp8 cache": (
+        lambda: runner(kv_cache_dtype=torch.float8_e4m3fn),
+        "dtype of queries and KV cache torch.float32 and torch.float8_e4m3fn",
+        "queries and KV cache = torch.float32 and torch.float8_e4m3fn .layer 0.; supported: float1",
+    ),
+    "dtype": (
+        lambda: runner(
+            dtype=torch.float64,
+            kv_cache_dtype=torch.float64,
+            token_to_kv_pool=KVPool(torch.float64),
+        ),
+        "dtype of queries and KV cache torch.float64",
+        "queries and KV cache = torch.float64 .layer 0.; supported: float16",
+    ),
+    "virtual slots": (
+        lambda: runner(kv_index_translator=SimpleNamespace(is_translating=True)),
+        "KV pool with virtual slots",
+        "KV pool = with virtual slots; supported: slots of",
+    ),
+    "another accelerator": (lambda: runner(device="npu"), "device npu", "device = npu; supported"),
+    "no attention": (
+        lambda: runner(model=torch.nn.Linear(2, 2)),
+        "no attention layer (RadixAttention) in Linear",
+        "no attention layer",
+    ),
+}
+
+
+def strided_pool() -> KVPool:
+    """Keys and values of a slot beside each other in layer 1: right shapes, other strides."""
+    pool = KVPool()
+    both = torch.zeros(SLOTS, 2 * KV_HEADS, HEAD_DIM)
+    pool.keys[1], pool.values[1] = both[:, :KV_HEADS], both[:, KV_HEADS:]
+    return pool
+
+
+@pytest.mark.parametrize("name", OF_A_LAYER)
+def test_a_layer_is_left_to_the_default_backend(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_runner, reason, _ = OF_A_LAYER[name]
+    with caplog.at_level(logging.INFO):
+        backend = pat_backend(make_runner())
+    assert caplog.messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
+    assert [*backend._pat.routes.shapes] == [0]
+
+
+@pytest.mark.parametrize("name", OF_THE_MODEL)
+def test_a_model_is_left_to_the_default_backend(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_runner, reason, _ = OF_THE_MODEL[name]
+    with caplog.at_level(logging.INFO):
+        backend = pat_backend(make_runner())
+    assert type(backend) is DefaultBackend
+    assert backend.needs_cpu_seq_lens is False
+    (line,) = caplog.messages
+    assert line.startswith("pat decodes nothing, triton decodes all ")
+    assert line.endswith(f" layers: {reason}")
+
+
+@pytest.mark.parametrize("name", [*OF_A_LAYER, *OF_THE_MODEL])
+def test_in_strict_mode_it_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
+    make_runner, _, refusal = (OF_A_LAYER | OF_THE_MODEL)[name]
+    with pytest.raises(ValueError, match=refusal):
+        pat_backend(make_runner())
+
+
+def test_in_strict_mode_a_plain_model_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
+    assert type(pat_backend(runner())) is not DefaultBackend
+
+
+@pytest.mark.parametrize("name", ["dual_chunk_flash_attn", "aiter", "nsa"])
+def test_backends_that_attend_in_ways_of_their_own_stay_whole(name: str) -> None:
+    backend = pat_backend(runner(), name)
+    assert type(backend) is DefaultBackend
+    assert type(pat_backend(runner(), "fa3")) is not DefaultBackend
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((7, 5), torch.float16, "device compute capability 7.5"),
+        ((8, 0), torch.float32, "dtype of queries and KV cache torch.float32 on a GPU"),
+        ((8, 0), torch.bfloat16, None),
+    ],
+)
+def test_gpus_without_kernels(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    model_runner = runner(
+        device="cuda", dtype=dtype, kv_cache_dtype=dtype, token_to_kv_pool=KVPool(dtype)
+    )
+    routes = Routes.of_runner(model_runner, "triton")
+    assert {str(each) for each in routes.delegated.values()} == ({reason} if reason else set())
+
+
+def test_layers_of_one_id_are_routed_together() -> None:
+    # Some models have layers that read the KV of others, under their ids.
+    same = layers(3)
+    same[1].layer_id = same[2].layer_id = 0
+    same[2].sliding_window_size = 16
+    routes = Routes.of_runner(runner(model=same), "triton")
+    assert routes.shapes == {}
+    assert [*routes.delegated] == [0]
+    same[1].layer_id = 1
+    assert [*Routes.of_runner(runner(model=same), "triton").shapes] == [1]
+
+
+def test_layers_of_one_id_have_one_shape() -> None:
+    same = layers(2, layer_id=0, tp_q_head_num=8)
+    routes = Routes.of_runner(runner(model=same), "triton")
+    assert routes.shapes == {}
+    assert str(routes.delegated[0]) == "layers of different shapes with the same id"
+
+
+def test_a_table_joins_neighbours() -> None:
+    five = layers(5)
+    for each in five[1:3]:
+        each.sliding_window_size = 16
+    pool = KVPool()
+    pool.keys, pool.values = [pool.keys[0]] * 5, [pool.values[0]] * 5
+    routes = Routes.of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
+    assert [*routes.table()] == [
+        ("0", "pat", ""),
+        ("1-2", "fa3", "sliding window 16"),
+        ("3-4", "pat", ""),
+    ]
+    assert str(routes) == "pat decodes 3 of 5 layers; 2 on fa3: sliding window 16"
+    assert routes.as_json() == {
+        "default_backend": "fa3",
+        "pat_layers": 3,
+        "default_layers": {"sliding window 16": 2},
+    }
+
+
+def test_arguments_that_delegate_exist_in_this_sglang() -> None:
+    known = getattr(ServerArgs, "__dataclass_fields__", None) or ServerArgs.__struct_fields__
+    missing = {*DELEGATED_ARGUMENTS, "dcp_size"} - {*known}
+    assert missing <= {"enable_kv_cache_sharding"}  # not in 0.5.17
+
+
+@pytest.mark.skipif(not hasattr(envs, GLUE_GRAPH), reason="this SGLang has no glue graphs")
+def test_a_graph_in_place_of_planning_delegates(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its replays would read the plan of the step that it was captured in.
+    monkeypatch.setenv(GLUE_GRAPH, "1")
+    assert type(pat_backend(runner())) is DefaultBackend
+
+
+def test_every_topic_is_one_of_the_support_table() -> None:
+    topics = {row.topic for row in support.support_matrix()}
+    for make_runner, *_ in (OF_A_LAYER | OF_THE_MODEL).values():
+        routes = Routes.of_runner(make_runner(), "triton")
+        assert {reason.topic for reason in routes.delegated.values()} <= topics
