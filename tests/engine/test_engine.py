@@ -341,10 +341,12 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
     ) -> None:
         if not HAS_BEAMS:
             pytest.skip("this SGLang has no beam search")
-        asked = [workload.beams, *workload.long_answers]
+        # With rows to spare: where they are scarce, SGLang's admission may miss those of the beams,
+        # and its own assertion ends the engine.
+        others = workload.long_answers[:3]
         stats.new()
-        searched, *answers = run(engine, answers_together(engine, asked))
-        assert_same(answers, workload.long_answers, expected)
+        searched, *answers = run(engine, answers_together(engine, [workload.beams, *others]))
+        assert_same(answers, others, expected)
         assert beams([searched]) == expected.beams
         counted = stats.new()
         assert counted["private_steps"][BEAMS] > 0
