@@ -9,7 +9,7 @@ reuses its own plans. dp: the layers' attention is for requests of a rank's own
 
 The requests of check_logits.py, through each backend on one rank and on several. What the sums in
 another order cost is measured on the other backends: pat's logits may move by at most twice that,
-and its tokens may part at a tie only. Without a GPU, on the CPU with a smaller model.
+and its tokens may part at a tie only. Without a GPU, tp and pp run on the CPU with a smaller model.
 """
 
 from __future__ import annotations
@@ -162,6 +162,11 @@ def main() -> int:
         parser.error(f"--ranks must be 2 or more, and --backends name pat and another; got {args}")
     if setup is ON_GPU and torch.cuda.device_count() < args.ranks:
         parser.error(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
+    if setup is ON_CPU and args.layout == "dp":
+        parser.error(
+            "--layout dp needs GPUs: on a CPU SGLang's torch_native cannot pad a batch "
+            "(tests/engine/test_tensor_parallel.py adds what it lacks)"
+        )
     with tempfile.TemporaryDirectory(prefix="check-ranks-") as folder:
         found = run_all(setup, args.backends, args.layout, args.ranks, Path(folder))
     verdict = judge(*found, args.layout)
