@@ -7,8 +7,8 @@ SHELL := /bin/bash
 # An engine is several processes: without bytecode each compiles all of SGLang anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The newest of the range in pyproject.toml.
-DEFAULT_SGLANG := $(shell sed -n 's/^sglang = \["sglang>=.*,<=\(.*\)"\]$$/\1/p' pyproject.toml)
+# The newest of those that are tested.
+DEFAULT_SGLANG := $(shell sed -n 's/^SGLANG_VERSIONS = (\(.*\)).*/\1/p' sglang_pat/support.py | grep -o '[0-9.]*[0-9]' | tail -1)
 SGLANG ?= $(DEFAULT_SGLANG)
 VENV := .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
 RUN := $(VENV)/bin/python
@@ -21,10 +21,10 @@ UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
 
-CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*')
+CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler docs clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler docs wheels clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -37,6 +37,7 @@ help:
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
 	@echo 'make docs             build the documentation into build/site, strictly'
+	@echo 'make wheels           wheels with compiled kernels inside, in dist/'
 	@echo 'make setup            only the environment; make clean removes every environment'
 	@echo 'SGLANG=VERSION        run against another SGLang; the default is $(DEFAULT_SGLANG)'
 
@@ -100,6 +101,11 @@ bench-scheduler: setup
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# Needs every supported Python, and neither a GPU nor nvcc.
+wheels: setup
+	@$(INSTALL) --group pyproject.toml:wheels
+	@PATH="$(abspath $(VENV)/bin):$$PATH" $(RUN) .ci/wheels.py --uv $(UV) $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-*

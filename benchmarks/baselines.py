@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 from planned_step import PlannedStep
-from workloads import HEAD_DIM, Workload, WorkloadTensors
+from workloads import Workload, WorkloadTensors
 
 from sglang_pat.bench import peers
 from sglang_pat.bench.peers import Layer
-from sglang_pat.executors.cuda import DecodeKernels
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kernels import DecodeKernels
 
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
@@ -25,7 +25,7 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
     """This package: one of its packing policies, or its tile bodies up to max_block_q only."""
 
     def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
-        config = KernelConfig.for_device(workload.dtype, HEAD_DIM, tensors.q.device)
+        config = KernelConfig.for_device(workload.dtype, workload.head_dim, tensors.q.device)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
             DecodeKernels.load(config),
@@ -40,7 +40,7 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
         out = torch.empty_like(tensors.q)
 
         def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            step.decode(tensors.q, k, v, out)
+            step.decode(tensors.q, k, v, out, sinks=tensors.sinks)
             return out
 
         return run
@@ -57,6 +57,8 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FlashInfer's multi-level cascade, one level per level of the tree."""
     from flashinfer import MultiLevelCascadeAttentionWrapper
 
+    if tensors.sinks is not None:
+        raise ValueError("FlashInfer's cascade has no attention sinks")
     tree = workload.tree
     levels = len(tree.nodes)
     wrapper = MultiLevelCascadeAttentionWrapper(
@@ -79,7 +81,7 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
         last_page,
         workload.num_qo_heads,
         workload.num_kv_heads,
-        HEAD_DIM,
+        workload.head_dim,
         1,
         q_data_type=workload.dtype,
     )
@@ -93,7 +95,7 @@ def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
 def _step(workload: Workload, tensors: WorkloadTensors) -> peers.DecodeTensors:
     return peers.DecodeTensors(
-        tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens
+        tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens, tensors.sinks
     )
 
 

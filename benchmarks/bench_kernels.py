@@ -6,6 +6,7 @@ KV cache of its own, as far as they fit into 256 MiB: launching the graph is the
 Times are per layer.
 
     python benchmarks/bench_kernels.py --quick
+    python benchmarks/bench_kernels.py --hybrid --json FILE
     python benchmarks/bench_kernels.py --json FILE
     python benchmarks/bench_kernels.py --tree 1,64_8192,256 --heads 32/8 --contenders pat fa3
 """
@@ -22,7 +23,7 @@ import torch
 from baselines import ABLATIONS, CONTENDERS
 from metadata import gpu_state, metadata
 from numerics import compare
-from workloads import Workload, WorkloadTensors, pat_suite, quick_suite
+from workloads import Workload, WorkloadTensors, hybrid_suite, pat_suite, quick_suite
 
 from sglang_pat.bench import timing
 from sglang_pat.executors.reference import dense_attention
@@ -46,6 +47,7 @@ def measure(
             tensors.req_to_token,
             tensors.req_pool_indices[::every],
             tensors.seq_lens[::every],
+            sinks=tensors.sinks,
             dtype=dtype,
         )[0]
         for dtype in (torch.float64, workload.dtype)
@@ -107,6 +109,9 @@ def summary(cases: list[dict[str, object]], names: list[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few trees instead of 20")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="layers of gpt-oss, Gemma 3 and Qwen3-Next"
+    )
     parser.add_argument("--tree", help="one tree, e.g. 1,4,64_1024,256,64")
     parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
@@ -117,9 +122,13 @@ def main() -> int:
     arguments = parser.parse_args()
 
     names = arguments.contenders or [*CONTENDERS, *(ABLATIONS if arguments.ablations else ())]
+    if arguments.hybrid and not arguments.contenders:
+        names.remove("cascade")
     if arguments.tree:
         heads = [int(n) for n in arguments.heads.split("/")]
         suite = [Workload(arguments.tree, *heads)]
+    elif arguments.hybrid:
+        suite = hybrid_suite()
     else:
         suite = quick_suite() if arguments.quick else pat_suite()
 
@@ -135,6 +144,8 @@ def main() -> int:
             "tree": workload.tree_name,
             "heads_q": workload.num_qo_heads,
             "heads_kv": workload.num_kv_heads,
+            "head_dim": workload.head_dim,
+            "sinks": workload.with_sinks,
             "shared": workload.tree.is_shared,
             "floor_us": workload.floor_us(copy_bandwidth),
             "unique_kv_bytes": workload.unique_kv_bytes,

@@ -103,14 +103,15 @@ def prompts(setup: Setup) -> list[list[int]]:
     return [documents[i % 4] + tokens(20 + 3 * i) for i in range(REQUESTS)]
 
 
-def answer_all(server: Server, setup: Setup) -> Run:
-    """Both passes, each from an empty radix cache."""
+def answer_all(server: Server, setup: Setup, *, flush: bool = True) -> Run:
+    """Both passes. flush: each from an empty radix cache."""
     usable = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
     chosen = random.Random(6).sample(usable, REQUESTS + PROBES)
     forced, probes = chosen[:REQUESTS], chosen[REQUESTS:]
     sampling = sampling_of(NUM_TOKENS)
 
-    server.flush()
+    if flush:
+        server.flush()
     answers = server.generate(
         prompts(setup),
         [sampling | {"logit_bias": {str(token): BIAS}} for token in forced],
@@ -120,7 +121,8 @@ def answer_all(server: Server, setup: Setup) -> Run:
     for token, answer in zip(forced, answers, strict=True):
         if answer["output_ids"] != [token] * NUM_TOKENS:
             raise RuntimeError(f"a bias of {BIAS} does not force token {token}")
-    server.flush()
+    if flush:
+        server.flush()
     greedy = server.generate(prompts(setup), sampling, **with_candidates(CANDIDATES))
     return Run(_probed(answers), [Answer.of(answer) for answer in greedy])
 

@@ -11,7 +11,8 @@ import torch
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapacity
 from sglang_pat.attention import GROWTH_TOKENS, MIN_PIECE_TOKENS, default_workers
 from sglang_pat.batch import DecodeBatch, Step
-from sglang_pat.executors.cuda import CudaExecutor, DecodeKernels
+from sglang_pat.executors.cuda import CudaExecutor
+from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import BufferSizes, DecodePlan
 
@@ -84,7 +85,8 @@ class PlannedStep:
         *,
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Run the last plan written."""
         scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        self.executor.run(LayerInputs(q, k_cache, v_cache, out, out_lse, scale, logit_cap))
+        self.executor.run(LayerInputs(q, k_cache, v_cache, out, out_lse, scale, logit_cap, sinks))

@@ -1,6 +1,6 @@
 // What the host passes to each kernel: addresses, strides and scalars that stay the same between graph replays.
-// Everything that changes from step to step lies in the buffers. Shapes are given as comments; D is head_dim,
-// Hq = num_kv_heads * group_size.
+// Everything that changes from step to step lies in the buffers. Shapes are given as comments; D is head_dim of keys
+// and queries, Dv that of values, Hq = num_kv_heads * group_size.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,13 @@ namespace pat {
 struct IndexArray {
   const void* data;
   bool is_int64;
+};
+
+// One attention sink per query head, in the type that the model has.
+enum class SinkType : int32_t { kFloat32, kBfloat16, kFloat16 };
+struct SinkArray {
+  const void* data;  // [Hq], nullptr: none
+  SinkType type;
 };
 
 // Query row of a work item -> request of the item and query head of the group, without a division.
@@ -60,7 +67,7 @@ struct DecodeParams {
   uint32_t q_stride_chunks;  // 16-byte chunks between requests
   int32_t num_requests;      // the plan's must be the same
   const void* k_cache;       // [num_slots, num_kv_heads, D]
-  const void* v_cache;       // [num_slots, num_kv_heads, D]
+  const void* v_cache;       // [num_slots, num_kv_heads, Dv]
   uint32_t k_slot_bytes;     // bytes between slots
   uint32_t v_slot_bytes;
   const int32_t* shared_slots;  // [num_shared_slots]
@@ -70,9 +77,9 @@ struct DecodeParams {
   int32_t launch_tag;  // what the launches of one graph, and no others, write to partials_owner
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
-  void* out;                    // [num_requests, Hq, D]
+  void* out;                    // [num_requests, Hq, Dv]
   float* out_lse;               // [num_requests, Hq], may be nullptr
-  float* partial_out;           // [num_partials, Hq, D], normalised
+  float* partial_out;           // [num_partials, Hq, Dv], normalised
   float* partial_lse;           // [num_partials, Hq], natural log
   TicketCounter* tickets;
   int32_t* partials_owner;  // tag of the launch that wrote the partials last
@@ -82,7 +89,7 @@ struct DecodeParams {
   int32_t num_kv_heads;
   QueryRows rows;
   LogitScale logit_scale;
-  bool soft_cap;
+  SinkArray sinks;
 };
 
 }  // namespace pat

@@ -10,9 +10,8 @@ namespace pat {
 
 inline constexpr int kGatherThreads = 256;
 
-// Spans along x, chunks of a span along y; both strided, so that any grid is right.
-__global__ void __launch_bounds__(kGatherThreads)
-    gather_slots_kernel(const __grid_constant__ GatherParams params) {
+// With kGatherThreads threads. Spans along x, chunks of a span along y; both strided, so that any grid is right.
+__device__ __forceinline__ void gather_slots(const GatherParams& params) {
   const int num_spans = params.plan.header->num_gather_spans;
   for (int i = blockIdx.x; i < num_spans; i += gridDim.x) {
     const GatherSpan span = params.plan.gather_spans[i];

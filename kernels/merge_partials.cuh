@@ -11,6 +11,7 @@
 
 #include "decode_params.h"
 #include "ptx/ptx.cuh"
+#include "sinks.cuh"
 
 namespace pat {
 
@@ -28,37 +29,46 @@ struct PartialRow {
   int num_heads;  // rows from one partial to the next
 };
 
-// Weighted sum of some partials of a row, in a warp. kLanes lanes hold a row, 4 columns each; where that is half the
-// warp, each half takes every other partial.
-template <int kHeadDim>
+// Weighted sum of some partials of a row, in a warp. kLanes lanes hold a row, kVectors times 4 columns each. Where that
+// is half the warp, each half takes every other partial; lanes that are left over do what the first ones do.
+template <int kColumns, bool kSinks>
 struct PartialSum {
-  static constexpr int kLanes = kHeadDim / 4;
+  static constexpr int kVectors = (kColumns + 127) / 128;
+  static constexpr int kLanes = kColumns / 4 / kVectors;
   static constexpr int kRowsAtOnce = 32 / kLanes;
-  static constexpr int kInFlight = 6;  // partials loaded before the first is used
+  static_assert(kLanes * kVectors * 4 == kColumns && kLanes >= 16 && kLanes <= 32);
+  // Partials loaded before the first is used, as many as there are registers for.
+  static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 6 : 5) / kVectors;
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  float maximum = -INFINITY;  // of the LSEs; NaN is left out, but not of `weight`
-  float weight = 0.f;         // sum of exp(LSE - maximum)
-  float4 columns{};           // not yet divided by `weight`
+  float maximum = -INFINITY;   // of the LSEs; NaN is left out, but not of `weight`
+  float weight = 0.f;          // sum of exp(LSE - maximum)
+  float4 columns[kVectors]{};  // not yet divided by `weight`; kLanes * 4 columns apart
 
   // Partials [begin, end). Past L1: its lines may be older than what the predecessor, which may still have been
   // running when this kernel was launched, has written.
   __device__ __forceinline__ static PartialSum of(const PartialRow& row, int begin, int end,
                                                   int lane) {
     PartialSum sum;
-    const float* lse = row.partial_lse + int64_t{begin + lane / kLanes} * row.num_heads;
-    const float* out = row.partial_out + lane % kLanes * 4 +
-                       int64_t{begin + lane / kLanes} * row.num_heads * kHeadDim;
+    const int first = kRowsAtOnce == 1 ? 0 : lane / kLanes;
+    const float* lse = row.partial_lse + int64_t{begin + first} * row.num_heads;
+    const float* out =
+        row.partial_out + lane % kLanes * 4 + int64_t{begin + first} * row.num_heads * kColumns;
     const int step = kRowsAtOnce * row.num_heads;
 #pragma unroll 1
-    for (int left = end - begin - lane / kLanes; left > 0; left -= kInFlight * kRowsAtOnce) {
+    for (int left = end - begin - first; left > 0; left -= kInFlight * kRowsAtOnce) {
       float lses[kInFlight];
-      float4 values[kInFlight];
+      float4 values[kInFlight][kVectors];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        values[i] = {};
-        if (i * kRowsAtOnce < left) values[i] = __ldcg(reinterpret_cast<const float4*>(out));
-        out += step * kHeadDim;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          values[i][v] = {};
+          if (i * kRowsAtOnce < left) {
+            values[i][v] = __ldcg(reinterpret_cast<const float4*>(out) + v * kLanes);
+          }
+        }
+        out += step * kColumns;
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -73,8 +83,8 @@ struct PartialSum {
 
   // Parts of a row, which its CTA's first num_parts warps have left in shared memory.
   __device__ __forceinline__ static PartialSum of_parts(const float2* states,
-                                                        const float4 (*columns)[32], int num_parts,
-                                                        int lane) {
+                                                        const float4 (*columns)[kVectors][32],
+                                                        int num_parts, int lane) {
     PartialSum sum;
 #pragma unroll 4
     for (int part = 0; part < num_parts; ++part) {
@@ -84,9 +94,16 @@ struct PartialSum {
     for (int part = 0; part < num_parts; ++part) {
       const float factor = ptx::exp2((states[part].x - sum.shift()) * kLog2E);
       sum.weight += factor * states[part].y;
-      sum.add_scaled(factor, columns[part][lane]);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) sum.add_scaled(factor, columns[part][v][lane], v);
     }
     return sum;
+  }
+
+  // One more partial, of value 0.
+  __device__ __forceinline__ void add_sink(float sink) {
+    raise(sink);
+    weight += ptx::exp2((sink - shift()) * kLog2E);
   }
 
  private:
@@ -98,18 +115,21 @@ struct PartialSum {
     maximum = fmaxf(maximum, latest);
     const float factor = ptx::exp2((before - shift()) * kLog2E);
     weight *= factor;
-    columns = {columns.x * factor, columns.y * factor, columns.z * factor, columns.w * factor};
+#pragma unroll
+    for (float4& each : columns) {
+      each = {each.x * factor, each.y * factor, each.z * factor, each.w * factor};
+    }
   }
 
-  __device__ __forceinline__ void add_scaled(float factor, const float4& value) {
-    columns.x += factor * value.x;
-    columns.y += factor * value.y;
-    columns.z += factor * value.z;
-    columns.w += factor * value.w;
+  __device__ __forceinline__ void add_scaled(float factor, const float4& value, int vector) {
+    columns[vector].x += factor * value.x;
+    columns[vector].y += factor * value.y;
+    columns[vector].z += factor * value.z;
+    columns[vector].w += factor * value.w;
   }
 
   __device__ __forceinline__ void add(const float (&lses)[kInFlight],
-                                      const float4 (&values)[kInFlight]) {
+                                      const float4 (&values)[kInFlight][kVectors]) {
     float latest = lses[0];
 #pragma unroll
     for (int i = 1; i < kInFlight; ++i) latest = fmaxf(latest, lses[i]);
@@ -118,7 +138,8 @@ struct PartialSum {
     for (int i = 0; i < kInFlight; ++i) {
       const float factor = ptx::exp2((lses[i] - shift()) * kLog2E);
       weight += factor;
-      add_scaled(factor, values[i]);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) add_scaled(factor, values[i][v], v);
     }
   }
 
@@ -126,29 +147,39 @@ struct PartialSum {
     raise(other.maximum);
     const float factor = ptx::exp2((other.maximum - shift()) * kLog2E);
     weight += factor * other.weight;
-    add_scaled(factor, other.columns);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) add_scaled(factor, other.columns[v], v);
   }
 
   __device__ __forceinline__ PartialSum of_other_half() const {
     const auto other = [](float value) { return __shfl_xor_sync(0xffffffffu, value, kLanes); };
-    return {other(maximum),
-            other(weight),
-            {other(columns.x), other(columns.y), other(columns.z), other(columns.w)}};
+    static_assert(kVectors == 1 || kRowsAtOnce == 1);
+    const float4& own = columns[0];
+    PartialSum sum;
+    sum.maximum = other(maximum);
+    sum.weight = other(weight);
+    sum.columns[0] = {other(own.x), other(own.y), other(own.z), other(own.w)};
+    return sum;
   }
 };
 
 // A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is.
-template <typename T, int kHeadDim>
+template <typename T, int kColumns, bool kSinks>
 __device__ __forceinline__ void store_sum(const DecodeParams& params,
-                                          const PartialSum<kHeadDim>& sum, int64_t out_row,
+                                          const PartialSum<kColumns, kSinks>& sum, int64_t out_row,
                                           int lane) {
+  using Sum = PartialSum<kColumns, kSinks>;
   const bool empty = sum.weight == 0.f;
   const float inverse = empty ? 0.f : 1.f / sum.weight;
-  if (lane < PartialSum<kHeadDim>::kLanes) {
-    T* target = static_cast<T*>(params.out) + out_row * kHeadDim + lane * 4;
-    *reinterpret_cast<uint2*>(target) =
-        make_uint2(ptx::pack<T>(sum.columns.x * inverse, sum.columns.y * inverse),
-                   ptx::pack<T>(sum.columns.z * inverse, sum.columns.w * inverse));
+  if (lane < Sum::kLanes) {
+    T* target = static_cast<T*>(params.out) + out_row * kColumns + lane * 4;
+#pragma unroll
+    for (int v = 0; v < Sum::kVectors; ++v) {
+      const float4& columns = sum.columns[v];
+      *reinterpret_cast<uint2*>(target + v * Sum::kLanes * 4) =
+          make_uint2(ptx::pack<T>(columns.x * inverse, columns.y * inverse),
+                     ptx::pack<T>(columns.z * inverse, columns.w * inverse));
+    }
   }
   if (params.out_lse != nullptr && lane == 0) {
     params.out_lse[out_row] = empty ? -INFINITY : sum.maximum + logf(sum.weight);
@@ -162,11 +193,11 @@ struct MergeRow {
   int first_partial;
   int num_partials;
 
-  template <int kHeadDim>
+  template <int kColumns>
   __device__ __forceinline__ PartialRow partials(const DecodeParams& params) const {
     const int num_heads = params.num_q_heads;
     const int64_t first = int64_t{first_partial} * num_heads + head;
-    return {params.partial_out + first * kHeadDim, params.partial_lse + first, num_heads};
+    return {params.partial_out + first * kColumns, params.partial_lse + first, num_heads};
   }
 
   __device__ __forceinline__ int64_t out_row(const DecodeParams& params) const {
@@ -174,11 +205,11 @@ struct MergeRow {
   }
 };
 
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
-    merge_partials_kernel(const __grid_constant__ DecodeParams params) {
-  using Sum = PartialSum<kHeadDim>;
-  __shared__ float4 part_columns[kMergeWarps][32];
+// With kMergeWarps warps. kSinks: the layer has attention sinks.
+template <typename T, int kColumns, bool kSinks>
+__device__ __forceinline__ void merge_partials(const DecodeParams& params) {
+  using Sum = PartialSum<kColumns, kSinks>;
+  __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
   __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
 
@@ -220,11 +251,13 @@ __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
       const int part = is_shared ? warp : 0;
       Sum sum;
       if (part < num_parts) {
-        sum = Sum::of(row.partials<kHeadDim>(params), count * part / num_parts,
+        sum = Sum::of(row.partials<kColumns>(params), count * part / num_parts,
                       count * (part + 1) / num_parts, lane);
+        if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head));
       }
       if (is_shared) {
-        part_columns[warp][lane] = sum.columns;
+#pragma unroll
+        for (int v = 0; v < Sum::kVectors; ++v) part_columns[warp][v][lane] = sum.columns[v];
         if (lane == 0) part_states[warp] = make_float2(sum.maximum, sum.weight);
         __syncthreads();
         if (warp == turn) sum = Sum::of_parts(part_states, part_columns, num_parts, lane);

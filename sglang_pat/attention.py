@@ -19,8 +19,9 @@ import torch
 from sglang_pat import support
 from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
-from sglang_pat.executors.cuda import CudaExecutor, DecodeKernels
+from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BACKEND = "pat"  # the name of the attention backend in SGLang
-# Those that are tested (docs/sglang-versions.json). The oldest and the newest bound the range of the
-# extra `sglang`, and are tested on each change.
+# Those that are tested (docs/sglang-versions.json): the oldest and the newest on each change.
 SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
@@ -19,20 +18,19 @@ KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernel
 # Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
-# Compute capability -> the oldest nvcc that compiles the kernels for it. 12.3 is the first with
-# C++20 and programmatic dependent launch in graphs; later ones are the first for that capability.
-OLDEST_NVCC = {
-    (8, 0): (12, 3),
-    (8, 6): (12, 3),
-    (8, 7): (12, 3),
-    (8, 9): (12, 3),
-    (9, 0): (12, 3),
-    (10, 0): (12, 8),
-    (10, 3): (12, 9),
-    (11, 0): (13, 0),
-    (12, 0): (12, 8),
-    (12, 1): (12, 9),
-}
+# Compute capabilities that the kernels can be compiled for.
+CAPABILITIES = (
+    OLDEST_CAPABILITY,
+    (8, 6),
+    (8, 7),
+    (8, 9),
+    (9, 0),
+    (10, 0),
+    (10, 3),
+    (11, 0),
+    (12, 0),
+    (12, 1),
+)
 MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
@@ -75,7 +73,11 @@ def _any_of(values: tuple[object, ...]) -> str:
 
 
 _MATRIX = (
-    SupportRow("SGLang", _any_of(SGLANG_VERSIONS), "starts with a warning if all hooks take hold and a self-test passes"),
+    SupportRow(
+        "SGLang",
+        _any_of(SGLANG_VERSIONS),
+        "starts with a warning if all hooks take hold and a self-test passes",
+    ),
     SupportRow("Python", _any_of(PYTHON_VERSIONS), "refused by pip"),
     SupportRow(
         "device",
@@ -102,12 +104,14 @@ _MATRIX = (
         "all but --speculative-algorithm, --enable-deterministic-inference, "
         "--enable-two-batch-overlap, --enable-pdmux, --enable-hisparse, "
         "--enable-kv-cache-sharding, --enable-page-major-kv-layout, --enable-unified-memory, "
-        "--enable-torch-compile, --enable-mis, --dllm-algorithm, --dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        "--enable-torch-compile, --enable-mis, --dllm-algorithm, --dcp-size, "
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         MODEL,
     ),
     SupportRow(
         "prefix cache",
-        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core)",
+        "RadixCache, HiRadixCache, UnifiedRadixCache (Python and Rust core), hybrid models "
+        "included",
         PRIVATE_ROWS,
     ),
     SupportRow("packing policy", _any_of(POLICIES), REFUSED),

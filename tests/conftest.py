@@ -101,6 +101,7 @@ def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ),
         serving=SimpleNamespace(served_model_name="a model"),
         disagg=SimpleNamespace(disaggregation_mode="null"),
+        memory=SimpleNamespace(disable_radix_cache=False),
     )
     for name, value in vars(context).items():
         monkeypatch.setattr(reports, f"get_{name}", lambda value=value: value)

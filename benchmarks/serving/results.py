@@ -32,14 +32,7 @@ class Results:
             "serving": [],
         }
         if path is not None and path.exists():
-            self._data = json.loads(path.read_text())
-            for name in _SAME:
-                before, now = self._data["meta"].get(name), meta[name]
-                if before != now:
-                    raise ValueError(
-                        f"{path} was measured with {name} {before!r}, this is {now!r}: "
-                        "write to another file"
-                    )
+            self._data = earlier(path, meta)
         self._earlier_runs = len(self._data["runs"])
 
     @property
@@ -104,9 +97,27 @@ class Results:
 
     def _write(self) -> None:
         if self._path is not None:
-            new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(self._data, indent=1) + "\n")
-            new.replace(self._path)
+            write(self._path, self._data)
+
+
+def earlier(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """What `path` holds. ValueError if it was measured elsewhere or with other versions."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    for name in _SAME:
+        before, now = data["meta"].get(name), meta[name]
+        if before != now:
+            raise ValueError(
+                f"{path} was measured with {name} {before!r}, this is {now!r}: "
+                "write to another file"
+            )
+    return data
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """All at once: a file that is there is whole."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(path)
 
 
 def identical(answers: dict[str, list[str]]) -> dict[str, float]:

@@ -28,10 +28,11 @@ LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name in tables, SGLang's name of the backend, and variables that its server is given."""
+    """A name in tables, SGLang's name of the backend (None: SGLang chooses), and variables that its
+    server is given."""
 
     name: str
-    backend: str
+    backend: str | None
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -41,11 +42,13 @@ class Contender:
 
 # `pat-replan` makes a new plan at every other step: what planning costs where it is never reused.
 REPLAN = Contender("pat-replan", "pat", {"SGLANG_PAT_GROWTH_TOKENS": "1"})
+DEFAULT = Contender("default", None)
+_SPECIAL = {special.name: special for special in (REPLAN, DEFAULT)}
 
 
 def contender(name: str) -> Contender:
-    """`pat-replan`, or a backend of SGLang by its own name."""
-    return REPLAN if name == REPLAN.name else Contender(name, name)
+    """`pat-replan`, `default`, or a backend of SGLang by its own name."""
+    return _SPECIAL.get(name, Contender(name, name))
 
 
 def sampling_of(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -103,6 +106,13 @@ class Server:
         """options: of SGLang's ProfileReq."""
         self._post("start_profile", options)
 
+    def info(self) -> dict[str, Any]:
+        """What SGLang says of itself: all arguments, as they were resolved, and more."""
+        response = requests.get(f"{self.url}/get_server_info", timeout=ANSWER_SECONDS)
+        response.raise_for_status()
+        info: dict[str, Any] = response.json()
+        return info
+
     def stats(self) -> dict[str, Any]:
         """What pat has counted when all is answered; empty for other backends."""
         if self.stats_file is None:
@@ -146,9 +156,10 @@ def running_server(
     variables = {"HF_HUB_OFFLINE": "1", **contender.environment, **(environment or {})}
     if stats_file is not None:
         variables["SGLANG_PAT_STATS_FILE"] = str(stats_file)
+    if contender.backend is not None:
+        arguments = {"attention_backend": contender.backend, **arguments}
     arguments = {
         "model_path": model,
-        "attention_backend": contender.backend,
         "max_running_requests": MAX_RUNNING_REQUESTS,
         "random_seed": 1,
         "log_level": "warning",

@@ -6,9 +6,9 @@
 
 namespace pat {
 
-template <int kHeadDim>
+template <typename Dims>
 struct Consumer {
-  using Storage = SharedStorage<kHeadDim>;
+  using Storage = SharedStorage<Dims>;
 
   Storage& storage;
   const int warp;
@@ -44,7 +44,7 @@ struct Consumer {
     position.advance(units);
   }
 
-  // Address of the keys of the next stage, once it has arrived; the values follow kOperandBytes behind.
+  // Address of the keys of the next stage, once it has arrived; the values follow Dims::kKeyBytes behind.
   __device__ __forceinline__ uint32_t wait_for_stage() const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[ring.stage]), ring.parity);
     return ptx::shared_address(storage.kv[ring.stage]);

@@ -24,9 +24,9 @@ struct WarpLayout {
   static_assert(kStagesPerStep * kStageTokens == kConfig.block_kv);
 };
 
-template <int kTokens, typename T, int kHeadDim, bool kSoftCap>
+template <int kTokens, typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
-                                              const WarpAttention<T, kHeadDim, kSoftCap>& part,
+                                              const WarpAttention<T, Dims, kSoftCap>& part,
                                               uint32_t keys, int first_token, uint32_t lane) {
 #pragma unroll
   for (int tile = 0; tile < kTokens / 8; ++tile) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
   const uint32_t row = first_token + lane / 16 * 8 + lane % 8;
   const uint32_t first = keys + swizzled_offset(kStageTokens, row, lane / 8 % 2);
 #pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
+  for (int step = 0; step < Dims::kKey / 16; ++step) {
 #pragma unroll
     for (int pair = 0; pair < kTokens / 16; ++pair) {
       ptx::Fragment fragment;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
   }
 }
 
-template <int kTokens, typename T, int kHeadDim, bool kSoftCap>
-__device__ __forceinline__ void multiply_values(WarpAttention<T, kHeadDim, kSoftCap>& part,
+template <int kTokens, typename T, typename Dims, bool kSoftCap>
+__device__ __forceinline__ void multiply_values(WarpAttention<T, Dims, kSoftCap>& part,
                                                 const float (&probabilities)[kTokens / 8][4],
                                                 uint32_t values, int first_token, uint32_t lane) {
   const uint32_t first = values + swizzled_offset(kStageTokens, first_token + lane % 16, lane / 16);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_values(WarpAttention<T, kHeadDim, kSoft
     ptx::Fragment weights;
     part.pack_weights(weights, probabilities[2 * step], probabilities[2 * step + 1]);
 #pragma unroll
-    for (int pair = 0; pair < kHeadDim / 16; ++pair) {
+    for (int pair = 0; pair < Dims::kValue / 16; ++pair) {
       ptx::Fragment fragment;
       ptx::load_matrices_transposed(
           fragment, step_address(first, kStageTokens, pair) + step * 16 * kPanelRowBytes);
@@ -69,9 +69,9 @@ __device__ __forceinline__ void multiply_values(WarpAttention<T, kHeadDim, kSoft
 }
 
 // One item in the body of tile kTile.
-template <typename T, int kHeadDim, bool kSoftCap, int kTile>
+template <typename T, typename Dims, bool kSoftCap, int kTile>
 __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
-                                                 Consumer<kHeadDim>& consumer) {
+                                                 Consumer<Dims>& consumer) {
   using Layout = WarpLayout<kTile>;
   constexpr int kTileRows = Layout::kConfig.block_q;
   constexpr int kUnits = kTileRows / kUnitRows;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
   const int kv_warp = consumer.warp % Layout::kKvWarps;
 
-  WarpAttention<T, kHeadDim, kSoftCap> part;
+  WarpAttention<T, Dims, kSoftCap> part;
   part.begin(consumer.queries(kUnits), kTileRows, first_row, lane);
   consumer.release_queries(kUnits, first_row, lane);
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
       part.template weigh<kTokens>(scores, num_valid, params.logit_scale, lane);
-      const uint32_t values = keys + SharedStorage<kHeadDim>::kOperandBytes;
+      const uint32_t values = keys + Dims::kKeyBytes;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
     consumer.release_stage();
@@ -110,21 +110,20 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
     store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
   } else {
     const int num_parts = (num_tokens + kTokens - 1) / kTokens;
-    combine_and_store_item<T, kHeadDim, kSoftCap, Layout::kKvWarps>(
+    combine_and_store_item<T, Dims, kSoftCap, Layout::kKvWarps>(
         part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
   }
 }
 
 // Exactly the tiles of the tile table.
-template <typename T, int kHeadDim, bool kSoftCap, int kTile = 0>
-__device__ __forceinline__ void execute_item(const DecodeParams& params,
-                                             Consumer<kHeadDim>& consumer) {
+template <typename T, typename Dims, bool kSoftCap, int kTile = 0>
+__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
   if constexpr (kTile + 1 < kNumTiles) {
     if (consumer.record().tile != kTile) {
-      return execute_item<T, kHeadDim, kSoftCap, kTile + 1>(params, consumer);
+      return execute_item<T, Dims, kSoftCap, kTile + 1>(params, consumer);
     }
   }
-  execute_item_mma<T, kHeadDim, kSoftCap, kTile>(params, consumer);
+  execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
 }
 
 }  // namespace pat

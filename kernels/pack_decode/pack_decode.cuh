@@ -7,8 +7,7 @@
 #pragma once
 
 #include "pack_decode/producer.cuh"
-// PAT_FORCE_MMA_SYNC: Hopper runs what Ampere, Ada and Blackwell run, so that its tests execute that code.
-#if PAT_TARGET_ARCH == 90 && !defined(PAT_FORCE_MMA_SYNC)
+#ifdef PAT_USES_WGMMA
 #include "pack_decode/wgmma_body.cuh"
 #else
 #include "pack_decode/mma_body.cuh"
@@ -16,10 +15,10 @@
 
 namespace pat {
 
-template <typename T, int kHeadDim, bool kSoftCap>
-__global__ void __launch_bounds__(kDecodeThreads, 2)
-    pack_decode_kernel(const __grid_constant__ DecodeParams params) {
-  using Storage = SharedStorage<kHeadDim>;
+// With kDecodeThreads threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
+template <typename T, typename Dims, bool kSoftCap>
+__device__ __forceinline__ void pack_decode(const DecodeParams& params) {
+  using Storage = SharedStorage<Dims>;
   static_assert(alignof(Storage) <= kSharedAlignment);
   alignas(kSharedAlignment) extern __shared__ uint8_t shared_bytes[];
   Storage& storage = *reinterpret_cast<Storage*>(shared_bytes);
@@ -47,12 +46,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   __syncthreads();
 
   if (warp == kConsumerWarps) {
-    Producer<T, kHeadDim, true>(params, storage, lane).run();
+    Producer<T, Dims, true>(params, storage, lane).run();
   } else if (warp == kConsumerWarps + 1) {
-    Producer<T, kHeadDim, false>(params, storage, lane).run();
+    Producer<T, Dims, false>(params, storage, lane).run();
   } else {
-    Consumer<kHeadDim> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
-    while (consumer.wait_for_item()) execute_item<T, kHeadDim, kSoftCap>(params, consumer);
+    Consumer<Dims> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
+    while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);
   }
 }
 

@@ -78,38 +78,26 @@ struct SlotBatch {
   }
 };
 
-// How the 32 lanes of a warp cover rows of head_dim elements with 16-byte copies.
-template <int kHeadDim>
-struct RowCopy {
-  static constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
-  static constexpr int kRowsPerCopy = 32 / kChunks;
-  static constexpr int kPeriod = 8 / kRowsPerCopy;  // copies after which the swizzle repeats
-
-  int row;  // of the first copy
-  int chunk;
-
-  __device__ explicit RowCopy(int lane) : row(lane / kChunks), chunk(lane % kChunks) {}
-};
-
-// Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would turn
-// probability 0 into NaN.
-template <int kHeadDim, bool kWholeStage>
+// Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
+// turn probability 0 into NaN.
+template <int kColumns, bool kWholeStage>
 __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
                                            int32_t lane_slot, int num_tokens,
-                                           const RowCopy<kHeadDim>& copy) {
-  using Copy = RowCopy<kHeadDim>;
+                                           const RowCopy<kColumns>& copy) {
+  using Copy = RowCopy<kColumns>;
   uint32_t offsets[Copy::kPeriod];
 #pragma unroll
   for (int i = 0; i < Copy::kPeriod; ++i) {
-    offsets[i] =
-        shared + swizzled_offset(kStageTokens, i * Copy::kRowsPerCopy + copy.row, copy.chunk);
+    offsets[i] = shared + swizzled_offset(kStageTokens, copy.row(i), copy.chunk(i));
   }
 #pragma unroll
-  for (int i = 0; i < kStageTokens / Copy::kRowsPerCopy; ++i) {
-    const int token = i * Copy::kRowsPerCopy + copy.row;
+  for (int i = 0; i < Copy::copies(kStageTokens); ++i) {
+    const int token = copy.row(i);
     const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
     const char* source = cache + static_cast<uint64_t>(slot) * slot_bytes;
-    const uint32_t target = offsets[i % Copy::kPeriod] + i / Copy::kPeriod * 8 * kPanelRowBytes;
+    if constexpr (!Copy::kWholeRows) source += copy.chunk(i) * kChunkBytes;
+    const uint32_t target =
+        offsets[i % Copy::kPeriod] + i / Copy::kPeriod * Copy::kPeriodRows * kPanelRowBytes;
     if constexpr (kWholeStage) {
       ptx::copy_async_16(target, source);
     } else {
@@ -120,17 +108,19 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
 
 // Loads one operand of every item of a CTA; the K producer also draws the tickets, loads queries and writes the
 // records.
-template <typename T, int kHeadDim, bool kIsKey>
+template <typename T, typename Dims, bool kIsKey>
 class Producer {
  public:
-  using Storage = SharedStorage<kHeadDim>;
+  using Storage = SharedStorage<Dims>;
+  static constexpr int kColumns = kIsKey ? Dims::kKey : Dims::kValue;
+  using Copy = RowCopy<kColumns>;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
         storage_(storage),
         lane_(lane),
         num_q_heads_(params.num_q_heads),
-        copy_(lane),
+        copy_{lane},
         tickets_(params, storage, lane),
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
@@ -195,8 +185,8 @@ class Producer {
 
   __device__ __forceinline__ void set_head(int kv_head) {
     const void* base = kIsKey ? params_.k_cache : params_.v_cache;
-    cache_ =
-        static_cast<const char*>(base) + kv_head * Storage::kRowBytes + copy_.chunk * kChunkBytes;
+    cache_ = static_cast<const char*>(base) + kv_head * Copy::kChunks * kChunkBytes;
+    if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
     first_head_ = kv_head * params_.rows.group_size;
   }
 
@@ -212,11 +202,11 @@ class Producer {
     const int stage = ring_.stage;
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
     const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Storage::kOperandBytes);
+        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
     if (num_tokens >= kStageTokens) {
-      copy_stage<kHeadDim, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+      copy_stage<kColumns, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     } else {
-      copy_stage<kHeadDim, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+      copy_stage<kColumns, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     }
     ptx::barrier_arrive_after_copies(ptx::shared_address(&storage_.kv_full[stage]));
     ring_.advance();
@@ -263,8 +253,7 @@ class Producer {
     for (int i = 0; i < 2; ++i) {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
-      query_chunks[i] =
-          requests_[i].x * params_.q_stride_chunks + head * RowCopy<kHeadDim>::kChunks;
+      query_chunks[i] = requests_[i].x * params_.q_stride_chunks + head * Copy::kChunks;
       const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
@@ -298,16 +287,17 @@ class Producer {
   // 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
   __device__ __forceinline__ void copy_queries(int first_unit, int tile_rows, int first_row,
                                                int num_rows, uint32_t lane_chunk) {
-    using Copy = RowCopy<kHeadDim>;
     const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
-    const char* queries = static_cast<const char*>(params_.q) + copy_.chunk * kChunkBytes;
+    const char* queries = static_cast<const char*>(params_.q);
+    if constexpr (Copy::kWholeRows) queries += copy_.chunk(0) * kChunkBytes;
 #pragma unroll
-    for (int i = 0; i < kUnitRows / Copy::kRowsPerCopy; ++i) {
-      const int row = first_row + i * Copy::kRowsPerCopy + copy_.row;
+    for (int i = 0; i < Copy::copies(kUnitRows); ++i) {
+      const int row = first_row + copy_.row(i);
       const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
       const bool valid = row < num_rows;
       const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
-      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy_.chunk), source,
+      if constexpr (!Copy::kWholeRows) source += copy_.chunk(i) * kChunkBytes;
+      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy_.chunk(i)), source,
                                  valid);
     }
   }
@@ -316,7 +306,7 @@ class Producer {
   Storage& storage_;
   const int lane_;
   const int num_q_heads_;
-  const RowCopy<kHeadDim> copy_;
+  const Copy copy_;
   const uint32_t slot_bytes_;
   TicketQueue<Storage, kIsKey> tickets_;
   ItemBatch batch_;

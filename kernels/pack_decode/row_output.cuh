@@ -4,25 +4,29 @@
 
 #include "decode_params.h"
 #include "pack_decode/warp_attention.cuh"
+#include "sinks.cuh"
 
 namespace pat {
 
-// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `column` on.
-template <typename T, int kHeadDim, int kTiles>
+// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `column` on. Where kMayEnd is set,
+// the row may end before.
+template <typename T, int kColumns, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row, int column,
                                               const float2 (&values)[kTiles], float scale) {
   if (row == kNoTarget) return;
   if (row >= 0) {
-    float* target = params.partial_out + static_cast<int64_t>(row) * kHeadDim + column;
+    float* target = params.partial_out + static_cast<int64_t>(row) * kColumns + column;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      if (kMayEnd && column + tile * 8 >= kColumns) continue;
       *reinterpret_cast<float2*>(target + tile * 8) =
           make_float2(values[tile].x * scale, values[tile].y * scale);
     }
   } else {
-    T* target = static_cast<T*>(params.out) + static_cast<int64_t>(~row) * kHeadDim + column;
+    T* target = static_cast<T*>(params.out) + static_cast<int64_t>(~row) * kColumns + column;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      if (kMayEnd && column + tile * 8 >= kColumns) continue;
       *reinterpret_cast<uint32_t*>(target + tile * 8) =
           ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
     }
@@ -40,26 +44,44 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
+// Adds the sink of a query head to a row. scale: what the row's columns are multiplied with, 0 if it has no KV.
+// log2_sum: base-2 LSE of the row.
+__device__ __forceinline__ void add_sink(const SinkArray& sinks, int head, float& scale,
+                                         float& log2_sum) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  const float sink = load_sink(sinks, head) * kLog2E;
+  if (log2_sum == -INFINITY) {
+    log2_sum = sink;
+    return;
+  }
+  scale *= ptx::reciprocal(1.f + ptx::exp2(sink - log2_sum));
+  // From the higher one, so that nothing overflows. A NaN takes the second branch.
+  log2_sum = log2_sum <= sink ? sink + ptx::log2(1.f + ptx::exp2(log2_sum - sink))
+                              : log2_sum + ptx::log2(1.f + ptx::exp2(sink - log2_sum));
+}
+
 // A row's columns from `column` on, and with `with_lse` its LSE. total: sum of exponentials relative to maximum,
-// 0 for an empty range.
-template <typename T, int kHeadDim, int kTiles>
+// 0 for an empty range. A row that goes straight to the output gets its sink.
+template <typename T, int kColumns, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row, int column,
                                           const float2 (&values)[kTiles], float maximum,
                                           float total, bool with_lse) {
   const bool empty = total == 0.f;
-  store_columns<T, kHeadDim>(params, row, column, values, empty ? 0.f : ptx::reciprocal(total));
-  if (with_lse) {
-    const float log2_sum = maximum * params.logit_scale.outer + ptx::log2(total);
-    store_lse(params, row, empty ? -INFINITY : log2_sum);
+  float scale = empty ? 0.f : ptx::reciprocal(total);
+  float log2_sum = empty ? -INFINITY : maximum * params.logit_scale.outer + ptx::log2(total);
+  if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {
+    add_sink(params.sinks, ~row % params.num_q_heads, scale, log2_sum);
   }
+  store_columns<T, kColumns, kMayEnd>(params, row, column, values, scale);
+  if (with_lse) store_lse(params, row, log2_sum);
 }
 
 // A tile whose KV one warp per row group has read whole: every warp stores its own rows.
-template <typename T, int kHeadDim, bool kSoftCap>
-__device__ __forceinline__ void store_item(const WarpAttention<T, kHeadDim, kSoftCap>& part,
+template <typename T, typename Dims, bool kSoftCap>
+__device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            const DecodeParams& params, const RowTarget* targets,
                                            uint32_t lane) {
-  constexpr int kTiles = kHeadDim / 8;
+  constexpr int kTiles = Dims::kValue / 8;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float2 values[kTiles];
@@ -67,18 +89,21 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, kHeadDim, kSof
     for (int tile = 0; tile < kTiles; ++tile) {
       values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
     }
-    store_row<T, kHeadDim>(params, targets[lane / 4 + 8 * h], lane % 4 * 2, values, part.maximum[h],
-                           part.sum[h], lane % 4 == 0);
+    store_row<T, Dims::kValue, false>(params, targets[lane / 4 + 8 * h], lane % 4 * 2, values,
+                                      part.maximum[h], part.sum[h], lane % 4 == 0);
   }
 }
 
 // A tile whose KV is split across the kKvWarps warps of a row group, of which the first num_parts have read
-// something. Every warp gathers an equal share of the columns. All consumer warps call it together.
-template <typename T, int kHeadDim, bool kSoftCap, int kKvWarps>
-__device__ __forceinline__ void combine_and_store_item(
-    const WarpAttention<T, kHeadDim, kSoftCap>& part, SharedStorage<kHeadDim>& storage,
-    const DecodeParams& params, int num_parts, int num_rows, int warp, uint32_t lane) {
-  constexpr int kOwnTiles = kHeadDim / 8 / kKvWarps;
+// something. Every warp gathers its share of the columns. All consumer warps call it together.
+template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
+__device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
+                                                       SharedStorage<Dims>& storage,
+                                                       const DecodeParams& params, int num_parts,
+                                                       int num_rows, int warp, uint32_t lane) {
+  constexpr int kTiles = Dims::kValue / 8;
+  constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
+  constexpr bool kMayEnd = kTiles % kKvWarps != 0;  // the last warp's share is smaller
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
   const int kv_warp = warp % kKvWarps;
@@ -129,6 +154,7 @@ __device__ __forceinline__ void combine_and_store_item(
         float2* target = exchange + (receiver * kOthers + rank) * kOwnTiles * 32;
 #pragma unroll
         for (int tile = 0; tile < kOwnTiles; ++tile) {
+          if (receiver * kOwnTiles + tile >= kTiles) continue;
           const float (&values)[4] = part.out[receiver * kOwnTiles + tile];
           const float2 pair = make_float2(values[2 * h] * factor, values[2 * h + 1] * factor);
           if (receiver == kv_warp) {
@@ -147,14 +173,15 @@ __device__ __forceinline__ void combine_and_store_item(
       if (sender >= num_parts) continue;
 #pragma unroll
       for (int tile = 0; tile < kOwnTiles; ++tile) {
+        if (kMayEnd && kv_warp * kOwnTiles + tile >= kTiles) continue;
         const float2 pair = received[(rank * kOwnTiles + tile) * 32];
         own[tile].x += pair.x;
         own[tile].y += pair.y;
       }
     }
-    store_row<T, kHeadDim>(params, targets[lane / 4 + 8 * h],
-                           kv_warp * kOwnTiles * 8 + lane % 4 * 2, own, maximum, total,
-                           kv_warp == 0 && lane % 4 == 0);
+    store_row<T, Dims::kValue, kMayEnd>(params, targets[lane / 4 + 8 * h],
+                                        kv_warp * kOwnTiles * 8 + lane % 4 * 2, own, maximum, total,
+                                        kv_warp == 0 && lane % 4 == 0);
   }
 }
 

@@ -9,15 +9,15 @@
 
 namespace pat {
 
-template <typename T, int kHeadDim, bool kSoftCap>
+template <typename T, typename Dims, bool kSoftCap>
 struct WarpAttention {
-  static constexpr int kColumnTiles = kHeadDim / 8;
-  static constexpr int kDepthSteps = kHeadDim / 16;
+  static constexpr int kColumnTiles = kOutColumns<Dims> / 8;
+  static constexpr int kDepthSteps = Dims::kKey / 16;
 
   ptx::Fragment queries[kDepthSteps];
-  float out[kColumnTiles][4];
-  float maximum[2];  // of the scores so far; -inf before the first
-  float sum[2];      // of this lane's columns only, until finish()
+  float out[kColumnTiles][4];  // those beyond Dims::kValue hold whatever lies behind the values
+  float maximum[2];            // of the scores so far; -inf before the first
+  float sum[2];                // of this lane's columns only, until finish()
 
   // `tile` holds tile_rows query rows; this warp's are the 16 from first_row.
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,

@@ -11,11 +11,8 @@
 
 namespace pat {
 
-template <typename T, int kHeadDim, bool kSoftCap>
-__device__ __forceinline__ void execute_item(const DecodeParams& params,
-                                             Consumer<kHeadDim>& consumer) {
-  constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;
-  constexpr uint32_t kPanelBytes = kStageTokens * kPanelRowBytes;
+template <typename T, typename Dims, bool kSoftCap>
+__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
   static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
 
   const uint32_t lane = ptx::lane_id();
@@ -24,7 +21,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
   const int first_row = consumer.warp * kUnitRows;
   const bool has_rows = first_row < consumer.record().num_rows;
 
-  WarpAttention<T, kHeadDim, kSoftCap> part;
+  WarpAttention<T, Dims, kSoftCap> part;
   if (has_rows) {
     part.begin(consumer.queries(units), units * kUnitRows, first_row, lane);
   } else {
@@ -34,16 +31,16 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
 
   for (int token = 0; token < num_tokens; token += kStageTokens) {
     const uint32_t keys = consumer.wait_for_stage();
-    const uint32_t values = keys + SharedStorage<kHeadDim>::kOperandBytes;
+    const uint32_t values = keys + Dims::kKeyBytes;
     float scores[kStageTokens / 8][4];
     wgmma::fence_copies();
     wgmma::tie(scores);
     wgmma::begin();
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      const uint32_t address = keys + step / 4 * kPanelBytes + step % 4 * 2 * kChunkBytes;
-      wgmma::multiply_keys<T>(scores, part.queries[step],
-                              wgmma::descriptor(address, 0, kGroupBytes), step > 0);
+    for (int step = 0; step < Dims::kKey / 16; ++step) {
+      wgmma::multiply_keys<T>(
+          scores, part.queries[step],
+          wgmma::descriptor(KeyOperand::address(keys, step), 0, KeyOperand::kGroupBytes), step > 0);
     }
     wgmma::finish();
     wgmma::tie(scores);
@@ -60,9 +57,10 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params,
     wgmma::begin();
 #pragma unroll
     for (int step = 0; step < kStageTokens / 16; ++step) {
-      const uint32_t address = values + step * 2 * kGroupBytes;
-      wgmma::multiply_values<T>(part.out, weights[step],
-                                wgmma::descriptor(address, kPanelBytes, kGroupBytes));
+      wgmma::multiply_values<T>(
+          part.out, weights[step],
+          wgmma::descriptor(ValueOperand::address(values, step), ValueOperand::kPanelBytes,
+                            ValueOperand::kGroupBytes));
     }
     wgmma::finish();
     wgmma::tie(part.out);

@@ -5,14 +5,20 @@
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "contract/tile_table.h"
 #include "decode_params.h"
+#include "pack_decode/shared_layout.h"
 #include "ptx/ptx.cuh"
 
 #ifndef PAT_TARGET_ARCH
 #error "PAT_TARGET_ARCH must be the compute capability the kernels are compiled for, e.g. 90"
+#endif
+// PAT_FORCE_MMA_SYNC: Hopper runs what Ampere, Ada and Blackwell run, so that its tests execute that code.
+#if PAT_TARGET_ARCH == 90 && !defined(PAT_FORCE_MMA_SYNC)
+#define PAT_USES_WGMMA
 #endif
 
 namespace pat {
@@ -21,34 +27,32 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr int kConsumerWarps = 4;
 inline constexpr int kProducerWarps = 2;  // one loads K, one V
 inline constexpr int kDecodeThreads = 32 * (kConsumerWarps + kProducerWarps);
-inline constexpr int kStageTokens = 32;  // one slot per lane of a producer warp
 inline constexpr int kQueryUnits = 4;
-inline constexpr int kUnitRows = 16;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
 inline constexpr int kDrawsAhead = 2;  // draws that the K producer may be ahead of the V producer
 
-// Two CTAs per SM share 228 KB on sm_90 and sm_100, 164 KB on sm_80; elsewhere 100 KB hold one.
-inline constexpr int kRingBytes =
-    (PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103) ? 80 * 1024
-                                                                                : 48 * 1024;
+#ifdef PAT_USES_WGMMA
+inline constexpr bool kUsesWgmma = true;
+#else
+inline constexpr bool kUsesWgmma = false;
+#endif
 
-// A matrix of T in shared memory, `kRows` rows of head_dim elements: panels of 64 columns (128 bytes), and within
-// a row the 16-byte chunks are XORed with the row number. Free of bank conflicts for ldmatrix, and the canonical
-// 128-byte swizzle that wgmma and TMA know.
-inline constexpr int kChunkBytes = 16;
-inline constexpr int kPanelRowBytes = 128;
-inline constexpr int kPanelColumns = 64;
+inline constexpr bool kHas228Kb =
+    PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
+inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
+// What one CTA can have; elsewhere an SM has 100 KB.
+inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) * 1024;
+// Of the KV ring where two CTAs share an SM.
+inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 
-__device__ __forceinline__ uint32_t swizzled_offset(uint32_t rows, uint32_t row, uint32_t chunk) {
-  const uint32_t panel = chunk / 8, column = chunk % 8;
-  return (panel * rows + row) * kPanelRowBytes + (column ^ row % 8) * kChunkBytes;
-}
+// Two CTAs per SM, as long as the queries and the accumulators leave each thread with 168 registers. The bodies on
+// mma.sync need more of them.
+template <typename Dims>
+inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma ? 320 : 256) ? 2 : 1;
 
-// Address of chunk 2 * step + half of a row, from the address of chunk `half` of the same row (half is 0 or 1):
-// one XOR with a constant, where swizzled_offset would take the chunk apart again.
-__device__ __forceinline__ uint32_t step_address(uint32_t first_chunk, int rows, int step) {
-  return (first_chunk ^ (step % 4 * 2 * kChunkBytes)) + step / 4 * rows * kPanelRowBytes;
-}
+// Columns of the accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
+template <typename Dims>
+inline constexpr int kOutColumns = kUsesWgmma ? Dims::kValuePanels * kPanelColumns : Dims::kValue;
 
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
   return row * rows.reciprocal >> 16;
@@ -84,29 +88,51 @@ struct ItemRecord {
 // The swizzle is one of addresses: its pattern repeats after this many bytes.
 inline constexpr int kSharedAlignment = 1024;
 
-template <int kHeadDim>
-struct SharedStorage {
-  static constexpr int kRowBytes = kHeadDim * 2;
-  static constexpr int kOperandBytes = kStageTokens * kRowBytes;
-  static constexpr int kStageBytes = 2 * kOperandBytes;
-  static constexpr int kStages = kRingBytes / kStageBytes;
-  static constexpr int kUnitBytes = kUnitRows * kRowBytes;
+// How many columns, in tiles of 8, each of `warps` warps gathers when they combine their parts of a row. The last warp
+// may have fewer.
+template <typename Dims>
+__host__ __device__ constexpr int own_tiles(int warps) {
+  return (Dims::kValue / 8 + warps - 1) / warps;
+}
 
-  alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes];  // K, then V
-  alignas(kSharedAlignment) uint8_t queries[kQueryUnits][kUnitBytes];
+inline constexpr int kMaxStages = 12;
+
+// All but the KV ring.
+template <typename Dims>
+struct SharedState {
+  alignas(kSharedAlignment) uint8_t queries[kQueryUnits][Dims::kUnitBytes];
   // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
   // are not its own.
-  float2 exchange[kConsumerWarps * (kConsumerWarps - 1) * (kHeadDim / kConsumerWarps / 8) * 32];
+  float2 exchange[kUsesWgmma ? 1
+                             : kConsumerWarps * (kConsumerWarps - 1) *
+                                   own_tiles<Dims>(kConsumerWarps) * 32];
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
-  alignas(8) uint64_t kv_full[kStages];
-  uint64_t kv_empty[kStages];
+  alignas(8) uint64_t kv_full[kMaxStages];
+  uint64_t kv_empty[kMaxStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
   uint64_t queries_empty[kQueryUnits];  // per unit
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
+};
+
+// One CTA per SM has as long a ring as fits.
+template <typename Dims>
+struct SharedStorage : SharedState<Dims> {
+  static constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
+  static constexpr int kStages = kCtasPerSm<Dims> == 2
+                                     ? kRingBytes / Dims::kStageBytes
+                                     : std::min(kMaxStages, kRoom / Dims::kStageBytes);
+  static_assert(kStages >= 1 && kStages <= kMaxStages);
+  static_assert(kStages * Dims::kStageBytes <= kRoom);
+  // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
+  static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||
+                2 * (kStages * Dims::kStageBytes + sizeof(SharedState<Dims>) + 1024) <=
+                    kMaxSharedBytes + 1024);
+
+  alignas(kSharedAlignment) uint8_t kv[kStages][Dims::kStageBytes];  // K, then V
 };
 
 // A stage of the KV ring and how often the ring has been passed through.

@@ -45,13 +45,17 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   }
 }
 
-// The registers of an accumulator as an asm operand list, and their placeholders: %0 to %15, to %31, to %63.
+// The registers of an accumulator as an asm operand list, and their placeholders: %0 to %15, to %31, to %63,
+// to %127.
 #define PAT_TILE(acc, i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
 #define PAT_TILES_4(acc, i) \
   PAT_TILE(acc, i), PAT_TILE(acc, (i) + 1), PAT_TILE(acc, (i) + 2), PAT_TILE(acc, (i) + 3)
 #define PAT_ACCUMULATOR_4(acc) PAT_TILES_4(acc, 0)
 #define PAT_ACCUMULATOR_8(acc) PAT_TILES_4(acc, 0), PAT_TILES_4(acc, 4)
 #define PAT_ACCUMULATOR_16(acc) PAT_ACCUMULATOR_8(acc), PAT_TILES_4(acc, 8), PAT_TILES_4(acc, 12)
+#define PAT_ACCUMULATOR_32(acc)                                                              \
+  PAT_ACCUMULATOR_16(acc), PAT_TILES_4(acc, 16), PAT_TILES_4(acc, 20), PAT_TILES_4(acc, 24), \
+      PAT_TILES_4(acc, 28)
 #define PAT_PLACES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PAT_PLACES_8 \
   PAT_PLACES_4       \
@@ -60,6 +64,13 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   PAT_PLACES_8                                                                       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PAT_PLACES_32                                                                    \
+  PAT_PLACES_16                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"     \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"     \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109"     \
+  ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123" \
+  ", %124, %125, %126, %127"
 
 // acc[64x32] (+)= a[64x16] * b[16x32], b being 32 keys.
 #define PAT_MULTIPLY_KEYS(type)                                                     \
@@ -97,6 +108,8 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
 #define PAT_MULTIPLY_VALUES_64(type) PAT_MULTIPLY_VALUES(type, "64", 8, "%32, %33, %34, %35", "%36")
 #define PAT_MULTIPLY_VALUES_128(type) \
   PAT_MULTIPLY_VALUES(type, "128", 16, "%64, %65, %66, %67", "%68")
+#define PAT_MULTIPLY_VALUES_256(type) \
+  PAT_MULTIPLY_VALUES(type, "256", 32, "%128, %129, %130, %131", "%132")
 
 template <typename T>
 __device__ __forceinline__ void multiply_values(float (&acc)[8][4], const ptx::Fragment& a,
@@ -120,13 +133,27 @@ __device__ __forceinline__ void multiply_values(float (&acc)[16][4], const ptx::
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void multiply_values(float (&acc)[32][4], const ptx::Fragment& a,
+                                                uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_VALUES_256("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_VALUES_256("bf16");
+  }
+}
+
+#undef PAT_MULTIPLY_VALUES_256
 #undef PAT_MULTIPLY_VALUES_128
 #undef PAT_MULTIPLY_VALUES_64
 #undef PAT_MULTIPLY_VALUES
 #undef PAT_MULTIPLY_KEYS
+#undef PAT_PLACES_32
 #undef PAT_PLACES_16
 #undef PAT_PLACES_8
 #undef PAT_PLACES_4
+#undef PAT_ACCUMULATOR_32
 #undef PAT_ACCUMULATOR_16
 #undef PAT_ACCUMULATOR_8
 #undef PAT_ACCUMULATOR_4

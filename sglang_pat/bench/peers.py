@@ -23,6 +23,7 @@ class DecodeTensors(NamedTuple):
     num_kv_heads: int
     req_to_token: torch.Tensor  # int32 [num_requests, at least the longest length]
     seq_lens: torch.Tensor  # int64 [num_requests]
+    sinks: torch.Tensor | None = None  # [num_qo_heads]
 
 
 def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> Layer:
@@ -32,6 +33,8 @@ def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> La
     """
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
+    if step.sinks is not None:
+        raise ValueError("FlashInfer's decode has no attention sinks")
     num_qo_heads, head_dim = step.q.shape[1:]
     if workspace is None:
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=step.q.device)
@@ -70,6 +73,7 @@ def fa3(step: DecodeTensors) -> Layer:
 
     q = step.q.unsqueeze(1)
     lengths = step.seq_lens.int()
+    sinks = {} if step.sinks is None else {"sinks": step.sinks}
 
     def run(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = flash_attn_with_kvcache(
@@ -80,6 +84,7 @@ def fa3(step: DecodeTensors) -> Layer:
             page_table=step.req_to_token,
             softmax_scale=q.shape[-1] ** -0.5,
             causal=True,
+            **sinks,
         )
         return result.squeeze(1)
 

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile every combination asked for, and print the path of each library.
+    """Compile every combination asked for, and print the path of each image.
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     ]
     try:
-        for library in jit.build_all(configs, cache=cache, force=arguments.force):
+        for image in jit.build_all(configs, cache=cache, force=arguments.force):
             if arguments.verbose:
-                print(jit.report_of(library))
-            print(library)
+                print(jit.report_of(image))
+            print(image)
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
         return _fail(1, str(error))
     return 0
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _arch(text: str) -> tuple[int, int]:
     """`9.0` -> (9, 0)."""
-    archs = {_name(arch): arch for arch in support.OLDEST_NVCC}
+    archs = {_name(arch): arch for arch in support.CAPABILITIES}
     if text not in archs:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
     return archs[text]

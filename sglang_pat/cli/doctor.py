@@ -338,10 +338,11 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
     Returns
     -------
     list[Check]
-        One for nvcc, one for the cache. nvcc may be missing where the cache holds kernels.
+        One for the compiler, one for the cache. The compiler may be missing where the cache holds
+        kernels.
     """
     try:
-        from sglang_pat.executors.jit import KernelBuildError, Toolchain
+        from sglang_pat.executors.jit import Compiler, KernelBuildError
     except Exception as error:  # of torch, and of whatever else is missing
         advice = "mend the checks above first"
         return [Check("kernels", "failed", f"not checked: {_describe(error)}", advice)]
@@ -349,12 +350,12 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
     cache_check, has_kernels = _check_cache(gpus, cache)
     try:
         newest = max((gpu.capability for gpu in gpus), default=None)
-        toolchain = Toolchain.find(newest)
+        compiler = Compiler.find(newest)
     except KernelBuildError as error:
         # Without a GPU, or with kernels in the cache, nothing need be compiled here.
         status: Status = "failed" if gpus and not has_kernels else "warning"
-        return [Check("nvcc", status, *_found_and_advice(error)), cache_check]
-    return [Check("nvcc", "ok", f"{toolchain.nvcc}, {toolchain.release}"), cache_check]
+        return [Check("compiler", status, *_found_and_advice(error)), cache_check]
+    return [Check("compiler", "ok", f"{compiler.name}, {compiler.cuda_headers}"), cache_check]
 
 
 def _found_and_advice(error: Exception) -> tuple[str, str]:
@@ -384,13 +385,13 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
     if not gpus:
         return Check(topic, "ok", found), False
     advice = (
-        "nothing: the first start compiles them, in half a minute; or do it now: sglang-pat build"
+        "nothing: the first start compiles them, in some seconds; or do it now: sglang-pat build"
     )
     return Check(topic, "warning", f"{found}; none compiled for this GPU", advice), False
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """The kernels in the cache that run here, each with the nvcc that compiled it."""
+    """The kernels in the cache that run here, each with what compiled it."""
     import torch
 
     from sglang_pat.executors import jit, kernel_cache
@@ -402,9 +403,9 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
         for dtype in support.KERNEL_DTYPES:
             for head_dim, v_head_dim in support.HEAD_DIMS:
                 config = jit.KernelConfig(getattr(torch, dtype), head_dim, capability, v_head_dim)
-                library = kernel_cache.find(cache, jit.cache_key(config))
-                if library is not None:
-                    found.append(f"{config.name} (nvcc {jit.compiler_of(library)})")
+                image = kernel_cache.find(cache, jit.cache_key(config))
+                if image is not None:
+                    found.append(f"{config.name} ({jit.compiler_of(image)})")
     return found
 
 

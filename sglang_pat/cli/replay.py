@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the replay itself as the default `run`."""
     parser.usage = _USAGE
     parser.epilog = _EPILOG
-    count = _whole(1)
+    count = whole_number(1)
     trace = parser.add_argument_group("what is replayed")
     trace.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a file of requests")
     trace.add_argument(
@@ -83,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
     )
     trace.add_argument("--rate", type=_rate, help="generated requests a second, or inf")
-    trace.add_argument("--seed", type=_whole(0), help="of the generator (default: 0)")
+    trace.add_argument("--seed", type=whole_number(0), help="of the generator (default: 0)")
     trace.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
     trace.add_argument(
-        "--time-scale", type=_positive, metavar="X", help="requests arrive X times as fast"
+        "--time-scale", type=positive_number, metavar="X", help="requests arrive X times as fast"
     )
     trace.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     trace.add_argument(
@@ -111,13 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pool = server.add_mutually_exclusive_group()
     pool.add_argument(
-        "--kv-pool-gb", type=_positive, metavar="GB", help="KV pool of one GPU (default: 40)"
+        "--kv-pool-gb", type=positive_number, metavar="GB", help="KV pool of one GPU (default: 40)"
     )
     pool.add_argument("--kv-tokens", type=count, metavar="N", help="the same, in tokens")
     server.add_argument("--page-size", type=count, metavar="N", help="tokens a page (default: 1)")
     server.add_argument(
         "--max-batch",
-        type=_whole(1, _MOST_REQUESTS_AT_ONCE),
+        type=whole_number(1, _MOST_REQUESTS_AT_ONCE),
         metavar="N",
         help="running requests at most (default: 128)",
     )
@@ -138,12 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument(
         "--max-rows",
-        type=_whole(0),
+        type=whole_number(0),
         metavar="N",
         help="thin rows out beyond N (default: 2048; 0: none)",
     )
     output.add_argument(
-        "--forest-step", type=_whole(0), metavar="N", help="keep the forest of this step"
+        "--forest-step", type=whole_number(0), metavar="N", help="keep the forest of this step"
     )
     output.add_argument("--capacity", action="store_true", help="also study how many requests fit")
     output.add_argument(
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
 # --- values of options ---
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """The argparse type of a whole number from `least` on, to `most`."""
     allowed = f"a whole number from {least:,}" + ("" if most is None else f" to {most:,}")
 
@@ -214,7 +214,7 @@ def _rate(text: str) -> float:
     return value
 
 
-def _positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """The argparse type of a finite number above 0."""
     try:
         value = float(text)

@@ -11,136 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
 
 import torch
 
 from sglang_pat._scheduler import PackScheduler
 from sglang_pat.batch import Step
-from sglang_pat.executors.jit import KernelConfig, load_operators
+from sglang_pat.executors.kernels import DecodeKernels, DeviceBuffers, LoadedPlan, StagingBuffer
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
-
-
-class DeviceBuffers(NamedTuple):
-    """The device memory of a plan, and of what the kernels write besides their output.
-
-    Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
-    partials: two of them that run at the same time stop with an error.
-
-    Attributes
-    ----------
-    plan : torch.Tensor
-        int32, laid out for `capacity` (plan_format.h).
-    capacity : list of int
-        Entries of each section, in the order of PlanCapacity's fields.
-    shared_slots : torch.Tensor
-        int32, the KV slots of all shared ranges.
-    partial_out, partial_lse : torch.Tensor
-        float32 `[num_partials, num_qo_heads, v_head_dim]` and `[num_partials, num_qo_heads]`.
-    counters : torch.Tensor
-        int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
-        count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
-    loaded : torch.Tensor
-        int64 `[4]` on the host: the last stream of the plan, and its sizes.
-    """
-
-    plan: torch.Tensor
-    capacity: list[int]
-    shared_slots: torch.Tensor
-    partial_out: torch.Tensor
-    partial_lse: torch.Tensor
-    counters: torch.Tensor
-    loaded: torch.Tensor
-
-
-class StagingBuffer:
-    """Pinned memory in which a plan waits until it has been copied to the device.
-
-    tensor: int32 `[size]`. array: the same memory. copied: handle of the event that load_plan()
-    records behind the copy.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        with torch.cuda.device(device):  # else it would be pinned in a context on another device
-            self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(device))  # before that it has no handle
-        self.array = self.tensor.numpy()
-        self.copied: int = self._copied.cuda_event
-
-    def wait(self) -> None:
-        """Block until the memory is reusable (normally at once)."""
-        # Not synchronize() at once: that lets go of the GIL.
-        if not self._copied.query():  # type: ignore[no-untyped-call]
-            self._copied.synchronize()
-
-
-class DecodeKernels:
-    """The operators of one KernelConfig. ValueError on tensors that do not fit, before any launch.
-
-    The contents of the plan are not checked: whoever writes it checks that it fits the buffers.
-    """
-
-    def __init__(self, operators: Any, config: KernelConfig) -> None:
-        self.config = config
-        # Overloads: torch would look for the one that fits the arguments in each call.
-        self._load_plan = operators.load_plan.default
-        self._decode = operators.decode.default
-        self._num_ctas = operators.num_ctas.default
-
-    @classmethod
-    def load(cls, config: KernelConfig) -> DecodeKernels:
-        """The operators of `config`, compiled if need be (`jit.py`)."""
-        return cls(load_operators(config), config)
-
-    def num_ctas(self, device: torch.device) -> int:
-        """How many CTAs of pack_decode the device runs at the same time: as many are launched."""
-        count: int = self._num_ctas(device)
-        return count
-
-    def load_plan(self, staging: StagingBuffer, buffers: DeviceBuffers, step: Step) -> None:
-        """Copy a plan to the device, and gather its shared slots out of the step's rows."""
-        self._load_plan(
-            staging.tensor,
-            staging.copied,
-            buffers.plan,
-            buffers.capacity,
-            step.req_to_token,
-            step.req_pool_indices,
-            buffers.shared_slots,
-            buffers.loaded,
-        )
-
-    def decode(self, buffers: DeviceBuffers, step: Step, layer: LayerInputs) -> None:
-        """Attention of one layer under the loaded plan: pack_decode, then merge_partials.
-
-        Outside of a graph, a plan without merges needs no merge_partials, and a launch on another
-        stream than the plan's waits for that one. A graph must be replayed on the stream on which
-        plans are loaded, or the caller orders the two.
-        """
-        q, k_cache, v_cache, out, out_lse, sm_scale, logit_cap, sinks = layer
-        self._decode(
-            q,
-            k_cache,
-            v_cache,
-            buffers.plan,
-            buffers.capacity,
-            buffers.shared_slots,
-            step.req_to_token,
-            step.req_pool_indices,
-            step.seq_lens,
-            out,
-            out_lse,
-            buffers.partial_out,
-            buffers.partial_lse,
-            buffers.counters,
-            buffers.loaded,
-            sm_scale,
-            logit_cap,
-            sinks,
-        )
-
 
 # Two more than the graphs that have a counter of their own; a server captures some 50. Of more,
 # those that share one must not run at the same time.
@@ -255,24 +133,21 @@ class CudaExecutor:
         floats = partial(torch.empty, dtype=torch.float32, device=self._device)
         self.buffers = DeviceBuffers(
             plan=integers(plan_size),
-            capacity=[*sizes.plan.entries().values()],
+            capacity=sizes.plan,
             shared_slots=integers(sizes.num_shared_slots),
             partial_out=floats((*rows, v_head_dim)),
             partial_lse=floats(rows),
             counters=integers((_COUNTERS, 2)),
-            loaded=torch.tensor([self._stream(), -1, -1, -1], dtype=torch.int64),  # no plan
+            loaded=LoadedPlan(self._stream()),
         )
         # Earlier ones may be dropped while they are being copied: load_plan() keeps their memory.
         self._ring = self._new_ring(sizes)
         self._sizes = sizes
         self._in_buffers = _InBuffers()
 
-    def _stream(self) -> int:
+    def _stream(self) -> torch.cuda.Stream | None:
         """The stream that fills new buffers with zeros: the first plan is ordered behind it."""
-        if self._device.type != "cuda":
-            return -1
-        handle: int = torch.cuda.current_stream(self._device).cuda_stream
-        return handle
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
     def _new_ring(self, sizes: BufferSizes) -> Iterator[StagingBuffer]:
         plan_size = sizes.plan.layout()["size"]

@@ -1,7 +1,7 @@
 """Compiles the kernels on first use, from the package's sources into the kernel cache.
 
-The cache is asked first. Compilers are looked for only when something must be compiled: a machine
-without nvcc runs kernels that were built elsewhere.
+By NVRTC, the compiler library that torch brings with it: a machine needs neither nvcc nor a C++
+compiler. A wheel brings compiled images along: what it holds, or the cache, is not compiled.
 """
 
 from __future__ import annotations
@@ -11,18 +11,11 @@ import hashlib
 import importlib.resources
 import json
 import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import dropwhile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +23,12 @@ import torch
 
 from sglang_pat import support
 from sglang_pat.executors import kernel_cache
-from sglang_pat.executors.kernel_cache import LIBRARY, default_cache
+from sglang_pat.executors.kernel_cache import IMAGE, default_cache
 
-# dtype -> CUDA type, torch scalar type, short name
+# dtype -> CUDA type, short name
 _ELEMENTS = {
-    torch.float16: ("__half", "Half", "fp16"),
-    torch.bfloat16: ("__nv_bfloat16", "BFloat16", "bf16"),
+    torch.float16: ("__half", "fp16"),
+    torch.bfloat16: ("__nv_bfloat16", "bf16"),
 }
 # Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
@@ -86,28 +79,19 @@ class KernelConfig:
 
     @classmethod
     def for_device(
-        cls,
-        dtype: torch.dtype,
-        head_dim: int,
-        device: torch.device,
-        v_head_dim: int = 0,
+        cls, dtype: torch.dtype, head_dim: int, device: torch.device, v_head_dim: int = 0
     ) -> KernelConfig:
         """The variant that a CUDA device runs."""
         return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim)
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`, or `bf16_d192v128_sm90`
+        """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
         where values have another head_dim than keys.
         """
         suffix = "_mma" if self.force_mma_sync else ""
         head_dim = self._head_dim_name.replace("/", "v")
-        return f"{_ELEMENTS[self.dtype][2]}_d{head_dim}_sm{self._arch_number}{suffix}"
-
-    @property
-    def namespace(self) -> str:
-        """Namespace of the operators below `torch.ops`."""
-        return f"sglang_pat_{self.name}"
+        return f"{_ELEMENTS[self.dtype][1]}_d{head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def build_options(self) -> str:
@@ -117,24 +101,20 @@ class KernelConfig:
         return f"--arch {arch} --dtype {dtype} --head-dim {self._head_dim_name}"
 
     @property
-    def defines(self) -> list[str]:
-        """Preprocessor definitions, for both compilers."""
-        cuda_type, scalar_type, _ = _ELEMENTS[self.dtype]
+    def options(self) -> list[str]:
+        """The compiler's options, without the folders of headers."""
+        target = f"{self._arch_number}{'a' if self.arch in _SPECIFIC_ARCHS else ''}"
         return [
-            f"-DPAT_ELEMENT={cuda_type}",
-            f"-DPAT_SCALAR_TYPE={scalar_type}",
+            f"--gpu-architecture=sm_{target}",
+            "--std=c++20",
+            "--device-as-default-execution-space",
+            "--ptxas-options=--verbose",
+            f"-DPAT_ELEMENT={_ELEMENTS[self.dtype][0]}",
             f"-DPAT_HEAD_DIM={self.head_dim}",
             f"-DPAT_V_HEAD_DIM={self.v_head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",
-            f"-DPAT_NAMESPACE={self.namespace}",
             *(["-DPAT_FORCE_MMA_SYNC"] if self.force_mma_sync else []),
         ]
-
-    @property
-    def code_generation(self) -> str:
-        """nvcc's -gencode value."""
-        target = f"{self._arch_number}{'a' if self.arch in _SPECIFIC_ARCHS else ''}"
-        return f"arch=compute_{target},code=sm_{target}"
 
     @property
     def _head_dim_name(self) -> str:
@@ -145,58 +125,27 @@ class KernelConfig:
         return 10 * self.arch[0] + self.arch[1]
 
 
-_CUDA_SOURCES = (
-    "pack_decode/launch_pack_decode.cu",
-    "pack_decode/launch_pack_decode_soft_cap.cu",
-    "launch_helpers.cu",
-)
-_TORCH_SOURCE = "torch_ops.cpp"
-_SOURCE_SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
+_SOURCE = "entry_points.cu"
+_STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for the standard library's, which NVRTC lacks
+SHIPPED = "cubins"  # folder of the package with the images that a wheel brings along
 _REPORT = "compiler_report.txt"
-_RECORD = "build.json"
-_SYSTEM_CUDA = "/usr/local/cuda"
-_COMPILERS = threading.BoundedSemaphore(os.cpu_count() or 1)  # that run at once
-_LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # words of CXX before the compiler
+RECORD = "build.json"
 
 
 class KernelBuildError(RuntimeError):
-    """The kernels cannot be compiled here. The message says what is missing and how to get it."""
-
-
-@functools.cache
-def load_operators(config: KernelConfig) -> Any:
-    """The operators of `config`, compiled if need be. Once per process and config.
-
-    Raises
-    ------
-    KernelBuildError
-        There is no usable compiler, it fails, or the library that it made cannot be loaded.
-    KernelCacheError
-        The cache cannot be used (`kernel_cache.py`).
-    """
-    library = build(config)
-    try:
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise KernelBuildError(
-            f"{library} cannot be loaded ({error}): it was built on another system, or is damaged; "
-            f"compile it anew: sglang-pat build --force {config.build_options}"
-        ) from error
-    return getattr(torch.ops, config.namespace)
+    """The kernels cannot be compiled or loaded here. The message says what is missing."""
 
 
 def build_all(
     configs: Sequence[KernelConfig], *, cache: Path | None = None, force: bool = False
 ) -> list[Path]:
-    """`build()` of each config, all at once, by as many compilers as there are CPUs."""
-    if not configs:
-        return []
-    with ThreadPoolExecutor(len(configs)) as pool:
+    """`build()` of each config, as many at once as there are CPUs."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda config: build(config, cache=cache, force=force), configs))
 
 
 def build(config: KernelConfig, *, cache: Path | None = None, force: bool = False) -> Path:
-    """The library of `config`, compiled unless the cache holds it.
+    """The compiled image of `config`, made unless this installation or the cache holds it.
 
     Any number of processes may call this at once: one compiles, the others wait for it.
 
@@ -205,297 +154,198 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
     config
         What the kernels are compiled for. No GPU is needed.
     cache
-        The folder of all libraries. None: `default_cache()`.
+        The folder of all images. None: `default_cache()`.
     force
-        Compile even if the cache holds the library, for example after an update of nvcc.
+        Compile even if there is an image, for example after an update of torch's CUDA.
 
     Returns
     -------
     Path
-        The shared library.
+        The image: a cubin.
 
     Raises
     ------
     KernelBuildError
-        There is no usable compiler, or it fails.
+        NVRTC or CUDA's headers are missing, or the compilation fails.
     KernelCacheError
         The cache cannot be used (`kernel_cache.py`).
     """
     cache = default_cache() if cache is None else cache.absolute()
     key = cache_key(config)
-    library = None if force else kernel_cache.find(cache, key)
-    if library is None:
-        toolchain = Toolchain.find(config.arch)
-        fill = functools.partial(_fill, config, toolchain, cache / key)
-        library = kernel_cache.add(cache, key, fill, replace=force)
-    return library
+    image = None if force else kernel_cache.find(cache, key) or _shipped_image(key)
+    if image is None:
+        compiler = Compiler.find(config.arch)
+        fill = functools.partial(_fill, config, compiler, cache / key)
+        image = kernel_cache.add(cache, key, fill, replace=force)
+    return image
 
 
 def cache_key(config: KernelConfig) -> str:
-    """The name of the cache entry of `config`: it changes with everything that makes kernels stale.
+    """The name of the cache entry of `config`: it changes with every source file and option.
 
-    That is: every source file, the compilers' flags, and torch (its version, its CUDA, its C++
-    ABI), whose C++ interface the library uses. The compilers are no part of it: a machine that runs
-    the kernels need not have any. Which ones built an entry is recorded in its build.json.
+    The compiler is no part of it: a machine that runs the kernels need not have it. Which one made
+    an entry is recorded in its build.json.
     """
     digest = hashlib.sha256()
     folder = source_folder()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in _SOURCE_SUFFIXES:
-            contents = path.read_bytes()
-            digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)
-    digest.update(json.dumps(_identity(config)).encode())
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        contents = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)
+    digest.update(json.dumps(config.options).encode())
     return f"{config.name}-{digest.hexdigest()[:16]}"
 
 
-def _identity(config: KernelConfig) -> dict[str, Any]:
-    """All that a library depends on besides its sources. The flags stand beside stand-in paths."""
-    nowhere = Toolchain(Path("nvcc"), ("c++",), Path("cuda"), Path("torch"), "")
-    return {
-        "commands": _commands(config, nowhere, Path("sources"), Path("out")),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "machine": platform.machine(),
-    }
-
-
-def _fill(config: KernelConfig, toolchain: Toolchain, entry: Path, work: Path) -> None:
-    """Write a library into `work`, the compilers' report, and a record of what it was made by."""
+def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> None:
+    """Write an image into `work`, the compiler's report, and a record of what it was made by."""
     print(
         f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {entry}",
         file=sys.stderr,
         flush=True,
     )
     start = time.monotonic()
-    (work / _REPORT).write_text(_compile(config, toolchain, work))
-    record = {"compilers": toolchain.as_dict(), **_identity(config)}
-    (work / _RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    for path in work.glob("*.o"):
-        path.unlink()
+    image, report = compiler.compile(config)
+    (work / IMAGE).write_bytes(image)
+    (work / _REPORT).write_text(report)
+    record = {"compiler": compiler.name, "options": config.options}
+    (work / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     print(f"sglang-pat: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
-def report_of(library: Path) -> str:
-    """What the compilers said when they made a library: registers and spills of every kernel."""
-    return library.with_name(_REPORT).read_text()
+def _shipped_image(key: str) -> Path | None:
+    """The image that the wheel brought along, if it did."""
+    image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
+    return image if image.exists() else None
 
 
-def compiler_of(library: Path) -> str:
-    """Which nvcc built a library: its release."""
-    record = json.loads(library.with_name(_RECORD).read_text())
-    return str(record["compilers"]["release"])
+def report_of(image: Path) -> str:
+    """What the compiler said when it made an image: registers and spills of every kernel."""
+    return image.with_name(_REPORT).read_text()
+
+
+def compiler_of(image: Path) -> str:
+    """What made an image: `NVRTC 13.0`."""
+    record = json.loads(image.with_name(RECORD).read_text())
+    return str(record["compiler"])
 
 
 def source_folder() -> Path:
     """The kernel sources, in an installed package as in an editable one."""
     folder = importlib.resources.files("sglang_pat") / "kernels"
     for path in (Path(str(folder)), Path(__file__).parents[2] / "kernels"):
-        if (path / _TORCH_SOURCE).exists():
+        if (path / _SOURCE).exists():
             return path
     raise KernelBuildError(f"this installation of sglang-pat has no kernel sources in {folder}")
 
 
 @dataclass(frozen=True, slots=True)
-class Toolchain:
-    """The compilers, and where headers and libraries are.
+class Compiler:
+    """NVRTC, and CUDA's headers.
 
     Attributes
     ----------
-    nvcc
-        Its path.
-    cxx
-        The words of the command that compiles C++.
-    cuda_home
-        The folder of the CUDA toolkit.
-    torch
-        The folder of torch.
-    release
-        Of nvcc, like `13.0, V13.0.88`.
+    name
+        `NVRTC 13.0`.
+    cuda_headers
+        The folder with cuda_fp16.h.
     """
 
-    nvcc: Path
-    cxx: tuple[str, ...]
-    cuda_home: Path
-    torch: Path
-    release: str
+    name: str
+    cuda_headers: Path
 
     @classmethod
-    def find(cls, arch: tuple[int, int] | None = None) -> Toolchain:
-        """The compilers of this machine.
+    def find(cls, arch: tuple[int, int] | None = None) -> Compiler:
+        """The compiler of this installation.
 
         Parameters
         ----------
         arch
-            The compute capability to compile for: newer ones need a newer nvcc. None: any.
+            The compute capability to compile for. None: any.
 
         Raises
         ------
         KernelBuildError
             Something is missing or does not fit. The message says what to install.
         """
-        if torch.version.cuda is None:
-            raise KernelBuildError(
-                f"this torch ({torch.__version__}) has no CUDA: install a CUDA build of torch"
-            )
-        cuda_home = _find_cuda_home()
-        nvcc = cuda_home / "bin" / "nvcc"
-        report = _run([str(nvcc), "--version"])
-        release = re.search(r"release ((\d+)\.(\d+).*)", report)
-        if release is None:
-            raise KernelBuildError(f"{nvcc} --version names no release:\n{report}")
-        version = int(release[2]), int(release[3])
-        found = f"{release[2]}.{release[3]}"
-        oldest = _oldest_nvcc(arch)
-        if version < oldest:
-            purpose = "" if arch is None else f" for compute capability {arch[0]}.{arch[1]}"
-            raise KernelBuildError(
-                f"{nvcc} is CUDA {found}: {oldest[0]}.{oldest[1]} or newer is needed{purpose}"
-            )
-        if version[0] != int(torch.version.cuda.split(".")[0]):
-            raise KernelBuildError(
-                f"{nvcc} is CUDA {found}, but torch {torch.__version__} is built for "
-                f"CUDA {torch.version.cuda}: install that CUDA toolkit, or point CUDA_HOME to it"
-            )
-        return cls(nvcc, _find_cxx(), cuda_home, Path(torch.__file__).parent, release[1])
+        nvrtc = _nvrtc()
+        major, minor = _checked(nvrtc.nvrtcVersion(), "asking for the version")
+        name = f"NVRTC {major}.{minor}"
+        if arch is not None:
+            supported = _checked(nvrtc.nvrtcGetSupportedArchs(), "asking for architectures")
+            if 10 * arch[0] + arch[1] not in supported:
+                raise KernelBuildError(
+                    f"{name} cannot compile for compute capability {arch[0]}.{arch[1]}: install a "
+                    "torch that is built for a newer CUDA"
+                )
+        return cls(name, _find_cuda_headers())
 
-    @property
-    def host_compiler(self) -> tuple[str, ...]:
-        """`cxx` without launchers such as ccache: the compiler, and the flags given with it."""
-        return tuple(dropwhile(lambda word: Path(word).name in _LAUNCHERS, self.cxx))
+    def compile(self, config: KernelConfig) -> tuple[bytes, str]:
+        """The cubin of `config`, and what the compiler said: registers and spills of each kernel.
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the record beside a library."""
-        first_line = _run([*self.cxx, "--version"]).partition("\n")[0]
-        paths = {name: str(value) for name, value in asdict(self).items()}
-        return paths | {"cxx": shlex.join(self.cxx), "cxx_version": first_line}
-
-
-def _oldest_nvcc(arch: tuple[int, int] | None) -> tuple[int, int]:
-    """The oldest nvcc for an architecture. One that is not known is newer than all that are."""
-    if arch is None:
-        return min(support.OLDEST_NVCC.values())
-    return support.OLDEST_NVCC.get(arch, max(support.OLDEST_NVCC.values()))
-
-
-def _find_cxx() -> tuple[str, ...]:
-    given = os.environ.get("CXX")
-    if not given:
-        found = shutil.which("g++") or shutil.which("c++")
-        if found is None:
-            raise KernelBuildError("no C++ compiler found: install g++, or set CXX")
-        return (found,)
-    try:
-        words = shlex.split(given)
-    except ValueError as error:
-        raise KernelBuildError(f"CXX={given!r} is no command ({error}): set it to one") from error
-    compiler = next((word for word in words if Path(word).name not in _LAUNCHERS), None)
-    if compiler is None:
-        raise KernelBuildError(f"CXX={given!r} names no compiler: set it like 'ccache g++'")
-    for program in words[: words.index(compiler) + 1]:
-        if shutil.which(program) is None:
-            raise KernelBuildError(
-                f"CXX={given!r}: there is no program {program!r}: install it, or unset CXX"
-            )
-    return tuple(words)
-
-
-def _find_cuda_home() -> Path:
-    tried = []
-    on_path = shutil.which("nvcc")
-    for candidate in (
-        os.environ.get("CUDA_HOME"),
-        None if on_path is None else str(Path(on_path).resolve().parent.parent),
-        _SYSTEM_CUDA,
-    ):
-        if candidate is not None:
-            tried.append(candidate)
-            home = Path(candidate)
-            if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
-                return home
-    raise KernelBuildError(
-        f"no nvcc with headers found (tried PATH and {', '.join(tried)}): install the CUDA toolkit "
-        f"{torch.version.cuda}, or set CUDA_HOME"
-    )
-
-
-def _commands(
-    config: KernelConfig, toolchain: Toolchain, sources: Path, work: Path
-) -> tuple[list[list[str]], list[str]]:
-    """The compile commands, which may run at once, and the link command after them."""
-    common = [*config.defines, f"-I{sources}", "-std=c++20", "-O3"]
-    # Libraries of several configs live in one process and must not see each other's symbols.
-    private = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
-    host_compiler, *host_flags = toolchain.host_compiler
-    nvcc = [
-        str(toolchain.nvcc),
-        *common,
-        f"-gencode={config.code_generation}",
-        f"-Xcompiler={','.join([*private, *host_flags])}",
-        "-Xptxas=-v",
-        "-lineinfo",
-        f"-ccbin={host_compiler}",
-    ]
-    objects = [work / f"{Path(name).stem}.o" for name in (*_CUDA_SOURCES, _TORCH_SOURCE)]
-    compiles = [
-        [*nvcc, "-c", str(sources / name), "-o", str(target)]
-        for name, target in zip(_CUDA_SOURCES, objects, strict=False)
-    ]
-    abi = int(torch.compiled_with_cxx11_abi())
-    compiles.append(
-        [
-            *toolchain.cxx,
-            *common,
-            *private,
-            f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-            f"-isystem{toolchain.torch / 'include'}",
-            f"-isystem{toolchain.cuda_home / 'include'}",
-            "-c",
-            str(sources / _TORCH_SOURCE),
-            "-o",
-            str(objects[-1]),
-        ]
-    )
-    link = [*toolchain.cxx, "-shared", "-o", str(work / LIBRARY), *map(str, objects)]
-    link += [f"-L{toolchain.torch / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
-    # The static runtime: no second libcudart to be found at load time.
-    link += [f"-L{toolchain.cuda_home / lib}" for lib in ("lib64", "lib")]
-    # Not the compiler's default libraries: where it would link libstdc++ statically, exceptions and
-    # streams would meet a second copy of what torch has loaded.
-    link += [
-        "-lcudart_static",
-        "-nodefaultlibs",
-        "-lgcc_s",
-        "-lc",
-        "-lm",
-        "-ldl",
-        "-lrt",
-        "-lpthread",
-    ]
-    return compiles, link
-
-
-def _compile(config: KernelConfig, toolchain: Toolchain, work: Path) -> str:
-    """Compile and link into `work`. Returns what the compilers printed."""
-    compiles, link = _commands(config, toolchain, source_folder(), work)
-    with ThreadPoolExecutor(len(compiles)) as pool:
-        reports = list(pool.map(_run_compiler, compiles))
-    _run(link)
-    return "".join(reports)
-
-
-def _run_compiler(command: list[str]) -> str:
-    with _COMPILERS:
-        return _run(command)
-
-
-def _run(command: list[str]) -> str:
-    try:
-        result = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        Raises
+        ------
+        KernelBuildError
+            The compilation fails. The message holds the compiler's.
+        """
+        nvrtc, sources = _nvrtc(), source_folder()
+        folders = (sources, sources / _STANDARD_HEADERS, self.cuda_headers)
+        options = [*config.options, *(f"--include-path={folder}" for folder in folders)]
+        text = (sources / _SOURCE).read_bytes()
+        program = _checked(
+            nvrtc.nvrtcCreateProgram(text, _SOURCE.encode(), 0, [], []), "reading the source"
         )
-    except OSError as error:
-        raise KernelBuildError(f"{command[0]} cannot be run: {error.strerror}") from error
-    if result.returncode:
-        tail = "\n".join(result.stdout.splitlines()[-40:])
-        raise KernelBuildError(f"this command failed:\n  {shlex.join(command)}\n{tail}")
-    return result.stdout
+        try:
+            (status,) = nvrtc.nvrtcCompileProgram(
+                program, len(options), [option.encode() for option in options]
+            )
+            report = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            log = report.rstrip(b"\0").decode(errors="replace")
+            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                tail = "\n".join(log.splitlines()[-40:])
+                raise KernelBuildError(
+                    f"{self.name} cannot compile {sources / _SOURCE} with {' '.join(options)}:\n"
+                    f"{tail or status.name}"
+                )
+            return _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc() -> Any:
+    """The module of NVRTC's functions."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # loads the library
+    except Exception as error:  # whatever the loader of libraries raises
+        raise KernelBuildError(
+            f"NVRTC, which compiles the kernels, cannot be loaded ({error}): install a CUDA build "
+            "of torch, which brings it along"
+        ) from error
+    return nvrtc
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of NVRTC returned besides its status: one value, or a tuple of several."""
+    status, *values = result
+    if status.value:
+        raise KernelBuildError(f"NVRTC failed ({what}): {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _output(program: Any, size_of: Any, get: Any) -> bytes:
+    """One of a program's outputs."""
+    output = bytearray(_checked(size_of(program), "asking for a size"))
+    _checked(get(program, output), "reading the output")
+    return bytes(output)
+
+
+def _find_cuda_headers() -> Path:
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    found = find_nvidia_header_directory("cudart")
+    if found is None or not (Path(found) / "cuda_fp16.h").exists():
+        raise KernelBuildError(
+            "no headers of the CUDA runtime found (cuda_fp16.h): install a CUDA build of torch, "
+            "which brings them along, or a CUDA toolkit, and set CUDA_HOME to it"
+        )
+    return Path(found)

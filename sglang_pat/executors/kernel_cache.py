@@ -1,6 +1,6 @@
 """The folder of compiled kernels: where it is, whose files are loaded, one builder at a time.
 
-Below `jit.py`, which names the entries and fills them. An entry is a folder with a shared library.
+Below `jit.py`, which names the entries and fills them. An entry is a folder with a compiled image.
 It appears by one rename, so an entry that exists is complete.
 """
 
@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 CACHE_VARIABLE = "SGLANG_PAT_KERNEL_CACHE"
-LIBRARY = "kernels.so"
+IMAGE = "kernels.cubin"
 
 LOCK_TIMEOUT_S = 900.0  # several times a build on one slow core
 _SILENT_WAIT_S = 5.0
@@ -63,24 +63,24 @@ def default_cache(variables: Mapping[str, str] | None = None) -> Path:
 
 
 def find(cache: Path, key: str) -> Path | None:
-    """The library of entry `key`, or None if the cache does not hold it. Writes nothing.
+    """The image of entry `key`, or None if the cache does not hold it. Writes nothing.
 
     Raises
     ------
     KernelCacheError
         The entry exists, but this user cannot read it, or another user can write to it.
     """
-    library = cache / key / LIBRARY
+    image = cache / key / IMAGE
     try:
-        library.stat()
+        image.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _unreadable(library, error.strerror) from error
-    if not os.access(library, os.R_OK):
-        raise _unreadable(library, "Permission denied")
-    check_owners(library.parents[1], library.parent, library)
-    return library
+        raise _unreadable(image, error.strerror) from error
+    if not os.access(image, os.R_OK):
+        raise _unreadable(image, "Permission denied")
+    check_owners(image.parents[1], image.parent, image)
+    return image
 
 
 def add(
@@ -91,7 +91,7 @@ def add(
     replace: bool = False,
     timeout_s: float = LOCK_TIMEOUT_S,
 ) -> Path:
-    """Make entry `key`, and return its library.
+    """Make entry `key`, and return its image.
 
     Any number of processes may call this at once: one fills the entry, and the others wait for it.
     A process that is killed leaves nothing that blocks the next. Every user may read the entry.
@@ -103,7 +103,7 @@ def add(
     key
         The entry's name: a file name.
     fill
-        Writes LIBRARY and whatever else the entry holds into the folder that it is given.
+        Writes IMAGE and whatever else the entry holds into the folder that it is given.
     replace
         Fill the entry even if it exists.
     timeout_s
@@ -119,9 +119,9 @@ def add(
     check_owners(cache)
     with _locked(cache, key, timeout_s):
         if not replace:
-            library = find(cache, key)
-            if library is not None:
-                return library
+            image = find(cache, key)
+            if image is not None:
+                return image
         for abandoned in cache.glob(f"{key}{_BUILD}*"):
             shutil.rmtree(abandoned, ignore_errors=True)
         prefix = f"{key}{_BUILD}{os.getpid()}@{socket.gethostname()}-"
@@ -131,7 +131,7 @@ def add(
             _publish(work, cache / key)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    return cache / key / LIBRARY
+    return cache / key / IMAGE
 
 
 def check_owners(*paths: Path) -> None:

@@ -246,8 +246,8 @@ def merge_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """LSE-weighted sum of partials (online softmax; flash-decoding's reduction).
 
-    partial_out `[num_partials, heads, v_head_dim]`, partial_lse `[num_partials, heads]`; owner int64
-    `[num_partials]`: which of the `num_merges` results a partial belongs to. A result without
+    partial_out `[num_partials, heads, v_head_dim]`, partial_lse `[num_partials, heads]`; owner
+    int64 `[num_partials]`: which of the `num_merges` results a partial belongs to. A result without
     partials, or with only empty ones, is 0 with LSE -inf.
     """
     heads = partial_lse.shape[1]

@@ -271,6 +271,20 @@ class TokenTree:
             node = child
         return matched
 
+    def match(self, tokens: TokenIds) -> int:
+        """How many tokens of a sequence, from its beginning, the tree has. Changes nothing."""
+        node, matched = self._root, 0
+        while matched < len(tokens):
+            child = node.children.get(int(tokens[matched]))
+            if child is None:
+                break
+            common = _common_length(child.tokens, tokens[matched:])
+            matched += common
+            if common < len(child.tokens):
+                break
+            node = child
+        return matched
+
 
 def _common_length(a: TokenIds, b: TokenIds) -> int:
     length = min(len(a), len(b))

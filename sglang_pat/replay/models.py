@@ -1,18 +1,29 @@
 """Models and GPUs of a replay: bytes of a KV token, bytes of the weights, workers, speed.
 
-The shape of a model comes from its Hugging Face `config.json`. A model that pat does not accelerate
-is refused here with the words of `support.py`.
+The shape of a model comes from its Hugging Face `config.json`. The replay takes models whose layers
+are all alike and accelerated; others are refused here with the words of `support.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.support import HEAD_DIMS, KERNEL_DTYPES, MAX_GROUP_SIZE, unsupported
+from sglang_pat.model_layers import (
+    CHUNK,
+    FULL,
+    LATENT,
+    NO_ATTENTION,
+    WINDOW,
+    Layer,
+    decoder_config,
+    positive,
+    read_layers,
+)
+from sglang_pat.support import KERNEL_DTYPES
 
 _LLAMA_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -52,11 +63,16 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 _DTYPE_BYTES = dict.fromkeys(KERNEL_DTYPES, 2)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+_STATE_SQUARES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU type, by its data sheet.
+    """A GPU type, as NVIDIA's data sheets have it (SXM modules where there are several).
+
+    Checked in November 2026 against published tables, NVIDIA's own where one was at hand. NVIDIA
+    publishes no number of SMs for H20 and B200: those are what users of the GPUs report.
 
     Attributes
     ----------
@@ -64,35 +80,41 @@ class Gpu:
         Streaming multiprocessors.
     ctas_per_sm
         CTAs of pat's kernels that one SM holds: 1 where it has 100 KB of shared memory, else 2.
+    l2_bytes
+        The cache that all SMs share.
     bytes_per_second
         Peak bandwidth of the device memory.
     flops_per_second
         Peak of the tensor cores, bfloat16, dense.
+    default_backend
+        What SGLang attends with there unless it is told otherwise.
     """
 
     name: str
     memory_bytes: int
     num_sms: int
     ctas_per_sm: int
+    l2_bytes: int
     bytes_per_second: float
     flops_per_second: float
+    default_backend: str
 
     def workers(self, num_kv_heads: int) -> int:
         """CTAs that share the work of one KV head."""
         return max(1, self.num_sms * self.ctas_per_sm // num_kv_heads)
 
 
-_GB = 10**9
+_GB, _MB = 10**9, 10**6
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 80 * _GB, 132, 2, 3.35e12, 989e12),
-        Gpu("H200", 141 * _GB, 132, 2, 4.8e12, 989e12),
-        Gpu("H20", 96 * _GB, 78, 2, 4.0e12, 148e12),
-        Gpu("B200", 180 * _GB, 148, 2, 8.0e12, 2250e12),
-        Gpu("A100", 80 * _GB, 108, 2, 2.039e12, 312e12),
-        Gpu("L40S", 48 * _GB, 142, 1, 0.864e12, 362e12),
-        Gpu("L4", 24 * _GB, 58, 1, 0.300e12, 121e12),
+        Gpu("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, "FA3"),
+        Gpu("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, "FA3"),
+        Gpu("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, "FA3"),
+        Gpu("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, "TRT-LLM"),
+        Gpu("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, "FlashInfer"),
+        Gpu("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, "FlashInfer"),
+        Gpu("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, "FlashInfer"),
     )
 }
 DEFAULT_GPU = "H100"
@@ -161,8 +183,20 @@ def model_shape(name: str | Path) -> ModelShape:
 
     ValueError names what is neither, the key of a config that is missing, or what pat refuses.
     """
+    label, config = read_config(name)
+    try:
+        return _shape(label, config)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+
+
+def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
+    """What to call a model, and the part of its `config.json` about the decoder.
+
+    ValueError if `name` is neither a name that is known here, nor such a file or its folder.
+    """
     if str(name) in _NAMED_CONFIGS:
-        return _from_config(str(name), _NAMED_CONFIGS[str(name)])
+        return str(name), _NAMED_CONFIGS[str(name)]
     path = config_file(name)
     if not path.is_file():
         known = ", ".join(MODEL_NAMES)
@@ -173,8 +207,7 @@ def model_shape(name: str | Path) -> ModelShape:
         raise ValueError(f"{path}: not a config.json: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: not a config.json: it holds no JSON object")
-    # Multimodal models keep the decoder one level down.
-    return _from_config(str(path), config.get("text_config", config))
+    return str(path), decoder_config(config)
 
 
 def config_file(name: str | Path) -> Path:
@@ -183,71 +216,107 @@ def config_file(name: str | Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    _refuse_unsupported(name, config)
-    layers = _positive(name, config, "num_hidden_layers")
-    qo_heads = _positive(name, config, "num_attention_heads")
-    kv_heads = _positive(name, config, "num_key_value_heads", qo_heads)
-    hidden = _positive(name, config, "hidden_size")
-    head_dim = _positive(name, config, "head_dim", hidden // qo_heads)
-    if qo_heads % kv_heads:
-        raise ValueError(f"{name}: {qo_heads} query heads, no multiple of {kv_heads} KV heads")
-    if (head_dim, head_dim) not in HEAD_DIMS:
-        raise _refusal(name, "head_dim", head_dim)
-    if qo_heads // kv_heads > MAX_GROUP_SIZE:
-        raise _refusal(name, "query heads per KV head", qo_heads // kv_heads)
-    dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+def _shape(name: str, config: Mapping[str, Any]) -> ModelShape:
+    layers = read_layers(config)
+    for layer in layers:
+        if layer.refusal is not None:
+            raise layer.refusal.error()
+    alike = {(layer.num_qo_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    if len(alike) > 1:
+        raise ValueError("its layers differ in heads; a replay takes models whose layers are alike")
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in _DTYPE_BYTES:
-        raise ValueError(f"{name}: torch_dtype={dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
-
-    attention = hidden * head_dim * (2 * qo_heads + 2 * kv_heads)
-    experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), None)
-    if experts is None:
-        mlp = 3 * hidden * _positive(name, config, "intermediate_size")
-    else:
-        default = config.get("intermediate_size")
-        mlp = 3 * hidden * _positive(name, config, "moe_intermediate_size", default) * experts
+        raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
+    weights = read_weights(config, layers)
     embeddings = 1 if config.get("tie_word_embeddings") else 2
-    vocabulary = embeddings * hidden * _positive(name, config, "vocab_size")
+    parameters = weights.dense + weights.experts + (embeddings - 1) * weights.vocabulary
     return ModelShape(
         name=name,
-        num_layers=layers,
-        num_qo_heads=qo_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_layers=len(layers),
+        num_qo_heads=layers[0].num_qo_heads,
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
         dtype_bytes=_DTYPE_BYTES[dtype],
-        weight_bytes=_DTYPE_BYTES[dtype] * (layers * (attention + mlp) + vocabulary),
-        context_length=_positive(name, config, "max_position_embeddings"),
+        weight_bytes=_DTYPE_BYTES[dtype] * parameters,
+        context_length=positive(config, "max_position_embeddings"),
     )
 
 
-def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
-    """ValueError for a kind of attention that pat refuses at start-up."""
-    if config.get("kv_lora_rank"):
-        raise _refusal(name, "attention", "multi-head latent attention (kv_lora_rank is set)")
-    if config.get("is_encoder_decoder"):
-        raise _refusal(name, "attention", "an encoder-decoder model")
-    if config.get("attention_chunk_size"):
-        raise _refusal(name, "attention", "attention within chunks (attention_chunk_size is set)")
-    kinds = config.get("layer_types") or ()
-    other = sorted({str(kind) for kind in kinds} - {"full_attention"})
-    if other or config.get("hybrid_override_pattern"):
-        raise _refusal(name, "attention", ", ".join(other) or "hybrid_override_pattern")
-    window = config.get("sliding_window")
-    # Qwen2 has the key in every config and says in another whether it counts.
-    if window and config.get("use_sliding_window", True) and not kinds:
-        raise _refusal(name, "sliding window", window)
+# --- weights ---
 
 
-def _refusal(name: str, topic: str, value: object) -> ValueError:
-    return ValueError(f"{name}: {unsupported(topic, value)}")
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of a decoder, estimated from its shape.
+
+    Attributes
+    ----------
+    dense
+        Read in every step: attention, MLPs, shared experts, the output head.
+    experts
+        Of all routed experts.
+    num_experts, experts_per_token
+        Of one layer; 1 and 1 without experts.
+    vocabulary
+        Of the output head, as many as an embedding has. They are part of `dense`.
+    """
+
+    dense: int
+    experts: int
+    num_experts: int
+    experts_per_token: int
+    vocabulary: int
 
 
-def _positive(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A count in a config. Null means the default, as in Transformers."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: {key}={value!r}; a positive integer is needed")
-    return value
+def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
+    """The parameters of a model. Blocks that keep a state count as 6 x hidden_size squared."""
+    hidden = positive(config, "hidden_size")
+    vocabulary = hidden * positive(config, "vocab_size")
+    dense = vocabulary + sum(_mixer_parameters(config, layer, hidden) for layer in layers)
+    num_experts = next((int(config[key]) for key in _EXPERT_COUNTS if config.get(key)), 0)
+    # With a pattern of letters an MLP is a layer of its own, else every layer has one.
+    pattern = config.get("hybrid_override_pattern")
+    num_mlps = sum(letter in "-E" for letter in pattern) if pattern else len(layers)
+    if not num_experts:
+        dense += num_mlps * 3 * hidden * positive(config, "intermediate_size")
+        return Weights(dense, 0, 1, 1, vocabulary)
+    num_dense = min(int(config.get("first_k_dense_replace") or 0), num_mlps)
+    if num_dense:
+        dense += num_dense * 3 * hidden * positive(config, "intermediate_size")
+    width = positive(config, "moe_intermediate_size", config.get("intermediate_size"))
+    num_mixtures = num_mlps - num_dense
+    dense += num_mixtures * 3 * hidden * width * int(config.get("n_shared_experts") or 0)
+    per_token = next((int(config[key]) for key in _EXPERTS_PER_TOKEN if config.get(key)), 1)
+    experts = num_mixtures * 3 * hidden * width * num_experts
+    return Weights(dense, experts, num_experts, min(per_token, num_experts), vocabulary)
+
+
+def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
+    """Of what mixes tokens in a layer: attention, or whatever is in its place."""
+    if layer.kind == NO_ATTENTION:
+        return 0
+    if layer.kind in (FULL, WINDOW, CHUNK):
+        queries = layer.num_qo_heads * (layer.head_dim + layer.v_head_dim)
+        return hidden * (queries + layer.kv_elements)
+    if layer.kind == LATENT:
+        rope, nope, value = (
+            int(config.get(key) or 0)
+            for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
+        rank, query_rank = layer.kv_elements - rope, int(config.get("q_lora_rank") or hidden)
+        down = hidden * (query_rank + layer.kv_elements)
+        heads = layer.num_qo_heads
+        up = query_rank * heads * (nope + rope) + rank * heads * (nope + value)
+        return down + up + heads * value * hidden
+    return _STATE_SQUARES * hidden * hidden  # STATE, or unknown
+
+
+def parameter_bytes(config: Mapping[str, Any]) -> float:
+    """Bytes of one parameter, as quantised. 2 where the configuration does not say."""
+    quantisation = config.get("quantization_config")
+    if not isinstance(quantisation, Mapping):
+        return 2.0
+    method = str(quantisation.get("quant_method"))
+    if isinstance(quantisation.get("bits"), int):
+        return int(quantisation["bits"]) / 8
+    return {"fp8": 1.0, "mxfp4": 17 / 32, "nvfp4": 9 / 16}.get(method, 2.0)

@@ -17,13 +17,17 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat import support
 from sglang_pat._scheduler import same_objects
+from sglang_pat.sglang.beams import batch_with_beams
 from sglang_pat.sglang.radix import Request
 
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
 
 class StepRequests(NamedTuple):
-    """The requests of a batch in row order, and the prefix cache that they are in."""
+    """The requests of a batch in row order, and the prefix cache that they are in.
+
+    has_beams: rows of beams are among them (`beams.BeamRow`).
+    """
 
     reqs: list[Request]  # never written to: equal lists in a row are one object
     tree: Any
@@ -71,12 +75,14 @@ class StepChannel:
         if not batch.reqs:
             return
         if forward_batch.forward_mode.is_decode():
+            reqs, beam_tail = batch.reqs, getattr(batch, "beam_tail", None)
+            if beam_tail is not None:
+                reqs = batch_with_beams(reqs, beam_tail, self.note_moved)
             # One list for all microbatches: where they take turns no step repeats, as it must not
             # while another one's plan is in the buffers of the graphs.
-            if not same_objects(self._last_reqs, batch.reqs):
-                self._last_reqs = list(batch.reqs)
-            has_beams = getattr(batch, "beam_tail", None) is not None
-            step = StepRequests(self._last_reqs, batch.tree_cache, has_beams)
+            if not same_objects(self._last_reqs, reqs):
+                self._last_reqs = list(reqs)
+            step = StepRequests(self._last_reqs, batch.tree_cache, beam_tail is not None)
             setattr(forward_batch, _NOTE, step)
         elif forward_batch.forward_mode.is_extend():
             # Rows that decode in a mixed batch stay where they are.

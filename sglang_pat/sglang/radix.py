@@ -6,7 +6,7 @@ recency of its nodes. `sglang/reader.py` makes a DecodeBatch of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +25,12 @@ _PYTHON_NODE_TREES = (
 _ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
 _FULL_COMPONENT = 0  # ComponentType.FULL of id trees
+# What nodes of an id tree may hold. We read FULL alone, the slots of layers that see all tokens.
+_COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
+_FULL_COMPONENTS = tuple(
+    f"sglang.srt.mem_cache.unified_cache.components.{module}.FullComponent"
+    for module in ("full_component", "full")  # 0.5.17, 0.5.23
+)
 
 # A node as the Rust core gives it: its id, its parent's, where its span begins and ends, the length
 # of its KV, its children.
@@ -38,6 +44,13 @@ Path = Sequence[_Node]
 
 class PathMismatchError(RuntimeError):
     """A path does not end where its request's shared KV ends."""
+
+
+OnMismatch = Callable[[PathMismatchError], object]
+
+
+def raise_mismatch(error: PathMismatchError) -> None:
+    raise error
 
 
 class RadixSource(Protocol):
@@ -54,7 +67,8 @@ class RadixSource(Protocol):
         """The path of each request.
 
         A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
-        PathMismatchError if a path does not end where the request's shared KV ends.
+        So does one whose path does not end where its shared KV ends, if `on_mismatch` of
+        `radix_source()` returns.
         """
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
@@ -69,18 +83,40 @@ def unwrapped(tree: Any) -> Any:
     return tree.inner if _qualified_name(tree) in _SESSION_WRAPPERS else tree
 
 
-def radix_source(tree: Any) -> RadixSource | None:
-    """The adapter for a prefix cache; None if it holds no paths that we can read."""
+def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSource | None:
+    """The adapter for a prefix cache; None if it holds no paths that we can read.
+
+    Parameters
+    ----------
+    tree : BasePrefixCache or None
+    on_mismatch : callable
+        Called with the error for each request whose path does not match it.
+    """
     tree = unwrapped(tree)
     name = _qualified_name(tree)
     if name in _PYTHON_NODE_TREES and not tree.disable:
-        return PythonNodeSource(tree)
-    if name in _ID_TREES and not tree.disable and _shows_paths(tree.tree_core):
-        # Trees of hybrid models keep nodes of window or state caches too, which come and go by
-        # other rules.
-        full_attention_only = [component.name for component in tree.tree_components] == ["FULL"]
-        return IdSource(tree) if full_attention_only else None
+        return PythonNodeSource(tree, on_mismatch)
+    if name in _ID_TREES and not tree.disable and _is_readable(tree):
+        return IdSource(tree, on_mismatch)
     return None
+
+
+def _is_readable(tree: Any) -> bool:
+    return _shows_paths(tree.tree_core) and _has_full_component(tree)
+
+
+def _has_full_component(tree: Any) -> bool:
+    """Whether the nodes of an id tree hold the slots of full attention, by rules that we know.
+
+    Trees of hybrid models hold window slots or states beside them, which come and go by other
+    rules. A lock on the full slots reaches from a request's last node up to the root.
+    """
+    components = {kind.name: component for kind, component in tree.components.items()}
+    return (
+        set(components) <= _COMPONENTS
+        and "FULL" in components
+        and _qualified_name(components["FULL"]) in _FULL_COMPONENTS
+    )
 
 
 def _shows_paths(core: Any) -> bool:
@@ -122,8 +158,9 @@ def _request_fields(prefix: str) -> RequestFields:
 class PythonNodeSource:
     """RadixCache and HiRadixCache: nodes are objects with `id`, `parent`, `key` and `value`."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree = tree
+        self._on_mismatch = on_mismatch
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
         fields = RequestFields.of(reqs[0])
@@ -136,10 +173,10 @@ class PythonNodeSource:
         root = self._tree.root_node
         nodes = [node if hasattr(node, "parent") else None for node in map(_LAST_NODE, reqs)]
         paths = [None if node is None else _walked_path(node, root) for node in nodes]
-        return _checked(reqs, paths)
+        return _checked(reqs, paths, self._on_mismatch)
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        return _prefix_paths(self.read(reqs), num_rows)
+        return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         return _joined(node.value for node in _path_of(req.last_node, self._tree.root_node))
@@ -152,9 +189,10 @@ class IdSource:
     core tells of one node at a time.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree = tree
         self._core = tree.tree_core
+        self._on_mismatch = on_mismatch
 
     @property
     def _nodes_are_objects(self) -> bool:
@@ -170,10 +208,10 @@ class IdSource:
         if len(known) < len(ids):
             found = iter(paths)
             paths = [next(found) if type(id_) is int else None for id_ in ids]
-        return _checked(reqs, paths)
+        return _checked(reqs, paths, self._on_mismatch)
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        return _prefix_paths(self.read(reqs), num_rows)
+        return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         if self._nodes_are_objects:
@@ -260,21 +298,29 @@ def _climbed_path(core: Any, last_node: int) -> Path:
     return path
 
 
-def _checked(reqs: Sequence[Request], paths: Sequence[Path | None]) -> list[Path]:
-    """The paths, if each ends where the request's shared KV ends. None: not known, so empty."""
+def _checked(
+    reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
+) -> list[Path]:
+    """The paths, each if it ends where the request's shared KV ends. None: not known, so empty."""
     lengths = [path[-1][_END] if path else 0 for path in paths]
-    if reqs and lengths != [*map(RequestFields.of(reqs[0]).protected_len, reqs)]:
-        protected_len = RequestFields.of(reqs[0]).protected_len
-        for req, path, length in zip(reqs, paths, lengths, strict=True):
-            if path is not None and length != protected_len(req):
-                raise PathMismatchError(
+    checked = [path or () for path in paths]
+    if not reqs or lengths == [*map(RequestFields.of(reqs[0]).protected_len, reqs)]:
+        return checked
+    protected_len = RequestFields.of(reqs[0]).protected_len
+    for i, (req, path, length) in enumerate(zip(reqs, paths, lengths, strict=True)):
+        if path is not None and length != protected_len(req):
+            on_mismatch(
+                PathMismatchError(
                     f"request {req.rid}: its path in the radix tree holds {length} tokens, but its "
                     f"cache_protected_len is {protected_len(req)}; they must be equal"
                 )
-    return [path or () for path in paths]
+            )
+            checked[i] = ()
+    return checked
 
 
-def _prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
+def prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
+    """The paths as arrays, then empty paths up to `num_rows`."""
     spans = ([(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in paths)
     return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.sglang.beams import BeamSource
 from sglang_pat.sglang.events import RadixEvents
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import PathMismatchError, RadixSource, Request, radix_source
@@ -22,13 +23,12 @@ logger = logging.getLogger(__name__)
 
 # Reasons why a step shares nothing.
 NO_REQUESTS = "no requests are known (warm-up)"
-BEAMS = "beam search moves the KV of a request to other rows"
 CUT = "the batch was cut into parts"
 OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
-MISMATCH = "a request's path in the radix tree does not match its cache_protected_len"
 
 # In the order of PrefixForest.update()'s counts.
 _CHANGES = ("join", "leave", "re_anchor", "split")
+MISMATCH = "mismatch"  # counted with them
 
 # Ids of moved requests that wait for a step that may share: past this, all requests have moved.
 _MOST_MOVED = 10_000
@@ -52,8 +52,8 @@ class BatchReader:
 
     private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
     requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),
-    and those read again because the tree had split their nodes ("split"). events are those of the
-    last cache seen.
+    those read again because the tree had split their nodes ("split"), and those that share nothing
+    because their path does not match them ("mismatch"). events are those of the last cache seen.
     """
 
     def __init__(self, channel: StepChannel = CHANNEL, *, strict: bool = False) -> None:
@@ -63,13 +63,13 @@ class BatchReader:
         channel : StepChannel
             Tells which requests have moved.
         strict : bool
-            Raise PathMismatchError where a path does not match its request. Otherwise that step
+            Raise PathMismatchError where a path does not match its request. Otherwise that request
             shares nothing.
         """
         self._channel = channel
         self._strict = strict
         self.private_steps: Counter[str] = Counter()
-        self.changes: Counter[str] = Counter(dict.fromkeys(_CHANGES, 0))
+        self.changes: Counter[str] = Counter(dict.fromkeys((*_CHANGES, MISMATCH), 0))
         self.events: RadixEvents | None = None
         self._tree: Any = None
         self._source: RadixSource | None = None
@@ -98,13 +98,7 @@ class BatchReader:
 
         Nothing has run in between: not even a step in which these requests decoded elsewhere.
         """
-        return (
-            step is not None
-            and step.reqs is self._reqs
-            and not self._moved
-            and self._shares
-            and not step.has_beams
-        )
+        return step is not None and step.reqs is self._reqs and not self._moved and self._shares
 
     def read(self, step: StepRequests | None, forward_batch: Any) -> DecodeBatch:
         """Read a step as host data.
@@ -131,25 +125,27 @@ class BatchReader:
         self.repeats_last = self.is_unchanged(step)
         num_rows: int = forward_batch.batch_size
         reason = self._private_reason(step, num_rows)
-        if reason is None:
-            assert step is not None
-            reason = self._update(step.reqs)
         if reason is not None or step is None:
             lens = _host_seq_lens(
                 forward_batch, num_rows - getattr(forward_batch, "num_padding", 0)
             )
             if step is not None:
                 self.forget()
+            elif _is_idle(forward_batch):
+                reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(num_rows), begun_ns=begun_ns)
-            return self.without_sharing(batch, reason or NO_REQUESTS)
+            return self.without_sharing(batch, reason)
+        self._update(step.reqs)
         self._shares = True
         lens = _host_seq_lens(forward_batch, len(step.reqs))
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
-    def without_sharing(self, batch: DecodeBatch, reason: str) -> DecodeBatch:
-        """The batch that was just read, as one in which nothing is shared."""
+    def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
+        """The batch that was just read, as one in which nothing is shared. Counted if there is a
+        reason."""
         self._shares = False
-        self._count_private(reason)
+        if reason is not None:
+            self._count_private(reason)
         paths = PrefixPaths.private(len(batch.seq_lens))
         return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
 
@@ -163,19 +159,20 @@ class BatchReader:
         """Why the rows of a step share nothing; None if they may."""
         if step is None:
             return NO_REQUESTS
-        if step.has_beams:
-            return BEAMS
         if len(step.reqs) > num_rows:
             return CUT
         if step.tree is not self._tree:
             self._watch(step.tree)
         if self._source is None:
-            return f"no shared paths are known to {type(step.tree).__name__}"
+            is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
+            return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
+        if step.has_beams and not isinstance(self._source, BeamSource):  # from now on
+            self._source = BeamSource(self._source, step.tree.req_to_token_pool.req_to_token)
         return None
 
     def _watch(self, tree: Any) -> None:
         self.forget()
-        self._source = radix_source(tree)
+        self._source = radix_source(tree, self._on_mismatch)
         if self._source is not None:
             self.events = RadixEvents.of(
                 tree, lambda req: self._channel.note_moved([req]), self._channel.note_reset
@@ -187,33 +184,41 @@ class BatchReader:
         self._reqs = []
         self._moved.clear()
 
-    def _update(self, reqs: list[Request]) -> str | None:
-        """Bring the forest from the requests of the last step to these. Returns the reason if they
-        cannot share."""
+    def _update(self, reqs: list[Request]) -> None:
+        """Bring the forest from the requests of the last step to these."""
         if reqs is self._reqs and not self._moved:
-            return None
+            return
         assert self._source is not None
         before, moved = self._reqs, self._moved
         self._reqs, self._moved = [], set()  # if reading fails, all paths are read the next time
-        try:
-            counts = self._forest.update(before, reqs, moved, self._source.read)
-        except PathMismatchError as error:
-            if self._strict:
-                raise
-            if MISMATCH not in self.private_steps:
-                logger.warning("%s", error)
-            return MISMATCH
+        counts = self._forest.update(before, reqs, moved, self._source.read)
         self._reqs = reqs
         if counts is not None:
             self._version += 1
             for name, count in zip(_CHANGES, counts, strict=True):
                 self.changes[name] += count
-        return None
+
+    def _on_mismatch(self, error: PathMismatchError) -> None:
+        """A request's path does not match it: the request shares nothing until it moves."""
+        if self._strict:
+            raise error
+        if self.changes[MISMATCH] == 0:
+            logger.warning("pat decodes a request without sharing its KV: %s", error)
+        self.changes[MISMATCH] += 1
 
     def _count_private(self, reason: str) -> None:
         if reason not in self.private_steps and reason != NO_REQUESTS:
             logger.warning("pat decodes without sharing KV between requests: %s", reason)
         self.private_steps[reason] += 1
+
+
+def _is_idle(forward_batch: Any) -> bool:
+    """Whether a batch without requests keeps a rank of data parallelism in step with the others.
+
+    A graph that is replayed shows the mode of its capture, and the batch's own beside it.
+    """
+    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in ("", "actual_"))
+    return any(mode is not None and mode.is_idle() for mode in modes)
 
 
 def _host_seq_lens(forward_batch: Any, num_requests: int) -> IntArray:

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
-from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_memory,
+    get_observability,
+    get_parallel,
+    get_serving,
+)
 
+from sglang_pat.sglang.cache_options import warn_without_prefix_cache
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.sinks import MetricClasses, StatsFile, StepLog, StepMetrics
 from sglang_pat.stats import Counters, PlanningTime
@@ -30,6 +37,7 @@ class StepReports:
     ) -> None:
         self._log: StepLog | None = None
         if rank_speaks():
+            warn_without_prefix_cache(get_memory(), get_disagg())
             self._log = StepLog(get_observability().decode_log_interval, read_counters)
         self._metrics: StepMetrics | None = None
         if rank_publishes():

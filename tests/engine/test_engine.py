@@ -39,8 +39,6 @@ from sglang_engines import (
     tokens,
 )
 
-from sglang_pat.sglang.reader import BEAMS
-
 pytestmark = pytest.mark.engine
 
 MAX_RUNNING = 8
@@ -336,21 +334,30 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
             load_weights(engine, tiny_model)
         assert_same(generate(engine, asked), asked, expected)
 
-    def test_beams_share_nothing(
+    def test_beams_share_their_prompt(
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
     ) -> None:
         if not HAS_BEAMS:
             pytest.skip("this SGLang has no beam search")
-        asked = [workload.beams, *workload.long_answers]
+        # Alone, and the tree holds nothing of the prompt.
+        flush(engine)
         stats.new()
-        searched, *answers = run(engine, answers_together(engine, asked))
-        assert_same(answers, workload.long_answers, expected)
+        assert beams(generate(engine, [workload.beams])) == expected.beams
+        counted = stats.new()
+        assert counted["private_steps"] == {}
+        assert counted["kv_tokens_planned"] < 0.45 * counted["kv_tokens_query_centric"]
+        assert counted["plans_reused"] > counted["plans_built"] > 0
+        # Beside others with the same system prompt, and with rows to spare: where they are scarce,
+        # SGLang's admission may miss those of the beams, and its own assertion ends the engine.
+        others = workload.long_answers[:3]
+        assert workload.beams.beam_width is not None
+        assert workload.beams.beam_width + len(others) < MAX_RUNNING
+        searched, *answers = run(engine, answers_together(engine, [workload.beams, *others]))
+        assert_same(answers, others, expected)
         assert beams([searched]) == expected.beams
         counted = stats.new()
-        assert counted["private_steps"][BEAMS] > 0
-        # When the beams have ended, the others share again.
-        assert counted["private_steps"][BEAMS] < counted["plans_built"] + counted["plans_reused"]
-        assert counted["kv_tokens_planned"] < counted["kv_tokens_query_centric"]
+        assert counted["private_steps"] == {}
+        assert counted["kv_tokens_planned"] < 0.6 * counted["kv_tokens_query_centric"]
 
 
 class TestPageSize16InASmallPool(_Everywhere, _SmallPool):

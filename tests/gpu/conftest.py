@@ -8,7 +8,28 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglang_pat.executors.jit import KernelConfig
+from sglang_pat import support
+from sglang_pat.executors.jit import KernelConfig, build_all
+
+_WHOLE_SUITE = 100  # tests; a few compile what they need themselves
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_variants(request: pytest.FixtureRequest) -> None:
+    """All variants of the suite, compiled at once by all CPUs, before its first test."""
+    if not torch.cuda.is_available() or len(request.session.items) < _WHOLE_SUITE:
+        return
+    arch = torch.cuda.get_device_capability()
+    bodies = (False, True) if arch == (9, 0) else (False,)
+    build_all(
+        [
+            KernelConfig(dtype, head_dim, arch, v_head_dim, force_mma_sync=force_mma_sync)
+            for head_dim, v_head_dim in support.HEAD_DIMS
+            for dtype in (torch.bfloat16, torch.float16)
+            if dtype == torch.bfloat16 or head_dim in (64, 128)
+            for force_mma_sync in bodies
+        ]
+    )
 
 
 @pytest.fixture(scope="module", params=["native", "mma_sync"])

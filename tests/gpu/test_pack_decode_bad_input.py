@@ -37,7 +37,7 @@ def decode(**changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": lambda q: q.half()}, "q must be 3-D BFloat16, got 3-D Half"),
+        ({"q": lambda q: q.half()}, "q must be 3-D bfloat16, got 3-D float16"),
         ({"q": lambda q: q[:, :7]}, "7 and 2"),
         ({"k_cache": lambda k: k.cpu()}, "k_cache must be on cuda:0 like the plan, got cpu"),
         ({"k_cache": lambda k: k[:, :, ::2]}, r"shape \[n, 2, 128\]"),
@@ -46,11 +46,11 @@ def decode(**changes) -> None:
             "v_cache must be aligned to 16 bytes",
         ),
         ({"out": lambda out: out[1:]}, r"out must have shape \[\d+, 8, 128\]"),
-        ({"partial_out": lambda s: s.partial_out.half()}, "partial_out must be 3-D Float"),
+        ({"partial_out": lambda s: s.partial_out.half()}, "partial_out must be 3-D float32"),
         ({"plan": lambda s: s.plan[:64]}, "plan must hold"),
         ({"seq_lens": lambda s: s.seq_lens.float()}, "seq_lens must be 1-D int32 or int64"),
         ({"seq_lens": lambda s: s.seq_lens[:3]}, "entry for each"),
-        ({"req_to_token": lambda s: s.req_to_token.long()}, "req_to_token must be 2-D Int"),
+        ({"req_to_token": lambda s: s.req_to_token.long()}, "req_to_token must be 2-D int32"),
     ],
 )
 def test_is_refused(changes, message: str) -> None:

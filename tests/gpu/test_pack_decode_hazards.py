@@ -16,8 +16,8 @@ from forests import make_case
 from pack_decode_cases import MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
 
 from sglang_pat.attention import PackAttention, default_workers
-from sglang_pat.executors.cuda import DecodeKernels
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kernels import DecodeKernels
 
 pytestmark = needs_gpu
 
@@ -206,7 +206,7 @@ def test_the_first_plan_waits_for_the_stream_that_made_the_buffers() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step = planned_step(HEADS)
-    assert int(step.executor.buffers.loaded[0]) == stream.cuda_stream
+    assert step.executor.buffers.loaded.stream == stream
 
 
 def test_buffers_grow_on_another_stream() -> None:
@@ -231,7 +231,7 @@ def test_buffers_grow_on_another_stream() -> None:
 def test_nothing_runs_before_a_plan_is_loaded() -> None:
     tensors, step = Tensors.make(MIXED, HEADS), planned_step(HEADS)
     step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.buffers.loaded.fill_(-1)
+    step.executor.buffers.loaded.num_requests = step.executor.buffers.loaded.group_size = -1
     with pytest.raises(ValueError, match="of the plan, -1 and -1"):
         run(step, tensors)
 

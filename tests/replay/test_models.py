@@ -81,9 +81,12 @@ def test_unusable_config_is_refused(tmp_path, changes, reason):
         ({"is_encoder_decoder": True}, "attention = an encoder-decoder model"),
         ({"attention_chunk_size": 8192}, "attention = attention within chunks"),
         ({"sliding_window": 4096}, "sliding window = 4096; supported: none"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "= sliding_attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "= linear_attention"),
-        ({"hybrid_override_pattern": "M-M*"}, "= hybrid_override_pattern"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding window = of unknown length",
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "attention = state, no KV cache"),
+        ({"hybrid_override_pattern": "M-M*"}, "attention = state, no KV cache"),
         ({"head_dim": 72}, "head_dim = 72; supported: 64, 80, 96, 128"),
         (
             {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},

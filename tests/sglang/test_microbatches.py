@@ -54,8 +54,20 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
     assert len(set(map(id, used))) == 2
     assert used[0] is used[2] is used[4] is used[6]
     assert used[1] is used[3] is used[5]
-    assert used[0].reader.changes == {"join": 3, "leave": 1, "re_anchor": 0, "split": 0}
-    assert used[1].reader.changes == {"join": 2, "leave": 1, "re_anchor": 0, "split": 0}
+    assert used[0].reader.changes == {
+        "join": 3,
+        "leave": 1,
+        "re_anchor": 0,
+        "split": 0,
+        "mismatch": 0,
+    }
+    assert used[1].reader.changes == {
+        "join": 2,
+        "leave": 1,
+        "re_anchor": 0,
+        "split": 0,
+        "mismatch": 0,
+    }
 
 
 def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -> None:

@@ -12,7 +12,13 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.sglang.radix import IdSource, PathMismatchError, RadixSource, radix_source
+from sglang_pat.sglang.radix import (
+    IdSource,
+    PathMismatchError,
+    RadixSource,
+    radix_source,
+    raise_mismatch,
+)
 
 SYSTEM, TOOL_A, TOOL_B = [*range(100, 108)], [*range(200, 204)], [*range(300, 306)]
 USER_1, USER_2 = [1, 2, 3], [4, 5]
@@ -117,7 +123,7 @@ class OlderCore:
 
 def older_source(tree: Tree, reqs: list[Any], *, collects: bool) -> IdSource:
     core = OlderCore([*source_of(tree).read(reqs)], collects=collects)
-    return IdSource(SimpleNamespace(tree_core=core))
+    return IdSource(SimpleNamespace(tree_core=core), raise_mismatch)
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -255,13 +261,6 @@ def test_other_caches_have_no_source() -> None:
     assert radix_source(heir) is None
     assert radix_source(SimpleNamespace(disable=False)) is None
     assert radix_source(None) is None
-
-
-def test_a_hybrid_tree_has_no_source() -> None:
-    tree = Tree("unified")
-    window = SimpleNamespace(name="SWA")
-    tree.cache.tree_components = (*tree.cache.tree_components, window)
-    assert radix_source(tree.cache) is None
 
 
 def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:

@@ -16,7 +16,7 @@ from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang import hooks, reader
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
-from sglang_pat.sglang.reader import BEAMS, CUT, MISMATCH, NO_REQUESTS, OVERFLOW, BatchReader
+from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -83,9 +83,20 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
     assert batch.seq_lens.tolist() == [6, 5, 0]
 
 
-def test_an_idle_rank_replays_a_graph_of_padding() -> None:
-    batch = BatchReader().read(None, batch_of([1, 1], num_padding=2))
+# Data parallelism: a replayed graph, and an eager step.
+@pytest.mark.parametrize(
+    "view",
+    [
+        batch_of([1, 1], num_padding=2, actual_forward_mode=ForwardMode.IDLE),
+        batch_of([1, 1], num_padding=2, forward_mode=ForwardMode.IDLE),
+    ],
+)
+def test_a_step_of_an_idle_rank_is_not_counted(view: Any) -> None:
+    reader = BatchReader()
+    batch = reader.read(None, view)
     assert batch.seq_lens.tolist() == [0, 0]
+    assert not reader.private_steps
+    assert reader.last_shared is None
 
 
 def test_equal_steps_have_equal_keys_and_read_no_path(
@@ -96,7 +107,7 @@ def test_equal_steps_have_equal_keys_and_read_no_path(
     monkeypatch.setattr(reader._source, "read", lambda reqs: pytest.fail("read a path"))
     # A list of its own in each step, as SGLang may make it.
     assert read(reader, [*reqs], tree.cache, batch_of([7, 6])).key == first
-    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0}
+    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0, "mismatch": 0}
 
 
 class Reads:
@@ -140,7 +151,13 @@ def test_only_the_paths_of_who_joins_are_read(reads: Reads) -> None:
     reads.step([a, b])
     assert reads.step([a, b, c]) == ["c"]
     assert reads.step([b, c]) == []
-    assert reads.reader.changes == {"join": 3, "leave": 1, "re_anchor": 0, "split": 0}
+    assert reads.reader.changes == {
+        "join": 3,
+        "leave": 1,
+        "re_anchor": 0,
+        "split": 0,
+        "mismatch": 0,
+    }
     assert reads.batch.read_paths().kv_end.tolist() == [1, 2, 1]
 
 
@@ -181,7 +198,13 @@ def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
     assert reads.step([a, b]) == ["b"]
     # Even with the same path: its slots may be others.
     assert reads.batch.key != key
-    assert reads.reader.changes == {"join": 2, "leave": 0, "re_anchor": 1, "split": 0}
+    assert reads.reader.changes == {
+        "join": 2,
+        "leave": 0,
+        "re_anchor": 1,
+        "split": 0,
+        "mismatch": 0,
+    }
     assert reads.batch.read_paths().kv_end.tolist()[-1] == 3
     assert reads.step([a, b]) == []
 
@@ -227,8 +250,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     hooks._after_init_new(launched, object, between)
     hooks._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
-    reads.step([a], beam_tail=object())
-    assert unchanged == [False, True, False, True, False]
+    assert unchanged == [False, True, False, True]
 
 
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
@@ -251,7 +273,7 @@ def test_a_flush_forgets_everything(reads: Reads) -> None:
 def test_a_step_that_shares_nothing_forgets_everything(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])
-    reads.step([a], beam_tail=object())
+    read(reads.reader, [a, reads.request("b", [1])], reads.tree.cache, batch_of([9]))
     assert reads.step([a]) == ["a"]
 
 
@@ -282,23 +304,31 @@ def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
     assert reads.step([a]) == ["a"]
 
 
-def test_a_path_that_does_not_match_costs_sharing_for_that_step(
+def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     reads: Reads, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
-    reads.step([a])
-    place(b).cache_protected_len = 9
-    for _ in range(2):
-        reads.step([a, b])
-        assert reads.reader.last_shared is None
-    assert reads.reader.private_steps == {MISMATCH: 2}
-    warnings = [line for line in caplog.messages if "cache_protected_len is 9" in line]
-    assert len(warnings) == 1, "logged once"
-    assert "request b: its path" in warnings[0]
-    place(b).cache_protected_len = 2
-    assert reads.step([a, b]) == ["a", "b"]
+    a, b, c = (reads.request(rid, [1, 2]) for rid in "abc")
+    reads.step([a, b])
+    place(c).cache_protected_len = 9
+    assert reads.step([a, c, b]) == ["c"]
+    paths = reads.batch.read_paths()
+    assert paths.path_begin.tolist() == [0, 1, 1, 2]
+    assert paths.node_id[0] == paths.node_id[1]
     assert reads.reader.last_shared is not None
-    assert reads.reader.private_steps == {MISMATCH: 2}
+    assert not reads.reader.private_steps
+    assert reads.step([a, c, b]) == []  # nor is it read in each step
+    c2 = reads.request("c2", [1])
+    place(c2).cache_protected_len = 9
+    reads.step([a, b, c2])
+    assert reads.reader.changes["mismatch"] == 2
+    warnings = [line for line in caplog.messages if "cache_protected_len" in line]
+    assert len(warnings) == 1, "logged once"
+    assert "request c: its path in the radix tree holds 2 tokens, but" in warnings[0]
+    # It shares from when it is right.
+    reads.step([a, b])
+    place(c).cache_protected_len = 2
+    reads.step([a, b, c])
+    assert reads.batch.read_paths().path_begin.tolist() == [0, 2, 4, 6]  # c2 split the node
 
 
 def test_in_strict_mode_a_path_that_does_not_match_is_an_error(reads: Reads) -> None:
@@ -310,20 +340,6 @@ def test_in_strict_mode_a_path_that_does_not_match_is_an_error(reads: Reads) -> 
         reads.step([a, b])
     place(b).cache_protected_len = 2
     assert reads.step([a, b]) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"beam_tail": object()}, BEAMS), ({"beam_tail": None}, None)],
-)
-def test_beam_search(
-    tree: Tree, reqs: list[Any], change: dict[str, Any], reason: str | None
-) -> None:
-    reader = BatchReader()
-    batch = read(reader, reqs, tree.cache, batch_of([6, 5, 6]), **change)
-    assert list(reader.private_steps) == ([reason] if reason else [])
-    # Rows behind the requests are beams, and decode; or else padding.
-    assert batch.seq_lens.tolist() == ([6, 5, 6] if reason else [6, 5, 0])
 
 
 def test_a_step_made_private_shares_nothing(tree: Tree, reqs: list[Any]) -> None:

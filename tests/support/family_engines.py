@@ -129,7 +129,8 @@ class FamilyEngines:
         line = self._process.stdout.readline() if ready else ""
         if not line:
             log = Path(self._log.name).read_text()
-            raise EngineFailed(f"no answer within {seconds} s\n{log[-6000:]}")
+            what = "the process has ended" if ready else f"no answer within {seconds} s"
+            raise EngineFailed(f"{what}\n{log[-6000:]}")
         return line.strip()
 
 

@@ -116,6 +116,13 @@ _MLA = {
     "num_hidden_layers": 3,
 }
 
+# The default strategy, `extra_buffer`, "requires platform support for Mamba cache state snapshots".
+_STATES = {
+    "mamba_radix_cache_strategy": "no_buffer",
+    "disable_overlap_schedule": True,  # the other strategy's condition
+    "max_mamba_cache_size": 64,  # of itself it fills half of the memory
+}
+
 FAMILIES = {
     family.name: family
     for family in (
@@ -248,8 +255,8 @@ FAMILIES = {
             delegated="window layers",
             default={"sliding window 31": (0, 2)},
             refused={
-                "0.5.17": "Gemma4 only supports trtllm_mha, triton, or intel_xpu attention backend, "
-                "got prefill=intel_amx, decode=intel_amx"
+                "0.5.17": "Gemma4 only supports trtllm_mha, triton, or intel_xpu attention "
+                "backend, got prefill=intel_amx, decode=intel_amx"
             },
         ),
         Family(
@@ -334,7 +341,7 @@ FAMILIES = {
                 **_MOE,
             },
             pat=(1, 3),
-            models="Mellum 2",
+            models="Mellum",
             accelerated="full layers",
             delegated="window layers",
             default={"sliding window 31": (0, 2)},
@@ -394,7 +401,7 @@ FAMILIES = {
                 "shared_expert_intermediate_size": 64,
                 **_MOE,
             },
-            arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            arguments=_STATES,
             pat=(3,),
             models="Qwen3-Next",
             accelerated="full-attention layers",
@@ -422,7 +429,7 @@ FAMILIES = {
                 "linear_num_key_heads": 2,
                 "linear_num_value_heads": 4,
             },
-            arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            arguments=_STATES,
             pat=(3,),
             models="Qwen3.5, 3.6",
             accelerated="full-attention layers",
@@ -450,7 +457,7 @@ FAMILIES = {
                 "use_conv_bias": True,
                 "layer_norm_epsilon": 1e-5,
             },
-            arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            arguments=_STATES,
             pat=(3, 6),
             models="Nemotron-H, Nemotron 3",
             accelerated="attention layers",
@@ -470,7 +477,7 @@ FAMILIES = {
                 "num_attention_heads": 2,
                 "num_key_value_heads": 1,
             },
-            arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            arguments=_STATES,
             pat=(1, 3),
             models="LFM2",
             accelerated="attention layers",
@@ -491,7 +498,7 @@ FAMILIES = {
                 "mamba_d_conv": 4,
                 "mamba_chunk_size": 64,
             },
-            arguments={"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+            arguments=_STATES,
             pat=(0, 1, 2, 3),
             models="Falcon-H1",
             accelerated="the attention half of every layer",
@@ -597,6 +604,7 @@ FAMILIES = {
             {
                 "model_type": "gpt_bigcode",
                 "n_embd": 1536,
+                "activation_function": "gelu_pytorch_tanh",
                 "n_head": 24,
                 "n_layer": 2,
                 "n_inner": 256,

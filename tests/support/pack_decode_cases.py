@@ -26,6 +26,7 @@ class Heads:
     num_kv_heads: int
     head_dim: int = 128
     dtype: torch.dtype = BF16
+    v_head_dim: int = 0  # 0: head_dim
 
 
 @dataclasses.dataclass
@@ -47,18 +48,23 @@ class Tensors:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device="cuda").to(heads.dtype)
 
-        poisoned = torch.full(
-            (2 * case.num_slots + 7, heads.num_kv_heads, heads.head_dim), torch.nan, device="cuda"
-        ).to(heads.dtype)
-        k_cache, v_cache = poisoned.clone(), poisoned
+        k_cache, v_cache = (
+            torch.full(
+                (2 * case.num_slots + 7, heads.num_kv_heads, head_dim),
+                torch.nan,
+                dtype=heads.dtype,
+                device="cuda",
+            )
+            for head_dim in (heads.head_dim, heads.v_head_dim or heads.head_dim)
+        )
         # The case's slots, at the pool's end.
         shift = len(k_cache) - case.num_slots
         used = np.unique(
             np.concatenate([row[:n] for row, n in zip(case.tokens, case.seq_lens, strict=True)])
         )
         slots = torch.from_numpy(used).cuda().long() + shift
-        k_cache[slots] = random(len(slots), heads.num_kv_heads, heads.head_dim)
-        v_cache[slots] = random(len(slots), heads.num_kv_heads, heads.head_dim)
+        for cache in (k_cache, v_cache):
+            cache[slots] = random(len(slots), *cache.shape[1:])
 
         rows = np.random.default_rng(seed).permutation(2 * num_requests + 1)[:num_requests]
         table = np.full((2 * num_requests + 1, width + 3), 2147480000, dtype=np.int32)
@@ -73,7 +79,12 @@ class Tensors:
             torch.from_numpy(case.seq_lens).to("cuda", index_dtype),
         )
 
-    def reference(self, dtype: torch.dtype, logit_cap: float = 0.0):
+    def reference(
+        self,
+        dtype: torch.dtype,
+        logit_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ):
         return dense_attention(
             self.q,
             self.k_cache,
@@ -82,6 +93,7 @@ class Tensors:
             self.req_pool_indices,
             self.seq_lens,
             logit_cap=logit_cap,
+            sinks=sinks,
             dtype=dtype,
         )
 
@@ -89,25 +101,34 @@ class Tensors:
 def planned_step(heads: Heads, **options):
     from planned_step import PlannedStep
 
-    from sglang_pat.executors.cuda import DecodeKernels
     from sglang_pat.executors.jit import KernelConfig
+    from sglang_pat.executors.kernels import DecodeKernels
 
-    config = KernelConfig.for_device(heads.dtype, heads.head_dim, torch.device("cuda"))
+    config = KernelConfig.for_device(
+        heads.dtype, heads.head_dim, torch.device("cuda"), heads.v_head_dim
+    )
     return PlannedStep(
         DecodeKernels.load(config), heads.num_qo_heads, heads.num_kv_heads, **options
     )
 
 
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full_like(tensors.q, torch.nan)
+    columns = tensors.v_cache.shape[2]
+    out = tensors.q.new_full((*tensors.q.shape[:2], columns), torch.nan)
     lse = torch.full(tensors.q.shape[:2], torch.nan, device="cuda")
     step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse, **options)
     return out, lse
 
 
-def check(out: torch.Tensor, lse: torch.Tensor, tensors: Tensors, logit_cap: float = 0.0) -> None:
-    exact, exact_lse = tensors.reference(torch.float64, logit_cap)
-    in_dtype, _ = tensors.reference(tensors.q.dtype, logit_cap)
+def check(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    exact, exact_lse = tensors.reference(torch.float64, logit_cap, sinks)
+    in_dtype, _ = tensors.reference(tensors.q.dtype, logit_cap, sinks)
     report = compare(out, in_dtype, exact)
     assert report.acceptable, str(report)
     finite = torch.isfinite(exact_lse)
@@ -120,11 +141,23 @@ def check(out: torch.Tensor, lse: torch.Tensor, tensors: Tensors, logit_cap: flo
         assert error <= bound, f"LSE error {error:.3g}"
 
 
-def check_case(case: ForestCase, heads: Heads, *, logit_cap: float = 0.0, **options) -> None:
+def make_sinks(heads: Heads, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Sinks beside the LSEs of a few to some thousand keys, another one per head."""
+    return torch.linspace(-3.0, 10.0, heads.num_qo_heads, device="cuda").to(dtype)
+
+
+def check_case(
+    case: ForestCase,
+    heads: Heads,
+    *,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    **options,
+) -> None:
     tensors = Tensors.make(case, heads)
     step = planned_step(heads, **options)
     step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    check(*run(step, tensors, logit_cap=logit_cap), tensors, logit_cap)
+    check(*run(step, tensors, logit_cap=logit_cap, sinks=sinks), tensors, logit_cap, sinks)
 
 
 MIXED = make_case(

@@ -48,6 +48,10 @@ def install() -> None:
             with contextlib.suppress(ImportError):  # another version's
                 found = importlib.import_module(f"{package}.{module}")
                 getattr(found, name).forward = gated_norm
+    elementwise = "sglang.kernels.ops.elementwise.elementwise"
+    _replace(elementwise, "fused_gate_sigmoid_mul", gated_expert)
+    _replace(elementwise, "fused_gate_sigmoid_mul_add", add_gated_expert)
+
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -366,6 +370,18 @@ def fused_qk_gemma_rmsnorm_with_gate(
 def fused_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, inplace: bool = True) -> torch.Tensor:
     """In place, as the models ask for it."""
     return x.mul_(gate.reshape(x.shape).sigmoid())
+
+
+def gated_expert(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """The output of a shared expert, gated by the layer's input."""
+    return shared * (hidden @ gate).sigmoid()[:, None]
+
+
+def add_gated_expert(
+    hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
+) -> None:
+    """The same, added to the other experts' output."""
+    out.add_(gated_expert(hidden, gate, shared))
 
 
 def fused_qkvzba_split(

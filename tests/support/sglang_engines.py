@@ -22,6 +22,7 @@ import requests
 import sglang
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from serving.cpu_ranks import environment_of_ranks
 from serving.http_server import HttpServer, running_process
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -234,16 +235,9 @@ def running_pat_engine(model: Path, folder: Path, **arguments: Any) -> Iterator[
 def run_several_ranks(
     environment: pytest.MonkeyPatch, *, tp_size: int = 1, pp_size: int = 1
 ) -> None:
-    """Let SGLang start several ranks on the CPU.
-
-    It wants to know the cores of each; 0.5.17 only those of the ranks of one stage. Between ranks
-    it prefers NCCL to gloo where it finds the library, even for a CPU, so it must not find it.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    count = tp_size if sglang.__version__ == "0.5.17" else tp_size * pp_size
-    of_ranks = (str(cores[rank % len(cores)]) for rank in range(count))
-    environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(of_ranks))
-    environment.setenv("SGLANG_NCCL_SO_PATH", "/no library")
+    """Let SGLang start several ranks on the CPU."""
+    for name, value in environment_of_ranks(tp_size=tp_size, pp_size=pp_size).items():
+        environment.setenv(name, value)
 
 
 COMMON_ARGUMENTS: dict[str, Any] = {

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 TREE_KINDS = ["python nodes", "unified"]
-_CAN_CHOOSE_CORE = "tree_core_backend" in inspect.signature(CacheInitParams).parameters
-if _CAN_CHOOSE_CORE:
+CAN_CHOOSE_CORE = "tree_core_backend" in inspect.signature(CacheInitParams).parameters
+if CAN_CHOOSE_CORE:
     TREE_KINDS.append("unified, python core")
 
 
@@ -65,4 +65,4 @@ def request(rid: str, last_node: Any, protected: int, row: int = 1) -> Any:
 
 def place(req: Any) -> Any:
     """Where a request keeps its row and its protected length."""
-    return req if req.kv is None else req.kv
+    return req.kv if hasattr(req.kv, "req_pool_idx") else req

@@ -3,8 +3,7 @@
 - LoRA makes tensors in pinned memory. Here nothing is pinned.
 - The hierarchical cache copies KV between its tiers with kernels. Here torch copies; only what an
   engine needs that is started with HICACHE_ARGUMENTS.
-- A batch that data parallelism pads on a CPU asks for a length that backends for two modes, like
-  `pat` beside `torch_native`, know for CUDA graphs only.
+- A batch that data parallelism pads on a CPU asks for a length that `torch_native` does not have.
 
 Where there is a driver, nothing is replaced. Each backend is served alike.
 """
@@ -38,14 +37,12 @@ def register() -> None:
     """The plug-in's entry point, in every process of the engine."""
     if cuda_driver_is_present():
         return
-    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.pool_host import common, mha
 
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    HybridAttnBackend.get_cpu_graph_seq_len_fill_value = (
-        HybridAttnBackend.get_cuda_graph_seq_len_fill_value
-    )
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     torch.Tensor.pin_memory = lambda self, *args: self
     mha.transfer_kv_direct = transfer_kv_direct
     common.ALLOC_MEMORY_FUNCS["cpu"] = new_host_memory

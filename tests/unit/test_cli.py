@@ -34,8 +34,8 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "give a command: doctor, build, demo, replay, support"),
-        ("serve", "'serve' (choose from 'doctor', 'build', 'demo', 'replay', 'support')"),
+        ("", "give a command: doctor, build, demo, advise, replay, support"),
+        ("serve", "'serve' (choose from 'doctor', 'build', 'demo', 'advise', 'replay', 'support')"),
         ("--verbose", "unknown argument '--verbose'; allowed: --help, --version"),
         ("doctor --jsn f", "unknown argument '--jsn'; allowed: --help, --json"),
         ("doctor --js f", "unknown argument '--js'; allowed: --help, --json"),
@@ -54,6 +54,14 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48"),
         ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
+        ("advise --generate toolagent", "the following arguments are required: --model"),
+        ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),
+        ("advise --model gpt --generate toolagent", "model 'gpt'; allowed: llama-3.1-8b, "),
+        ("advise --model qwen3-8b --generate nope", "workload 'nope'; allowed: conversation, "),
+        ("advise --model qwen3-8b --trace /no/f", "/no/f: there is no such file"),
+        ("advise --model qwen3-8b --trace /etc/passwd --tp 3", "--tp 3: 32 query heads; allowed: "),
+        ("advise --model qwen3-8b --trace /etc/passwd --gpu V100", "'V100' (choose from 'H100', "),
+        ("advise --model llama-3.1-70b --generate toolagent", "GB on each of 1 H100 with 80 GB: "),
         ("support rows", "unknown argument 'rows'; allowed: --help"),
         ("replay", "give a TRACE, --generate NAME or --preset NAME"),
         ("replay --limit x", "--limit: 'x'; allowed: a whole number"),
@@ -215,7 +223,7 @@ def test_build_asks_the_gpus_at_hand(built: list[Any], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "error", [KernelBuildError("no nvcc"), KernelCacheError("not yours"), OSError("disk full")]
+    "error", [KernelBuildError("no NVRTC"), KernelCacheError("not yours"), OSError("disk full")]
 )
 def test_build_fails_in_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -229,5 +237,5 @@ def test_build_fails_in_one_line(
 
 
 def test_architectures_are_those_of_the_kernels() -> None:
-    assert min(support.OLDEST_NVCC) == support.OLDEST_CAPABILITY
-    assert list(support.OLDEST_NVCC) == sorted(support.OLDEST_NVCC)
+    assert min(support.CAPABILITIES) == support.OLDEST_CAPABILITY
+    assert [*support.CAPABILITIES] == sorted(support.CAPABILITIES)

@@ -17,7 +17,7 @@ from sglang_pat.cli import doctor, gpus, main
 from sglang_pat.cli.doctor import Check, worst
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.executors import kernel_cache
-from sglang_pat.executors.jit import KernelBuildError, KernelConfig, Toolchain, cache_key
+from sglang_pat.executors.jit import Compiler, KernelBuildError, KernelConfig, cache_key
 
 H100 = Gpu("NVIDIA H100", (9, 0), "580.1")
 V100 = Gpu("Tesla V100", (7, 0), "580.1")
@@ -124,68 +124,66 @@ def test_torch(
 
 
 @pytest.fixture
-def toolchain(monkeypatch: pytest.MonkeyPatch) -> Toolchain:
-    toolchain = Toolchain(
-        Path("/cuda/bin/nvcc"), ("g++",), Path("/cuda"), Path("/torch"), "13.0, V13.0.88"
-    )
-    monkeypatch.setattr(Toolchain, "find", lambda arch: toolchain)
-    return toolchain
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    compiler = Compiler("NVRTC 13.0", Path("/cuda/include"))
+    monkeypatch.setattr(Compiler, "find", lambda arch: compiler)
+    return compiler
 
 
 @pytest.fixture
-def no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(arch: object) -> Toolchain:
-        raise KernelBuildError("no nvcc found (tried PATH): install the CUDA toolkit 13.0")
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(arch: object) -> Compiler:
+        raise KernelBuildError("NVRTC cannot be loaded: install a CUDA build of torch")
 
-    monkeypatch.setattr(Toolchain, "find", find)
+    monkeypatch.setattr(Compiler, "find", find)
 
 
 def add_kernels(cache: Path) -> Path:
-    """A library of 1.5 MB for the H100."""
+    """An image of 1.5 MB for the H100."""
 
     def fill(work: Path) -> None:
-        (work / "kernels.so").write_bytes(bytes(1_500_000))
-        (work / "build.json").write_text('{"compilers": {"release": "13.0, V13.0.88"}}')
+        (work / "kernels.cubin").write_bytes(bytes(1_500_000))
+        (work / "build.json").write_text('{"compiler": "NVRTC 13.0"}')
 
     key = cache_key(KernelConfig(torch.bfloat16, 128, H100.capability))
     return kernel_cache.add(cache, key, fill)
 
 
 @pytest.mark.parametrize(("found", "status"), [([H100], "failed"), ([], "warning")])
-def test_no_compiler(no_toolchain: None, tmp_path: Path, found: list[Gpu], status: str) -> None:
+def test_no_compiler(no_compiler: None, tmp_path: Path, found: list[Gpu], status: str) -> None:
     compiler, _ = doctor.check_kernels(found, tmp_path)
     assert compiler.status == status
     assert (compiler.found, compiler.advice) == (
-        "no nvcc found (tried PATH)",
-        "install the CUDA toolkit 13.0",
+        "NVRTC cannot be loaded",
+        "install a CUDA build of torch",
     )
 
 
-def test_compiled_kernels_need_no_compiler(no_toolchain: None, tmp_path: Path) -> None:
-    """A runtime image: the kernels are there, nvcc is not."""
+def test_compiled_kernels_need_no_compiler(no_compiler: None, tmp_path: Path) -> None:
+    """The kernels are there, the compiler is not."""
     add_kernels(tmp_path)
     compiler, cache = doctor.check_kernels([H100], tmp_path)
     assert (compiler.status, cache.status) == ("warning", "ok")
 
 
-def test_the_newest_gpu_decides_which_nvcc_is_needed(
+def test_the_newest_gpu_decides_which_compiler_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
 
-    def find(arch: object) -> Toolchain:
+    def find(arch: object) -> Compiler:
         asked.append(arch)
-        raise KernelBuildError("nvcc is CUDA 12.4: 12.8 or newer is needed")
+        raise KernelBuildError("NVRTC 12.4 cannot compile for 10.0: install a newer torch")
 
-    monkeypatch.setattr(Toolchain, "find", find)
+    monkeypatch.setattr(Compiler, "find", find)
     doctor.check_kernels([H100, Gpu("B200", (10, 0), "580.1")], tmp_path)
     doctor.check_kernels([], tmp_path)
     assert asked == [(10, 0), None]
 
 
-def test_kernels_that_are_compiled(toolchain: Toolchain, tmp_path: Path) -> None:
-    compiler, cache = doctor.check_kernels([H100], tmp_path)
-    assert (compiler.status, compiler.found) == ("ok", "/cuda/bin/nvcc, 13.0, V13.0.88")
+def test_kernels_that_are_compiled(compiler: Compiler, tmp_path: Path) -> None:
+    found, cache = doctor.check_kernels([H100], tmp_path)
+    assert (found.status, found.found) == ("ok", "NVRTC 13.0, /cuda/include")
     assert cache.status == "warning"
     assert cache.found == f"{tmp_path}, 0.0 MB; none compiled for this GPU"
     assert cache.advice.endswith("sglang-pat build")
@@ -193,11 +191,11 @@ def test_kernels_that_are_compiled(toolchain: Toolchain, tmp_path: Path) -> None
     add_kernels(tmp_path)
     _, cache = doctor.check_kernels([H100], tmp_path)
     assert cache.status == "ok"
-    assert cache.found == f"{tmp_path}, 1.5 MB; compiled: bf16_d128_sm90 (nvcc 13.0, V13.0.88)"
+    assert cache.found == f"{tmp_path}, 1.5 MB; compiled: bf16_d128_sm90 (NVRTC 13.0)"
 
 
 def test_the_cache_is_the_one_that_a_server_uses(
-    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", str(tmp_path))
     _, cache = doctor.check_kernels([])
@@ -210,7 +208,7 @@ def test_the_cache_is_the_one_that_a_server_uses(
 
 
 def test_a_cache_that_cannot_be_written(
-    toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("")
@@ -225,7 +223,7 @@ def test_a_cache_that_cannot_be_written(
     assert doctor.check_kernels([H100], tmp_path)[1].status == "ok"
 
 
-def test_a_cache_that_others_can_write(toolchain: Toolchain, tmp_path: Path) -> None:
+def test_a_cache_that_others_can_write(compiler: Compiler, tmp_path: Path) -> None:
     add_kernels(tmp_path).chmod(0o666)
     _, cache = doctor.check_kernels([H100], tmp_path)
     assert cache.status == "failed"

@@ -16,7 +16,7 @@ import pytest
 from sglang_pat.executors import kernel_cache
 from sglang_pat.executors.kernel_cache import (
     CACHE_VARIABLE,
-    LIBRARY,
+    IMAGE,
     KernelCacheError,
     add,
     default_cache,
@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 
 
 def fill(work: Path) -> None:
-    (work / LIBRARY).write_text("a library")
+    (work / IMAGE).write_text("a image")
 
 
 @pytest.fixture
@@ -72,17 +72,17 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_entry_is_made_once_and_found(cache: Path) -> None:
     assert find(cache, "key") is None
-    library = add(cache, "key", fill)
-    assert library == cache / "key" / LIBRARY
-    assert find(cache, "key") == library
-    assert add(cache, "key", lambda work: pytest.fail("filled again")) == library
+    image = add(cache, "key", fill)
+    assert image == cache / "key" / IMAGE
+    assert find(cache, "key") == image
+    assert add(cache, "key", lambda work: pytest.fail("filled again")) == image
     assert find(cache, "other") is None
 
 
 def test_an_entry_is_replaced_on_demand(cache: Path) -> None:
     add(cache, "key", fill)
-    library = add(cache, "key", lambda work: fill(work) or (work / "new").touch(), replace=True)
-    assert (library.parent / "new").exists()
+    image = add(cache, "key", lambda work: fill(work) or (work / "new").touch(), replace=True)
+    assert (image.parent / "new").exists()
     assert {path.name for path in cache.iterdir()} == {"key", "key.lock"}
 
 
@@ -90,11 +90,11 @@ def test_every_user_can_read_an_entry(cache: Path) -> None:
     """An image is built by root, and run by somebody else."""
     before = os.umask(0o077)
     try:
-        library = add(cache, "key", fill)
+        image = add(cache, "key", fill)
     finally:
         os.umask(before)
-    assert mode(cache) == mode(library.parent) == 0o755
-    assert mode(library) == 0o644
+    assert mode(cache) == mode(image.parent) == 0o755
+    assert mode(image) == 0o644
 
 
 @as_root
@@ -103,14 +103,14 @@ def test_an_entry_of_root_is_loaded_by_another_user() -> None:
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is private
         Path(folder).chmod(0o755)
         cache = Path(folder, "cache")
-        library = add(cache, "key", fill)
+        image = add(cache, "key", fill)
         process = multiprocessing.get_context("fork").Process(
             target=_as_other_user, args=(cache, answers := multiprocessing.SimpleQueue())
         )
         process.start()
         process.join(timeout=60)
         assert process.exitcode == 0
-        assert answers.get() == library
+        assert answers.get() == image
         refused = answers.get()
         assert f"the kernel cache {cache} cannot be written ({cache} is not writable)" in refused
         assert CACHE_VARIABLE in refused
@@ -129,23 +129,23 @@ def _as_other_user(cache: Path, answers: Any) -> None:
 def test_an_entry_that_cannot_be_read_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = add(cache, "key", fill)
+    image = add(cache, "key", fill)
 
     def access(path: Path, mode: int) -> bool:
-        return Path(path) != library
+        return Path(path) != image
 
     monkeypatch.setattr(os, "access", access)  # root may read all
-    with pytest.raises(KernelCacheError, match=rf"{library} cannot be read .*chmod a\+rX"):
+    with pytest.raises(KernelCacheError, match=rf"{image} cannot be read .*chmod a\+rX"):
         find(cache, "key")
     real_stat = Path.stat
 
     def no_stat(path: Path, **options: bool) -> os.stat_result:
-        if path == library:
+        if path == image:
             raise PermissionError(13, "Permission denied")
         return real_stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", no_stat)
-    with pytest.raises(KernelCacheError, match=rf"{library} cannot be read .*Permission denied"):
+    with pytest.raises(KernelCacheError, match=rf"{image} cannot be read .*Permission denied"):
         find(cache, "key")
 
 
@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 
 @as_root
-@pytest.mark.parametrize("planted", ["cache", "cache/key", f"cache/key/{LIBRARY}"])
+@pytest.mark.parametrize("planted", ["cache", "cache/key", f"cache/key/{IMAGE}"])
 def test_files_of_another_user_are_refused(cache: Path, planted: str) -> None:
     add(cache, "key", fill)
     path = cache.parent / planted
@@ -181,7 +181,7 @@ def test_nothing_is_built_in_a_folder_of_another_user(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", [stat.S_IWGRP, stat.S_IWOTH])
-@pytest.mark.parametrize("path", ["cache", "cache/key", f"cache/key/{LIBRARY}"])
+@pytest.mark.parametrize("path", ["cache", "cache/key", f"cache/key/{IMAGE}"])
 def test_files_that_others_can_write_are_refused(cache: Path, path: str, bit: int) -> None:
     add(cache, "key", fill)
     open_path = cache.parent / path
@@ -204,7 +204,7 @@ def test_a_folder_above_that_anybody_can_write_is_refused(tmp_path: Path) -> Non
 def test_links_lead_to_files_that_are_checked(cache: Path, tmp_path: Path) -> None:
     add(cache, "key", fill)
     (tmp_path / "link").symlink_to(cache)
-    assert find(tmp_path / "link", "key") == tmp_path / "link" / "key" / LIBRARY
+    assert find(tmp_path / "link", "key") == tmp_path / "link" / "key" / IMAGE
     cache.chmod(0o777)
     with pytest.raises(KernelCacheError, match="can be written by other users"):
         find(tmp_path / "link", "key")

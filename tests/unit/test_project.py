@@ -246,8 +246,8 @@ def test_support_names_every_server_option_that_delegates_the_model() -> None:
 def test_every_supported_sglang_is_tested() -> None:
     (wanted,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
     oldest, default = support.SGLANG_VERSIONS[0], support.SGLANG_VERSIONS[-1]
-    # A range: a host with the older version is not upgraded.
-    assert wanted == f"sglang>={oldest},<={default}"
+    # A range with room above: no host's SGLang is changed, whether older or newer than tested.
+    assert wanted == f"sglang>={oldest},<0.6"
     makefile = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
     assert f"the default is {default}\n" in makefile.stdout
     tested = {

@@ -13,8 +13,10 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import bench_hybrid_models  # noqa: E402
+import check_hicache  # noqa: E402
 import check_logits  # noqa: E402
-import check_tp  # noqa: E402
+import check_ranks  # noqa: E402
 import profile_steps  # noqa: E402
 import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
@@ -99,15 +101,79 @@ def test_pat_must_answer_the_same_tokens() -> None:
     assert not check_logits.judge({"pat": (own, off), "triton": (own, own)})["passed"]
 
 
-def test_ranks_must_agree_and_must_have_been_asked() -> None:
+GOOD_PLANS = check_ranks.Plans(
+    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={}
+)
+
+
+def test_several_ranks_must_answer_as_one() -> None:
+    def failures(own: tuple[check_logits.Run, check_logits.Run]) -> list[str]:
+        found = check_ranks.judge({"pat": own, "fa3": (run, off)}, GOOD_PLANS, "tp")["failures"]
+        assert isinstance(found, list)
+        return found
+
     run, off, far = (run_of(logits, [4, 5]) for logits in (0.0, 0.5, 1.1))
-    steps, own = check_logits.NUM_TOKENS, (run, off)
-    assert not check_tp.judge({"pat": (run, run), "fa3": own}, steps)["failures"]
-    assert not check_tp.judge({"pat": (run, off), "fa3": own}, steps)["failures"]
-    assert len(check_tp.judge({"pat": (run, far), "fa3": own}, steps)["failures"]) == 2
-    assert check_tp.judge({"pat": (run, run), "fa3": own}, 0)["failures"]
-    other = run_of(0.0, [4, 9])
-    assert check_tp.judge({"pat": (run, other), "fa3": own}, steps)["failures"]
+    assert not failures((run, run))
+    assert not failures((run, off))
+    assert len(failures((run, far))) == 2
+    assert failures((run, run_of(0.0, [4, 9])))
+
+
+@pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, []),
+        ({"steps": check_logits.NUM_TOKENS - 1}, ["tp", "pp", "dp"]),
+        ({"kv_ratio": 0.95}, ["tp", "pp", "dp"]),
+        ({"private_steps": {"a reason": 1}}, ["tp", "pp", "dp"]),
+        ({"steps_alike": 0}, ["tp"]),
+        ({"reused": 20}, ["pp"]),
+    ],
+)
+def test_several_ranks_must_plan_as_their_layout_asks(
+    changed: dict[str, Any], failing: list[str]
+) -> None:
+    plans = GOOD_PLANS._replace(**changed)
+    assert [layout for layout in check_ranks.LAYOUTS if plans.failures(layout)] == failing
+
+
+def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
+    def failures(after: float, on_host: int = 9, planned: int = 5) -> list[str]:
+        own, fa3, triton = (run_of(logits, [4, 5]) for logits in (0.0, 0.1, 0.0))
+        counted = {"kv_tokens_planned": planned, "kv_tokens_query_centric": 10}
+        pat, others = (own, run_of(after, [4, 5])), {"fa3": fa3, "triton": triton}
+        found = check_hicache.judge(pat, others, on_host, counted)["failures"]
+        assert isinstance(found, list)
+        return found
+
+    assert failures(0.19) == []
+    assert len(failures(0.21)) == 2  # the largest, and the mean
+    assert failures(0.0, on_host=0) == ["nothing came back from the host"]
+    assert len(failures(0.0, planned=10)) == 1
+
+
+# --- hybrid models ---
+
+
+def test_the_median_of_the_rounds_counts_and_gates_follow_from_it() -> None:
+    def case(name: str, pat: float, default: float, cached: float = 1.0) -> dict[str, Any]:
+        rounds = [(1.0, 1.0 + 0.1 * pat), (1.0, 1.0 + 0.1 * pat), (1.0, 9.0)]
+        seconds = {"pat": rounds, "default": [(2.0, 2.0 + 0.1 * default)] * 3}
+        found = bench_hybrid_models.summary(seconds, tokens=100)
+        assert found["tpot_ms"] == pytest.approx({"pat": pat, "default": default})
+        hits = {"pat": cached, "default": 1.0}
+        return found | {"model": "a", "case": name, "share_of_prompts_cached": hits}
+
+    def passed(*args: Any) -> bool:
+        (gate,) = bench_hybrid_models.gates([case(*args)]).values()
+        assert isinstance(gate["passed"], bool)
+        return gate["passed"]
+
+    assert passed("shared", 4.0, 5.0)
+    assert not passed("shared", 5.01, 5.0)
+    assert not passed("shared", 4.0, 5.0, 0.5)  # the prefix was not found: nothing was compared
+    assert passed("unshared", 5.05, 5.0)
+    assert not passed("unshared", 5.15, 5.0)
 
 
 # --- soak and profile ---

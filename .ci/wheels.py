@@ -1,0 +1,76 @@
+"""Build the wheels: one for each supported Python, with compiled kernels inside, in `dist/`.
+
+Run by `make wheels`. Needs no GPU and no nvcc; the Pythons must be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from sglang_pat import support
+from sglang_pat.executors import jit
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "sglang_pat" / jit.SHIPPED
+# Of these GPUs the wheels hold the kernels; on others they are compiled when they are first used.
+ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--python",
+        action="append",
+        help="version or path; may be repeated (default: all supported)",
+    )
+    parser.add_argument(
+        "--uv", default="uv", metavar="PROGRAM", help="the uv to build with (default: on PATH)"
+    )
+    arguments = parser.parse_args()
+    add_kernels()
+    for python in arguments.python or support.PYTHON_VERSIONS:
+        build_wheel(arguments.uv, python)
+    for wheel in sorted((ROOT / "dist").glob("*.whl")):
+        print(f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def add_kernels() -> None:
+    """Compile every variant, and put the images where the package looks for them."""
+    configs = [
+        jit.KernelConfig(getattr(torch, dtype), head_dim, arch, v_head_dim)
+        for arch, dtype, (head_dim, v_head_dim) in itertools.product(
+            ARCHITECTURES, support.KERNEL_DTYPES, support.HEAD_DIMS
+        )
+    ]
+    images = jit.build_all(configs, cache=ROOT / "build" / "cubins")
+    shutil.rmtree(SHIPPED, ignore_errors=True)
+    for image in images:
+        entry = SHIPPED / image.parent.name
+        entry.mkdir(parents=True)
+        for name in (image.name, jit.RECORD):
+            shutil.copyfile(image.with_name(name), entry / name)
+
+
+def build_wheel(uv: str, python: str) -> None:
+    """A wheel for one Python, with the tag of the oldest Linux that its libraries run on."""
+    work = ROOT / "build" / "wheels"
+    shutil.rmtree(work, ignore_errors=True)
+    run(uv, "build", "--wheel", "--python", python, "--out-dir", str(work), str(ROOT))
+    (wheel,) = work.glob("*.whl")
+    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(ROOT / "dist"), str(wheel))
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Several workers behind a router: how much they share, by how requests are routed.
+
+One trace is cut into the parts that each worker would get, and every part is replayed through
+SGLang's radix tree and the pack scheduler. The router in front is imitated with SGLang's router's
+rules and defaults: `cache_aware` sends a request to the worker that has seen the longest part of
+its prompt, `random` and `round_robin` look at nothing.
+
+    python benchmarks/compare_routing.py --generate toolagent --workers 4 --json routing.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from metadata import metadata
+
+from sglang_pat.replay.capacity import TokenTree
+from sglang_pat.replay.formats import open_trace
+from sglang_pat.replay.generate import generate
+from sglang_pat.replay.models import model_shape
+from sglang_pat.replay.options import ReplayOptions
+from sglang_pat.replay.session import Replay
+from sglang_pat.replay.trace import Trace, TraceErrors, TraceRequest, token_ids
+from sglang_pat.sglang.cpu import enable_cpu_engine
+
+# Defaults of SGLang's router.
+CACHE_THRESHOLD = 0.3
+BALANCE_ABSOLUTE, BALANCE_RELATIVE = 64, 1.5
+# How long the router takes a request to last: it sees answers end, this script does not.
+SECONDS_PER_TOKEN = 0.02
+
+Route = Callable[[TraceRequest], int]
+
+
+@dataclass
+class Worker:
+    """What the router knows of a worker: the prompts it has sent there, and what still runs."""
+
+    seen: TokenTree = field(default_factory=TokenTree)
+    ends: list[float] = field(default_factory=list)
+
+    def running(self, now: float) -> int:
+        while self.ends and self.ends[0] <= now:
+            heapq.heappop(self.ends)
+        return len(self.ends)
+
+
+def random_route(workers: int, seed: int) -> Route:
+    generator = np.random.default_rng(seed)
+    return lambda _: int(generator.integers(workers))
+
+
+def round_robin_route(workers: int, seed: int) -> Route:
+    numbers = iter(range(1 << 62))
+    return lambda _: next(numbers) % workers
+
+
+def cache_aware_route(workers: int, seed: int) -> Route:
+    """By prefix, unless the load is out of balance; a prompt that nobody knows goes to the worker
+    that has seen least."""
+    known = [Worker() for _ in range(workers)]
+
+    def route(request: TraceRequest) -> int:
+        tokens = token_ids(request.prompt)
+        running = [worker.running(request.arrival) for worker in known]
+        most, least = max(running), min(running)
+        if most - least > BALANCE_ABSOLUTE and most > BALANCE_RELATIVE * least:
+            chosen = running.index(least)
+        else:
+            matches = [worker.seen.match(tokens) for worker in known]
+            chosen = int(np.argmax(matches))
+            if matches[chosen] <= CACHE_THRESHOLD * len(tokens):
+                chosen = int(np.argmin([worker.seen.tokens for worker in known]))
+        worker = known[chosen]
+        worker.seen.insert(tokens)
+        heapq.heappush(worker.ends, request.arrival + SECONDS_PER_TOKEN * request.output_length)
+        return chosen
+
+    return route
+
+
+ROUTES: dict[str, Callable[[int, int], Route]] = {
+    "random": random_route,
+    "round_robin": round_robin_route,
+    "cache_aware": cache_aware_route,
+}
+
+
+def cut(requests: Sequence[TraceRequest], route: Route, workers: int) -> list[list[TraceRequest]]:
+    """What each worker gets."""
+    parts: list[list[TraceRequest]] = [[] for _ in range(workers)]
+    for request in requests:
+        parts[route(request)].append(request)
+    return parts
+
+
+def replayed(part: list[TraceRequest], options: ReplayOptions) -> dict[str, Any]:
+    """Totals of one worker."""
+    replay = Replay(Trace("part", "generated", iter(part), TraceErrors()), options)
+    replay.run()
+    return dict(replay.result()["totals"])
+
+
+def summed(totals: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all workers. Ratios are over all their steps together."""
+    steps = sum(each["steps"] for each in totals)
+    query_centric = sum(each["kv_tokens"]["query_centric"] for each in totals)
+    read = sum(each["kv_tokens"]["policies"]["memory"] for each in totals)
+    bound = sum(each["kv_tokens"]["lower_bound"] for each in totals)
+
+    def step_ms(policy: str) -> float:
+        return sum(each["step_ms"][policy] * each["steps"] for each in totals) / steps
+
+    prompts = sum(each["prompt_tokens"] for each in totals)
+    found = sum(each["prompt_tokens"] * each["prefix_hit_rate"] for each in totals)
+    return {
+        "requests": [each["requests"] for each in totals],
+        "batch_mean": round(sum(each["decode_tokens"] for each in totals) / steps, 2),
+        "prefix_hit_rate": round(found / prompts, 4),
+        "kv_saved": round(1 - read / query_centric, 4),
+        "kv_common": round(1 - bound / query_centric, 4),
+        "step_ms": {name: round(step_ms(name), 3) for name in ("query_centric", "memory")},
+        "ttft_s_mean": round(
+            sum(each["latency"]["ttft_s"]["mean"] * each["requests"] for each in totals)
+            / sum(each["requests"] for each in totals),
+            3,
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, help="a trace in a format of the replay")
+    source.add_argument("--generate", help="a workload of the replay")
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--rate", type=float, help="of all workers together (default: its own)")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--kv-tokens", type=int, default=400_000)
+    parser.add_argument("--max-batch", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+
+    if given.trace is not None:
+        trace = open_trace(given.trace)
+    else:
+        trace = generate(given.generate, requests=given.requests, seed=given.seed, rate=given.rate)
+    requests = [request for request, _ in zip(trace.stream, range(given.requests), strict=False)]
+    enable_cpu_engine()
+    options = ReplayOptions(
+        model=model_shape(given.model),
+        kv_tokens=given.kv_tokens,
+        max_batch=given.max_batch,
+        policies=("memory",),
+        max_rows=0,
+    )
+    results = {}
+    print(f"{trace.name}: {len(requests):,} requests, {given.workers} workers")
+    print(
+        "routing     | hits  | KV saved | step ms, query-centric and pat | mean TTFT s | requests"
+    )
+    for name, make in ROUTES.items():
+        parts = cut(requests, make(given.workers, given.seed), given.workers)
+        found = summed([replayed(part, options) for part in parts if part])
+        results[name] = found
+        steps = found["step_ms"]
+        print(
+            f"{name:11} | {found['prefix_hit_rate']:5.1%} | {found['kv_saved']:8.1%} | "
+            f"{steps['query_centric']:15.2f} {steps['memory']:14.2f} | "
+            f"{found['ttft_s_mean']:11.2f} | {found['requests']}"
+        )
+    if given.json is not None:
+        content = {
+            "meta": metadata(),
+            "trace": trace.name,
+            "workers": given.workers,
+            "config": options.as_dict(),
+            "routing": results,
+        }
+        given.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+// Python module sglang_pat._launch_params: the parameters that the host passes to the kernels. Takes addresses,
+// which are checked in Python; needs neither CUDA nor torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "decode_params.h"
+#include "launch_facts.h"
+
+namespace py = pybind11;
+
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+pat::PlanCapacity plan_capacity(const std::vector<int64_t>& entries) {
+  if (entries.size() != pat::kNumPlanSections) {
+    throw py::value_error("capacity must have " + std::to_string(pat::kNumPlanSections) +
+                          " entries (PlanCapacity), got " + std::to_string(entries.size()));
+  }
+  return pat::PlanCapacity::from_entries(entries.data());
+}
+
+pat::PlanView plan_view(uintptr_t plan, const std::vector<int64_t>& capacity) {
+  return pat::PlanView::at(pointer<const int32_t>(plan), pat::PlanLayout::of(plan_capacity(capacity)));
+}
+
+// The only argument of a kernel. cuLaunchKernel wants the address of an array of addresses of arguments.
+template <typename Params>
+struct Argument {
+  Params params{};
+  void* pointers[1] = {&params};
+
+  Argument() = default;
+  Argument(const Argument&) = delete;  // `pointers` points into this one
+  Argument& operator=(const Argument&) = delete;
+
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(pointers); }
+};
+
+using GatherArgument = Argument<pat::GatherParams>;
+using DecodeArgument = Argument<pat::DecodeParams>;
+
+void set_gather(GatherArgument& self, uintptr_t plan, const std::vector<int64_t>& capacity,
+                uintptr_t shared_slots, uintptr_t req_to_token, int64_t req_to_token_stride,
+                uintptr_t req_pool_indices, bool rows_are_int64) {
+  self.params = {.plan = plan_view(plan, capacity),
+                 .req_to_token = pointer<const int32_t>(req_to_token),
+                 .req_to_token_stride = req_to_token_stride,
+                 .req_pool_indices = {pointer<const void>(req_pool_indices), rows_are_int64},
+                 .shared_slots = pointer<int32_t>(shared_slots)};
+}
+
+void set_buffers(DecodeArgument& self, uintptr_t plan, const std::vector<int64_t>& capacity,
+                 uintptr_t shared_slots, uintptr_t partial_out, uintptr_t partial_lse) {
+  pat::DecodeParams& params = self.params;
+  params.plan = plan_view(plan, capacity);
+  params.max_tickets = plan_capacity(capacity).num_tickets;
+  params.shared_slots = pointer<const int32_t>(shared_slots);
+  params.partial_out = pointer<float>(partial_out);
+  params.partial_lse = pointer<float>(partial_lse);
+}
+
+void set_step(DecodeArgument& self, uintptr_t req_to_token, int64_t req_to_token_stride,
+              int32_t table_width, uintptr_t req_pool_indices, bool rows_are_int64,
+              uintptr_t seq_lens, bool lengths_are_int64) {
+  pat::DecodeParams& params = self.params;
+  params.req_to_token = pointer<const int32_t>(req_to_token);
+  params.req_to_token_stride = req_to_token_stride;
+  params.table_width = table_width;
+  params.req_pool_indices = {pointer<const void>(req_pool_indices), rows_are_int64};
+  params.seq_lens = {pointer<const void>(seq_lens), lengths_are_int64};
+}
+
+// counters: TicketCounter[]; the first holds partials_owner, `counter` is the launch's own.
+void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32_t max_merges) {
+  pat::DecodeParams& params = self.params;
+  auto* const tickets = pointer<pat::TicketCounter>(counters);
+  params.launch_tag = counter;
+  params.tickets = tickets + counter;
+  params.partials_owner = &tickets[0].num_draws;
+  params.max_merges = max_merges;
+}
+
+void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int32_t num_requests,
+               int32_t num_q_heads, int32_t num_kv_heads, uintptr_t k_cache, uint32_t k_slot_bytes,
+               uintptr_t v_cache, uint32_t v_slot_bytes, uintptr_t out, uintptr_t out_lse,
+               float sm_scale, float logit_cap, uintptr_t sinks, pat::SinkType sink_type) {
+  pat::DecodeParams& params = self.params;
+  params.q = pointer<const void>(q);
+  params.q_stride_chunks = q_stride_chunks;
+  params.num_requests = num_requests;
+  params.num_q_heads = num_q_heads;
+  params.num_kv_heads = num_kv_heads;
+  params.rows = pat::QueryRows::of(num_q_heads / num_kv_heads);
+  params.k_cache = pointer<const void>(k_cache);
+  params.k_slot_bytes = k_slot_bytes;
+  params.v_cache = pointer<const void>(v_cache);
+  params.v_slot_bytes = v_slot_bytes;
+  params.out = pointer<void>(out);
+  params.out_lse = pointer<float>(out_lse);
+  params.logit_scale = pat::LogitScale::of(sm_scale, logit_cap);
+  params.sinks = {pointer<const void>(sinks), sink_type};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_launch_params, module) {
+  module.doc() = "Parameters of the CUDA kernels, laid out as the kernels read them.";
+  module.attr("NUM_LAUNCH_FACTS") = sizeof(pat::LaunchFacts) / sizeof(int32_t);
+
+  py::enum_<pat::SinkType>(module, "SinkType", "Type of attention sinks.")
+      .value("FLOAT32", pat::SinkType::kFloat32)
+      .value("BFLOAT16", pat::SinkType::kBfloat16)
+      .value("FLOAT16", pat::SinkType::kFloat16);
+
+  py::class_<GatherArgument>(module, "GatherArgument", "The argument of gather_slots_kernel.")
+      .def(py::init<>())
+      .def_property_readonly("address", &GatherArgument::address)
+      .def("set", &set_gather);
+  py::class_<DecodeArgument>(module, "DecodeArgument",
+                             "The argument of pack_decode_kernel and merge_partials_kernel.")
+      .def(py::init<>())
+      .def_property_readonly("address", &DecodeArgument::address)
+      .def("set_buffers", &set_buffers)
+      .def("set_step", &set_step)
+      .def("set_launch", &set_launch)
+      .def("set_layer", &set_layer);
+}

@@ -1,0 +1,16 @@
+// How the kernels of a variant are launched: a constant of the compiled module, which Python reads.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+struct LaunchFacts {
+  int32_t decode_threads;
+  int32_t decode_shared_bytes;  // dynamic
+  int32_t merge_threads;
+  int32_t merge_ctas_per_sm;
+  int32_t gather_threads;
+};
+
+}  // namespace pat

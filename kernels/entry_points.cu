@@ -1,0 +1,60 @@
+// What is compiled: the kernels of one variant, under plain names, and how the host must launch them.
+//
+// PAT_ELEMENT (__half or __nv_bfloat16), PAT_HEAD_DIM, PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90)
+// choose the variant. Compiled by NVRTC: nvrtc/ stands in for the standard library.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "contract/launch_facts.h"
+#include "gather_slots.cuh"
+#include "merge_partials.cuh"
+#include "pack_decode/pack_decode.cuh"
+
+#if !defined(PAT_ELEMENT) || !defined(PAT_HEAD_DIM) || !defined(PAT_V_HEAD_DIM)
+#error "PAT_ELEMENT must be __half or __nv_bfloat16; PAT_HEAD_DIM and PAT_V_HEAD_DIM columns"
+#endif
+
+namespace pat {
+namespace {
+
+using Element = PAT_ELEMENT;
+using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM>;
+
+}  // namespace
+
+extern "C" {
+
+// Read by the host when it loads the kernels.
+__constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads,
+                                         .decode_shared_bytes = sizeof(SharedStorage<Dims>),
+                                         .merge_threads = kMergeWarps * 32,
+                                         .merge_ctas_per_sm = kMergeCtasPerSm,
+                                         .gather_threads = kGatherThreads};
+
+__global__ void __launch_bounds__(kDecodeThreads, kCtasPerSm<Dims>)
+    pack_decode_kernel(const __grid_constant__ DecodeParams params) {
+  pack_decode<Element, Dims, false>(params);
+}
+
+__global__ void __launch_bounds__(kDecodeThreads, kCtasPerSm<Dims>)
+    pack_decode_soft_cap_kernel(const __grid_constant__ DecodeParams params) {
+  pack_decode<Element, Dims, true>(params);
+}
+
+__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
+    merge_partials_kernel(const __grid_constant__ DecodeParams params) {
+  merge_partials<Element, Dims::kValue, false>(params);
+}
+
+__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
+    merge_partials_sinks_kernel(const __grid_constant__ DecodeParams params) {
+  merge_partials<Element, Dims::kValue, true>(params);
+}
+
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_slots_kernel(const __grid_constant__ GatherParams params) {
+  gather_slots(params);
+}
+
+}  // extern "C"
+}  // namespace pat

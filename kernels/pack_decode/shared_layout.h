@@ -1,0 +1,92 @@
+// Where rows of keys, values and queries lie in shared memory, and which lane copies what of them. Plain arithmetic,
+// so that a host compiler can check that the producers and the consumers mean the same bytes.
+#pragma once
+
+#include <cstdint>
+#include <numeric>
+
+#ifdef __CUDACC__
+#define PAT_ANYWHERE __host__ __device__ __forceinline__
+#else
+#define PAT_ANYWHERE inline
+#endif
+
+namespace pat {
+
+inline constexpr int kStageTokens = 32;  // one slot per lane of a producer warp
+inline constexpr int kUnitRows = 16;
+
+// A matrix in shared memory, `rows` rows of 2-byte elements: panels of 64 columns (128 bytes), and within a row the
+// 16-byte chunks are XORed with the row number. Free of bank conflicts for ldmatrix, and the canonical 128-byte
+// swizzle that wgmma and TMA know. Columns that the last panel has beyond the matrix are never written: no sum over
+// columns reads them, and what a multiplication makes of them as columns of its result is not stored.
+inline constexpr int kChunkBytes = 16;
+inline constexpr int kPanelRowBytes = 128;
+inline constexpr int kPanelColumns = 64;
+
+PAT_ANYWHERE constexpr uint32_t swizzled_offset(uint32_t rows, uint32_t row, uint32_t chunk) {
+  const uint32_t panel = chunk / 8, column = chunk % 8;
+  return (panel * rows + row) * kPanelRowBytes + (column ^ row % 8) * kChunkBytes;
+}
+
+// Address of chunk 2 * step + half of a row, from the address of chunk `half` of the same row (half is 0 or 1):
+// one XOR with a constant, where swizzled_offset would take the chunk apart again.
+PAT_ANYWHERE constexpr uint32_t step_address(uint32_t first_chunk, int rows, int step) {
+  return (first_chunk ^ (step % 4 * 2 * kChunkBytes)) + step / 4 * rows * kPanelRowBytes;
+}
+
+// The columns of keys (and queries) and of values. The last panel may be partly empty.
+template <int kKeyColumns, int kValueColumns>
+struct HeadDims {
+  static constexpr int kKey = kKeyColumns;
+  static constexpr int kValue = kValueColumns;
+  static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
+  static_assert(kKey <= 256 && kValue <= 256, "registers");
+
+  static constexpr int kValuePanels = (kValue + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kKeyPanels = (kKey + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kKeyBytes = kStageTokens * kKeyPanels * kPanelRowBytes;  // of a stage
+  static constexpr int kStageBytes = kKeyBytes + kStageTokens * kValuePanels * kPanelRowBytes;
+  static constexpr int kUnitBytes = kUnitRows * kKeyPanels * kPanelRowBytes;
+};
+
+// How the 32 lanes of a warp cover consecutive rows of a matrix, and nothing beside them, with 16-byte copies.
+template <int kColumns>
+struct RowCopy {
+  static constexpr int kChunks = kColumns * 2 / kChunkBytes;
+  // Where a copy covers whole rows, a lane has the same chunk in each.
+  static constexpr bool kWholeRows = 32 % kChunks == 0;
+  static constexpr int kPeriod = 8 * kChunks / std::gcd(32, 8 * kChunks);  // copies after which
+  static constexpr int kPeriodRows = 32 * kPeriod / kChunks;               // the swizzle repeats
+
+  int lane;
+
+  PAT_ANYWHERE static constexpr int copies(int rows) { return rows * kChunks / 32; }
+
+  PAT_ANYWHERE constexpr int row(int copy) const {
+    if constexpr (kWholeRows) return copy * (32 / kChunks) + lane / kChunks;
+    return copy / kPeriod * kPeriodRows + (copy % kPeriod * 32 + lane) / kChunks;
+  }
+
+  PAT_ANYWHERE constexpr int chunk(int copy) const {
+    if constexpr (kWholeRows) return lane % kChunks;
+    return (copy % kPeriod * 32 + lane) % kChunks;
+  }
+};
+
+// The right-hand sides of wgmma in a stage, as addresses and the distances that its descriptors hold.
+struct KeyOperand {                                            // 32 tokens, 16 columns
+  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 tokens to the next 8
+  PAT_ANYWHERE static constexpr uint32_t address(uint32_t keys, int step) {
+    return keys + step / 4 * (kStageTokens * kPanelRowBytes) + step % 4 * 2 * kChunkBytes;
+  }
+};
+struct ValueOperand {                                          // 16 tokens, all columns
+  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 tokens to the next 8
+  static constexpr uint32_t kPanelBytes = kStageTokens * kPanelRowBytes;
+  PAT_ANYWHERE static constexpr uint32_t address(uint32_t values, int step) {
+    return values + step * 2 * kGroupBytes;
+  }
+};
+
+}  // namespace pat

@@ -1,0 +1,77 @@
+"""Types of the C++ module in kernels/bindings.cpp."""
+
+from enum import Enum
+
+NUM_LAUNCH_FACTS: int
+
+class SinkType(Enum):
+    """Type of attention sinks."""
+
+    FLOAT32 = ...
+    BFLOAT16 = ...
+    FLOAT16 = ...
+
+class GatherArgument:
+    """The argument of gather_slots_kernel."""
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def set(
+        self,
+        plan: int,
+        capacity: list[int],
+        shared_slots: int,
+        req_to_token: int,
+        req_to_token_stride: int,
+        req_pool_indices: int,
+        rows_are_int64: bool,
+        /,
+    ) -> None: ...
+
+class DecodeArgument:
+    """The argument of pack_decode_kernel and merge_partials_kernel."""
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def set_buffers(
+        self,
+        plan: int,
+        capacity: list[int],
+        shared_slots: int,
+        partial_out: int,
+        partial_lse: int,
+        /,
+    ) -> None: ...
+    def set_step(
+        self,
+        req_to_token: int,
+        req_to_token_stride: int,
+        table_width: int,
+        req_pool_indices: int,
+        rows_are_int64: bool,
+        seq_lens: int,
+        lengths_are_int64: bool,
+        /,
+    ) -> None: ...
+    def set_launch(self, counters: int, counter: int, max_merges: int, /) -> None: ...
+    def set_layer(
+        self,
+        q: int,
+        q_stride_chunks: int,
+        num_requests: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        k_cache: int,
+        k_slot_bytes: int,
+        v_cache: int,
+        v_slot_bytes: int,
+        out: int,
+        out_lse: int,
+        sm_scale: float,
+        logit_cap: float,
+        sinks: int,
+        sink_type: SinkType,
+        /,
+    ) -> None: ...

@@ -1,0 +1,210 @@
+"""LoadedKernels: a compiled image on one device, and the launch of its kernels.
+
+The only file that calls the CUDA driver. torch has made the device's context and owns its streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from cuda.bindings import driver
+
+from sglang_pat._launch_params import NUM_LAUNCH_FACTS
+from sglang_pat.executors.jit import SHIPPED, KernelBuildError, KernelConfig, build
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchFacts(NamedTuple):
+    """`LaunchFacts` of kernels/contract/launch_facts.h: how the kernels must be launched."""
+
+    decode_threads: int
+    decode_shared_bytes: int
+    merge_threads: int
+    merge_ctas_per_sm: int
+    gather_threads: int
+
+
+class Launcher:
+    """One kernel on one device.
+
+    Parameters
+    ----------
+    function : driver.CUfunction
+    num_threads : int
+        Of a CTA.
+    shared_bytes : int
+        Dynamic shared memory of a CTA.
+    overlap : bool
+        Whether it may start while its predecessor in the stream drains (programmatic dependent
+        launch). It then waits by itself, before it touches what the predecessor wrote.
+    """
+
+    def __init__(
+        self, function: Any, num_threads: int, shared_bytes: int = 0, *, overlap: bool
+    ) -> None:
+        self._function = function
+        config = self._config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.gridDimZ = 1
+        config.sharedMemBytes = shared_bytes
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+
+    def __call__(self, argument: int, stream: int, grid: tuple[int, int]) -> None:
+        """Launch the kernel.
+
+        Parameters
+        ----------
+        argument : int
+            Address of the array of the addresses of its arguments.
+        stream : int
+            Handle of the stream.
+        grid : (int, int)
+            CTAs along x and y.
+
+        Raises
+        ------
+        RuntimeError
+            The driver refuses the launch, or reports an error of an earlier one.
+        """
+        config = self._config
+        config.gridDimX, config.gridDimY = grid
+        config.hStream = driver.CUstream(stream)
+        check(driver.cuLaunchKernelEx(config, self._function, argument, 0), "a launch")
+
+
+class LoadedKernels:
+    """The kernels of a compiled image in the current context. They stay for the process's life.
+
+    Attributes
+    ----------
+    facts : LaunchFacts
+    num_sms : int
+        SMs of the device.
+    num_ctas : int
+        CTAs of pack_decode that the device runs at the same time.
+    pack_decode : tuple of Launcher
+        Without soft-cap and with it.
+    merge_partials : tuple of Launcher
+        Without sinks and with them.
+    gather_slots : Launcher
+    """
+
+    def __init__(self, image: bytes, config: KernelConfig) -> None:
+        device = torch.cuda.current_device()
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        library = check(
+            driver.cuLibraryLoadData(image, [], [], 0, [], [], 0), f"loading {config.name}"
+        )
+        self.facts = facts = _read_facts(library)
+        overlap = config.arch >= (9, 0)
+        functions = [
+            _function(library, name)
+            for name in ("pack_decode_kernel", "pack_decode_soft_cap_kernel")
+        ]
+        for function in functions:
+            check(
+                driver.cuFuncSetAttribute(
+                    function,
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    facts.decode_shared_bytes,
+                ),
+                f"asking for {facts.decode_shared_bytes} bytes of shared memory",
+            )
+        # Both hold as many.
+        ctas_per_sm = check(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                functions[0], facts.decode_threads, facts.decode_shared_bytes
+            ),
+            "counting the CTAs of pack_decode",
+        )
+        self.num_ctas: int = ctas_per_sm * self.num_sms
+        self.pack_decode = tuple(
+            Launcher(function, facts.decode_threads, facts.decode_shared_bytes, overlap=overlap)
+            for function in functions
+        )
+        self.merge_partials = tuple(
+            Launcher(_function(library, name), facts.merge_threads, overlap=overlap)
+            for name in ("merge_partials_kernel", "merge_partials_sinks_kernel")
+        )
+        self.gather_slots = Launcher(
+            _function(library, "gather_slots_kernel"), facts.gather_threads, overlap=False
+        )
+
+
+@functools.cache
+def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
+    """The kernels of `config` on the current device, whose index is given; loaded once.
+
+    Raises
+    ------
+    KernelBuildError
+        They cannot be compiled (`jit.py`), or the driver cannot load them.
+    """
+    path = build(config)
+    torch.cuda.current_stream(device_index).synchronize()  # makes the context, if there is none
+    try:
+        return LoadedKernels(path.read_bytes(), config)
+    except RuntimeError as error:
+        problem = f"{path} cannot be loaded ({error})"
+    if SHIPPED not in path.parts:
+        raise KernelBuildError(
+            f"{problem}: it was compiled for another GPU, or is damaged; compile it anew: "
+            f"sglang-pat build --force {config.build_options}"
+        )
+    # The compiler of the wheel may be newer than this driver. That of torch is not.
+    logger.warning("%s; the kernels are compiled here instead", problem)
+    return LoadedKernels(build(config, force=True).read_bytes(), config)
+
+
+def capture_id(stream: int) -> int:
+    """The number of the capture that a stream is in."""
+    _, number, *_ = check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), "a capture")
+    return int(number)
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of the driver returned besides its error code: one value, or a tuple of several.
+
+    Raises
+    ------
+    RuntimeError
+        The call failed. Names `what`, and the driver's error.
+    """
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA error: {_describe(error)} ({what})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _describe(error: Any) -> str:
+    _, text = driver.cuGetErrorString(error)
+    return f"{error.name}, {text.decode()}" if text else str(error.name)
+
+
+def _function(library: Any, name: str) -> Any:
+    kernel = check(driver.cuLibraryGetKernel(library, name.encode()), f"looking for {name}")
+    # Loads it now: a lazy load would fall into the first launch, which may be in a capture.
+    return check(driver.cuKernelGetFunction(kernel), f"loading {name}")
+
+
+def _read_facts(library: Any) -> LaunchFacts:
+    address, size = check(
+        driver.cuLibraryGetGlobal(library, b"launch_facts"), "looking for launch_facts"
+    )
+    facts = np.zeros(NUM_LAUNCH_FACTS, dtype=np.int32)
+    if size != facts.nbytes:
+        raise RuntimeError(f"launch_facts have {size} bytes, not {facts.nbytes}")
+    check(driver.cuMemcpyDtoH(facts.ctypes.data, address, size), "reading launch_facts")
+    return LaunchFacts(*facts.tolist())

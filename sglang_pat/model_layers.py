@@ -1,0 +1,282 @@
+"""The layers of a model as its `config.json` describes them, and which of them pat accelerates.
+
+No model is loaded and SGLang is not needed. The limits are those of `support.py`. The replay, the
+advice and the checks of a machine read layers here; a running server asks the layers themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sglang_pat.support import HEAD_DIMS, MAX_GROUP_SIZE, head_dim_name, unsupported
+
+FULL = "full attention"
+WINDOW = "sliding window"
+CHUNK = "attention within chunks"
+LATENT = "latent attention"
+STATE = "state, no KV cache"  # linear attention, state spaces, convolutions
+NO_ATTENTION = "no attention"  # a block that is an MLP alone
+
+# Names that configurations use in `layer_types` and its like.
+_KINDS = {
+    "full_attention": FULL,
+    "attention": FULL,
+    "sliding_attention": WINDOW,
+    "sliding_window": WINDOW,
+    "chunked_attention": CHUNK,
+    "linear_attention": STATE,
+    "mamba": STATE,
+    "mamba2": STATE,
+    "conv": STATE,
+    "mlp": NO_ATTENTION,
+    "moe": NO_ATTENTION,
+}
+# Letters of `hybrid_override_pattern`, as in Nemotron-H.
+_LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
+
+
+class Refusal(NamedTuple):
+    """Why pat leaves a layer to SGLang's default backend: a topic of `support.py`, and a value."""
+
+    topic: str
+    value: object
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        if self.topic == "attention":
+            return str(self.value)
+        return f"{self.topic} {self.value}"
+
+    def error(self) -> ValueError:
+        """For whoever accepts no other layer."""
+        return unsupported(self.topic, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a decoder, whole: on one GPU there may be fewer heads.
+
+    Attributes
+    ----------
+    kind
+        FULL, WINDOW, CHUNK, LATENT, STATE, NO_ATTENTION, or the configuration's own name for a kind
+        that is not known here.
+    num_qo_heads, num_kv_heads, head_dim, v_head_dim
+        Of attention; 0 for other kinds.
+    window
+        KV tokens that a request reads at most. None: all of its own.
+    kv_elements
+        Numbers that one token adds to the KV cache.
+    refusal
+        Why the layer runs on SGLang's default backend. None: pat accelerates it.
+    """
+
+    index: int
+    kind: str
+    num_qo_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    window: int | None = None
+    kv_elements: int = 0
+    refusal: Refusal | None = None
+
+    @property
+    def is_accelerated(self) -> bool:
+        return self.refusal is None
+
+
+def read_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Every layer of the decoder that a `config.json` describes.
+
+    ValueError names a key that is missing or has no sense.
+    """
+    config = decoder_config(config)
+    kinds = _kinds(config)
+    return tuple(_layer(config, index, kind) for index, kind in enumerate(kinds))
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal models keep the decoder one level down."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    return {"model_type": config.get("model_type"), **inner}
+
+
+def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
+    """(how many, in words, whether accelerated) of the layers that are alike, most first."""
+    counts: Counter[tuple[str, bool]] = Counter()
+    for layer in layers:
+        words = _description(layer)
+        if layer.refusal is not None and layer.refusal.topic not in ("attention", "sliding window"):
+            words += f", {layer.refusal.words}"
+        counts[words, layer.is_accelerated] += 1
+    return [(count, words, accelerated) for (words, accelerated), count in counts.most_common()]
+
+
+def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A count in a config. Null means the default, as in Transformers. ValueError names the key."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r}; a positive integer is needed")
+    return value
+
+
+def _description(layer: Layer) -> str:
+    if layer.num_qo_heads == 0:
+        return layer.kind
+    dims = str(layer.head_dim)
+    if layer.v_head_dim != layer.head_dim:
+        dims += f"/{layer.v_head_dim}"
+    window = "" if layer.window is None else f" of {layer.window:,}"
+    heads = f"{layer.num_qo_heads}/{layer.num_kv_heads} heads of {dims}"
+    return f"{layer.kind}{window}, {heads}"
+
+
+# --- kinds ---
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """The kind of every layer, by whichever key this family of models uses."""
+    if config.get("kv_lora_rank") and not config.get("linear_attn_config"):
+        return [LATENT] * positive(config, "num_hidden_layers")
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and pattern:
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    count = positive(config, "num_hidden_layers")
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    if listed:
+        if len(listed) != count:
+            raise ValueError(f"layer_types has {len(listed)} entries for {count} layers")
+        return [_KINDS.get(str(kind), str(kind)) for kind in listed]
+    return _kinds_by_rule(config, count)
+
+
+def _kinds_by_rule(config: Mapping[str, Any], count: int) -> list[str]:
+    """Where a number says which layers differ instead of a list."""
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, Mapping):  # Kimi Linear counts layers from 1
+        full = {int(index) - 1 for index in linear.get("full_attn_layers", ())}
+        kind = LATENT if config.get("kv_lora_rank") else FULL
+        return [kind if index in full else STATE for index in range(count)]
+    interval = config.get("full_attention_interval")
+    if interval:  # Qwen3-Next
+        return [FULL if (index + 1) % interval == 0 else STATE for index in range(count)]
+    for key in ("full_attn_idxs", "attn_layer_indices"):  # LFM2, Bamba
+        if config.get(key):
+            return [FULL if index in config[key] else STATE for index in range(count)]
+    period = config.get("attn_layer_period")
+    if period:  # Jamba
+        offset = config.get("attn_layer_offset", 0)
+        return [FULL if index % period == offset else STATE for index in range(count)]
+    if config.get("attention_chunk_size"):  # Llama 4: layers without rotation read everything
+        whole = config.get("no_rope_layers") or [
+            int((index + 1) % config.get("no_rope_layer_interval", 4) != 0)
+            for index in range(count)
+        ]
+        # The key is named after what is absent, and 1 means that rotation is there.
+        return [CHUNK if rotated else FULL for rotated in whole]
+    return _window_kinds(config, count)
+
+
+def _window_kinds(config: Mapping[str, Any], count: int) -> list[str]:
+    pattern = config.get("hybrid_layer_pattern")
+    if isinstance(pattern, Sequence):  # MiMo-V2: 1 marks a window
+        return [WINDOW if window else FULL for window in pattern]
+    # Qwen2 has the key in every config and says in another whether it counts.
+    if not config.get("sliding_window") or not config.get("use_sliding_window", True):
+        return [FULL] * count
+    every = config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(
+        str(config.get("model_type"))
+    )
+    if isinstance(every, int) and every > 1:  # the last of every so many reads everything
+        return [FULL if (index + 1) % every == 0 else WINDOW for index in range(count)]
+    if "use_sliding_window" in config:  # Qwen2: the first layers read everything
+        first = config.get("max_window_layers") or 0
+        return [FULL if index < first else WINDOW for index in range(count)]
+    return [WINDOW] * count
+
+
+# --- one layer ---
+
+
+def _layer(config: Mapping[str, Any], index: int, kind: str) -> Layer:
+    if kind in (STATE, NO_ATTENTION):
+        return Layer(index, kind, refusal=Refusal("attention", kind))
+    qo_heads = positive(config, "num_attention_heads")
+    if kind == LATENT:
+        # What a token leaves behind is one vector for all heads, and its rotated part.
+        elements = positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
+        words = "multi-head latent attention (kv_lora_rank is set)"
+        return Layer(
+            index, kind, qo_heads, 1, elements, elements, kv_elements=elements,
+            refusal=Refusal("attention", words),
+        )  # fmt: skip
+    kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, qo_heads)
+    if qo_heads % kv_heads:
+        raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
+    window = {WINDOW: config.get("sliding_window"), CHUNK: config.get("attention_chunk_size")}
+    return Layer(
+        index=index,
+        kind=kind,
+        num_qo_heads=qo_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        window=window.get(kind),
+        kv_elements=kv_heads * (head_dim + v_head_dim),
+        refusal=_refusal(config, kind, qo_heads // kv_heads, head_dim, v_head_dim),
+    )
+
+
+def _attention_shape(config: Mapping[str, Any], kind: str, qo_heads: int) -> tuple[int, int, int]:
+    """KV heads, head_dim and v_head_dim. Some families have others in one kind of layer."""
+    kv_heads = positive(config, "num_key_value_heads", qo_heads)
+    hidden = config.get("hidden_size")
+    default = hidden // qo_heads if isinstance(hidden, int) else None
+    head_dim = positive(config, "head_dim", default)
+    v_head_dim = positive(config, "v_head_dim", head_dim)
+    if kind == WINDOW:  # MiMo-V2
+        kv_heads = positive(config, "swa_num_key_value_heads", kv_heads)
+        head_dim = positive(config, "swa_head_dim", head_dim)
+        v_head_dim = positive(config, "swa_v_head_dim", min(v_head_dim, head_dim))
+    elif kind == FULL and config.get("global_head_dim"):  # Gemma 4
+        kv_heads = positive(config, "num_global_key_value_heads", kv_heads)
+        head_dim = v_head_dim = positive(config, "global_head_dim")
+    return kv_heads, head_dim, v_head_dim
+
+
+def _refusal(
+    config: Mapping[str, Any], kind: str, group_size: int, head_dim: int, v_head_dim: int
+) -> Refusal | None:
+    """Why SGLang's default backend runs this layer of attention, if it does."""
+    if config.get("is_encoder_decoder"):
+        return Refusal("attention", "an encoder-decoder model")
+    if _has_float8_cache(config):
+        return Refusal("dtype of queries and KV cache", "float8_e4m3fn")
+    if kind == WINDOW:
+        return Refusal("sliding window", config.get("sliding_window") or "of unknown length")
+    if kind == CHUNK:
+        return Refusal("attention", f"{CHUNK} (attention_chunk_size is set)")
+    if kind != FULL:
+        return Refusal("attention", kind)
+    if (head_dim, v_head_dim) not in HEAD_DIMS:
+        return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
+    if group_size > MAX_GROUP_SIZE:
+        return Refusal("query heads per KV head", group_size)
+    return None
+
+
+def _has_float8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint asks for it. SGLang's `--kv-cache-dtype auto` then obeys."""
+    quantisation = config.get("quantization_config")
+    if not isinstance(quantisation, Mapping):
+        return False
+    return any(quantisation.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))

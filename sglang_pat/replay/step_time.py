@@ -1,0 +1,180 @@
+"""How long a decode step takes, estimated: what it moves, at speeds measured on an H100.
+
+`advice.py` asks for it. The constants were fitted to the recorded runs of one H100
+(`benchmarks/results/h100/`: serving.json of both SGLang versions, kernels.json) and a test compares
+them. Pat and a query-centric kernel obey one law: they differ in what they read, and from where.
+Other GPUs are scaled by their data sheets, which no run has checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sglang_pat.model_layers import CHUNK, STATE, WINDOW, Layer, positive, read_layers
+from sglang_pat.replay.models import GPUS, Gpu, Weights, parameter_bytes, read_weights
+
+# Reached on an H100.
+_H100 = GPUS["H100"]
+_KV_SHARE = 2.91e12 / _H100.bytes_per_second  # of the peak bandwidth, KV from memory
+_PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
+_WEIGHT_SHARE = 2.57e12 / _H100.bytes_per_second
+_FLOPS_SHARE = 646e12 / _H100.flops_per_second
+_L2_PER_SM = 6.5e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
+_ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
+_LAYER_SECONDS = 12e-6  # of a layer's norms and launches
+_PREFILL_SHARE = 450 / 989  # of the peak of the tensor cores
+_PREFILL_SECONDS = 0.002  # of every prefill, beside reading the weights
+
+_MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
+
+# Never measured: an all-reduce after attention and one after the MLP of every layer.
+_ALL_REDUCE_SECONDS = 10e-6
+_ALL_REDUCE_BYTES_PER_SECOND = 300e9
+
+_PARTIAL_ELEMENT_BYTES = 4  # float32
+_STATE_BYTES_PER_REQUEST = 1 << 20  # of a layer that keeps a state: read and written in every step
+
+
+class Reads(NamedTuple):
+    """KV that the attention of one layer reads in a step, in tokens of one KV head.
+
+    once: each distinct token, from memory. again: from memory, by another request of the batch.
+    cached: again, but from the L2 cache. partials: of one query row.
+    """
+
+    once: float
+    again: float
+    cached: float
+    partials: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        return self.once + self.again + self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of steps of one model on `tp` GPUs.
+
+    Attributes
+    ----------
+    layers
+        Of the whole model.
+    weight_bytes, kv_bytes
+        Bytes of one parameter and of one number in the KV cache.
+    """
+
+    layers: Sequence[Layer]
+    weights: Weights
+    hidden_size: int
+    gpu: Gpu
+    tp: int = 1
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
+        """Of a model by its `config.json`. ValueError names a key, or a `tp` not allowed."""
+        layers = read_layers(config)
+        heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
+        if tp < 1 or any(count % tp for count in heads):
+            counts = " and ".join(map(str, heads))
+            raise ValueError(f"--tp {tp}: {counts} query heads; allowed: a divisor of {counts}")
+        return cls(
+            layers=layers,
+            weights=read_weights(config, layers),
+            hidden_size=positive(config, "hidden_size"),
+            gpu=gpu,
+            tp=tp,
+            weight_bytes=parameter_bytes(config),
+        )
+
+    def kv_heads(self, layer: Layer) -> int:
+        """On one GPU. As in SGLang, a KV head is held several times if there are too few."""
+        return max(1, layer.num_kv_heads // self.tp)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """On one GPU, of all layers, as a pool holds them that keeps windows in full."""
+        return sum(self._token_bytes(layer) * self.kv_heads(layer) for layer in self.layers)
+
+    @property
+    def held_weight_bytes(self) -> float:
+        """On one GPU."""
+        weights = self.weights
+        return (weights.dense + weights.experts) * self.weight_bytes / self.tp
+
+    def pool_tokens(self, pool_bytes: float | None = None) -> int:
+        """Tokens of the KV pool of one GPU. None: of what the weights leave.
+
+        ValueError if the model does not leave room for any.
+        """
+        gpu = self.gpu
+        if pool_bytes is None:
+            pool_bytes = gpu.memory_bytes * _MEMORY_SHARE - self.held_weight_bytes
+            if pool_bytes <= 0:
+                raise ValueError(
+                    f"the weights take {self.held_weight_bytes / 1e9:,.0f} GB on each of {self.tp} "
+                    f"{gpu.name} with {gpu.memory_bytes / 1e9:,.0f} GB: raise --tp"
+                )
+        tokens = int(pool_bytes / max(self.kv_bytes_per_token, 1))
+        if tokens < 2:
+            raise ValueError(f"a KV pool of {pool_bytes / 1e9:g} GB holds no two tokens")
+        return tokens
+
+    def without_attention(self, batch: int) -> float:
+        """Seconds of a step that attention does not take."""
+        weights, gpu = self.weights, self.gpu
+        untouched = (1 - weights.experts_per_token / weights.num_experts) ** batch
+        read = weights.dense + weights.experts * (1 - untouched)
+        from_memory = read * self.weight_bytes / self.tp / gpu.bytes_per_second / _WEIGHT_SHARE
+        flops = 2 * batch * self._active / self.tp
+        computed = flops / gpu.flops_per_second / _FLOPS_SHARE
+        states = sum(layer.kind == STATE for layer in self.layers)
+        moved = states * batch * _STATE_BYTES_PER_REQUEST / self.tp
+        fixed = len(self.layers) * (_LAYER_SECONDS + self._all_reduces(batch))
+        return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
+
+    def attention(self, layer: Layer, reads: Reads) -> float:
+        """Seconds of one layer's attention."""
+        gpu, heads = self.gpu, self.kv_heads(layer)
+        per_token = self._token_bytes(layer) * heads
+        row_bytes = (layer.v_head_dim + 1) * _PARTIAL_ELEMENT_BYTES
+        partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
+        return (
+            _ATTENTION_SECONDS
+            + (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
+            + reads.cached * per_token / gpu.num_sms / _L2_PER_SM
+            + partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
+        )
+
+    def window(self, layer: Layer, batch: int, tokens: float) -> float:
+        """Seconds of a layer whose requests read a part of their KV, each its own."""
+        length = layer.window if layer.kind in (WINDOW, CHUNK) and layer.window else math.inf
+        return self.attention(layer, Reads(min(tokens, batch * length), 0, 0))
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of computing that many new tokens."""
+        flops = 2 * tokens * self._active / self.tp
+        computed = flops / self.gpu.flops_per_second / _PREFILL_SHARE
+        return _PREFILL_SECONDS + math.hypot(self.without_attention(1), computed)
+
+    @property
+    def _active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        weights = self.weights
+        return weights.dense + weights.experts * weights.experts_per_token / weights.num_experts
+
+    def _token_bytes(self, layer: Layer) -> float:
+        """Of one KV head."""
+        return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
+
+    def _all_reduces(self, batch: int) -> float:
+        """Both of a layer."""
+        if self.tp == 1:
+            return 0.0
+        moved = 2 * (self.tp - 1) / self.tp * batch * self.hidden_size * 2
+        return 2 * (_ALL_REDUCE_SECONDS + moved / _ALL_REDUCE_BYTES_PER_SECOND)

@@ -1,0 +1,137 @@
+"""The dashboard and the alert rules in a real Prometheus that scrapes a running server.
+
+Needs Debian's package `prometheus` (`prometheus` and `promtool`), in PATH or in the folder that
+PROMETHEUS_FOLDER names. Skipped with that reason where they are not found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+from sglang_engines import LAUNCH_SERVER, Server, Workload, running_server
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
+LOAD_SECONDS = 40
+# Grafana's own variables, for a minute of data that is scraped every second.
+VARIABLES = {"$__rate_interval": "15s", "$__range": "60s", "$instance": ".*"}
+
+
+def program(name: str) -> str:
+    found = shutil.which(name, path=os.environ.get("PROMETHEUS_FOLDER"))
+    if found is None:
+        pytest.skip(f"{name} is missing: apt-get install prometheus")
+    return found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "rules", "pat-rules.yml"),
+        ("test", "rules", "pat-rules-test.yml"),
+        ("check", "config", "prometheus.yml"),
+    ],
+)
+def test_promtool_accepts_the_files(command: tuple[str, ...]) -> None:
+    result = subprocess.run(
+        [program("promtool"), *command], cwd=FOLDER, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "SUCCESS" in result.stdout
+
+
+@contextmanager
+def prometheus(server: Server, folder: Path) -> Iterator[str]:
+    """The address of a Prometheus that scrapes `server` and evaluates the rules."""
+    rules = (FOLDER / "pat-rules.yml").read_text()
+    rules = rules.replace("[5m]", "[15s]").replace("interval: 30s", "interval: 1s")
+    (folder / "rules.yml").write_text(rules)
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = ["rules.yml"]
+    (scraped,) = config["scrape_configs"]
+    scraped["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    process = subprocess.Popen(
+        [
+            program("prometheus"),
+            "--config.file=prometheus.yml",
+            "--storage.tsdb.path=data",
+            f"--web.listen-address={address}",
+        ],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "prometheus.log").open("w"),
+    )
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def query(address: str, expression: str) -> list[dict[str, Any]]:
+    """The instant vector of an expression. A wrong expression raises."""
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    answer = requests.get(f"{address}/api/v1/query", params={"query": expression}, timeout=30)
+    body = answer.json()
+    assert body["status"] == "success", f"{expression}: {body}"
+    result: list[dict[str, Any]] = body["data"]["result"]
+    return result
+
+
+def test_every_panel_and_rule_has_data(
+    tiny_model: Path, workload: Workload, tmp_path: Path
+) -> None:
+    arguments = {
+        "attention_backend": "pat",
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+        "enable_metrics": True,
+    }
+    panels = json.loads((FOLDER / "pat-dashboard.json").read_text())["panels"]
+    with (
+        running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server,
+        prometheus(server, tmp_path) as address,
+    ):
+        deadline = time.monotonic() + LOAD_SECONDS
+        while time.monotonic() < deadline:
+            with ThreadPoolExecutor(max_workers=8) as clients:
+                list(clients.map(server.generate, workload.three_levels + workload.crowd))
+        seen = {
+            f"{panel['title']} / {target['legendFormat']}": query(address, target["expr"])
+            for panel in panels
+            for target in panel["targets"]
+        }
+        groups = requests.get(f"{address}/api/v1/rules", timeout=30).json()["data"]["groups"]
+        saved = query(address, "instance:sglang_pat_kv_saved:ratio5m")
+    values = {name: [float(each["value"][1]) for each in found] for name, found in seen.items()}
+    if file := os.environ.get("MONITORING_RESULT"):
+        Path(file).write_text(json.dumps(values, indent=1) + "\n")
+    assert [name for name, found in values.items() if not found] == []
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == 10
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert not [rule["name"] for rule in rules if rule.get("state") == "firing"]
+    (ratio,) = (float(each["value"][1]) for each in saved)
+    assert 0.2 < ratio < 1
+    (reads,) = values["KV reads saved / saved"]
+    assert 0.2 < reads < 1

@@ -1,0 +1,121 @@
+"""SGLang's attention kit on a GPU: pat over each of SGLang's backends for this device.
+
+    python -m pytest -m cuda tests/gpu/test_attention_kit.py
+
+Eager steps, the steps around a CUDA graph (capture and padded replay, after which the kit checks
+the metadata), prefill in pieces, and the verification of drafts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
+    DenseAttentionCase,
+    make_dense_cases,
+    make_swa_no_prefix_input_config_cases,
+    make_swa_prefix_input_config_cases,
+    run_dense_attention_case,
+)
+from sglang_attention_kit import KitTestCase, is_decoded_by_pat, pat_over, windowed_decode_case
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("server_context"),
+]
+
+# fa3 is Hopper's; the others run anywhere.
+HEAD_DIMS = (64, 128, 256)
+BACKENDS = ["triton", "flashinfer", "fa3"]
+REPLAYED = 4  # requests in the graph, of which the cases use fewer
+
+
+def cases_of(backend: str) -> tuple[DenseAttentionCase, ...]:
+    return (
+        *make_dense_cases(backend),
+        *make_swa_no_prefix_input_config_cases(backend),
+        *make_swa_prefix_input_config_cases(backend),
+        windowed_decode_case(backend),
+    )
+
+
+ALL = [case for backend in BACKENDS for case in cases_of(backend)]
+DECODE = [case for case in ALL if case.forward_mode.is_decode()]
+EXTEND = [case for case in ALL if not case.forward_mode.is_decode()]
+
+
+def name_of(case: DenseAttentionCase) -> str:
+    return f"{case.backend}-{case.name}"
+
+
+@pytest.fixture(autouse=True)
+def _only_on_its_device(request: pytest.FixtureRequest) -> None:
+    case = request.node.callspec.params["case"]
+    if case.backend == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 needs Hopper")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("case", ALL, ids=name_of)
+def test_eager(case: DenseAttentionCase, head_dim: int) -> None:
+    with pat_over(case.backend, head_dim=head_dim) as decoded:
+        run_dense_attention_case(KitTestCase(), case, head_dim=head_dim)
+    assert decoded.layers == is_decoded_by_pat(case)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("case", DECODE, ids=name_of)
+def test_around_a_cuda_graph(case: DenseAttentionCase, head_dim: int) -> None:
+    from sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner import (
+        run_dense_cuda_graph_decode_case,
+    )
+
+    with pat_over(case.backend, head_dim=head_dim) as decoded:
+        run_dense_cuda_graph_decode_case(
+            KitTestCase(), case, head_dim=head_dim, cuda_graph_capture_batch_size=REPLAYED
+        )
+    # An eager step, the capture, the replay.
+    assert decoded.layers == 3 * is_decoded_by_pat(case)
+
+
+@pytest.mark.parametrize("breakable", [False, True])
+@pytest.mark.parametrize("case", EXTEND, ids=name_of)
+def test_prefill_in_pieces(case: DenseAttentionCase, breakable: bool) -> None:
+    from sglang.test.kits.attention_unittest.runner_modes.split_op_runner import (
+        run_dense_split_op_extend_case,
+    )
+
+    with pat_over(case.backend, head_dim=64) as decoded:
+        run_dense_split_op_extend_case(KitTestCase(), case, breakable=breakable, head_dim=64)
+    assert decoded.layers == 0
+
+
+def verify_case(backend: str) -> DenseAttentionCase:
+    return DenseAttentionCase(
+        name="verify",
+        backend=backend,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=1,
+        prefix_lens=(5, 9),
+        extend_lens=(3, 3),
+    )
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
+def test_verification_of_a_chain_of_drafts(case: DenseAttentionCase, in_graph: bool) -> None:
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_target_verify_runner as runner,
+    )
+
+    run = (
+        runner.run_dense_spec_verify_cuda_graph_case
+        if in_graph
+        else runner.run_dense_spec_verify_case
+    )
+    with pat_over(case.backend, head_dim=64):
+        run(KitTestCase(), case, topk=1, head_dim=64)

@@ -1,0 +1,221 @@
+"""Attention sinks, and head_dims other than 64 and 128, against float64: bodies, splits, graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from forests import ForestCase, forest_cases, make_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pack_decode_cases import (
+    BF16,
+    FP16,
+    MIXED,
+    Heads,
+    Tensors,
+    check,
+    check_case,
+    make_sinks,
+    needs_gpu,
+    planned_step,
+    run,
+)
+
+from sglang_pat import PackAttention
+from sglang_pat.support import HEAD_DIMS
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+
+OTHER = [pair for pair in HEAD_DIMS if pair not in ((64, 64), (128, 128))]
+all_head_dims = pytest.mark.parametrize("pair", HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+other_head_dims = pytest.mark.parametrize("pair", OTHER, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+SPLIT_FINELY = {"num_workers": 264, "min_piece_tokens": 64}
+LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
+
+
+def heads_of(pair: tuple[int, int], group_size: int, num_kv_heads: int = 3) -> Heads:
+    return Heads(group_size * num_kv_heads, num_kv_heads, pair[0], BF16, pair[1])
+
+
+# --- head_dims ---
+
+
+@other_head_dims
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8, 16])
+def test_group_sizes(group_size: int, with_sinks: bool, pair: tuple[int, int]) -> None:
+    heads = heads_of(pair, group_size)
+    check_case(MIXED, heads, sinks=make_sinks(heads) if with_sinks else None)
+
+
+@other_head_dims
+@pytest.mark.parametrize("num_workers", [1, 33, 1000])
+@pytest.mark.parametrize("max_block_q", [16, 32, 64])
+def test_splits_and_bodies(max_block_q: int, num_workers: int, pair: tuple[int, int]) -> None:
+    options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_piece_tokens": 64}
+    check_case(MIXED, heads_of(pair, 4, 2), **options)
+
+
+@other_head_dims
+@pytest.mark.parametrize("length", [1, 31, 33, 65, 4096])
+def test_lengths_of_one_request(length: int, pair: tuple[int, int]) -> None:
+    check_case(make_case([], [(-1, length)]), heads_of(pair, 4, 2))
+
+
+@other_head_dims
+def test_long_rows_are_merged(pair: tuple[int, int]) -> None:
+    heads = heads_of(pair, 4, 2)
+    check_case(LONG, heads, **SPLIT_FINELY)
+    check_case(LONG, heads, sinks=make_sinks(heads), **SPLIT_FINELY)
+
+
+@other_head_dims
+def test_logit_cap(pair: tuple[int, int]) -> None:
+    check_case(MIXED, heads_of(pair, 4, 2), logit_cap=30.0)
+
+
+@other_head_dims
+def test_queries_and_caches_may_be_slices(pair: tuple[int, int]) -> None:
+    """The pools' rows may lie apart, and what lies between them is never used."""
+    heads = heads_of(pair, 4, 2)
+    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    expected = run(step, tensors)
+    for name in ("q", "k_cache", "v_cache"):
+        rows = getattr(tensors, name)
+        wide = rows.new_full((len(rows), rows.shape[1] + 2, rows.shape[2]), torch.nan)
+        wide[:, 1:-1] = rows
+        setattr(tensors, name, wide[:, 1:-1])
+    for result, like in zip(run(step, tensors), expected, strict=True):
+        assert torch.equal(result, like)
+
+
+# --- sinks ---
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16])
+@pytest.mark.parametrize("sink_dtype", [torch.float32, BF16, FP16])
+def test_sinks(sink_dtype: torch.dtype, group_size: int, head_dim: int) -> None:
+    heads = Heads(3 * group_size, 3, head_dim, FP16)
+    check_case(MIXED, heads, sinks=make_sinks(heads, sink_dtype))
+    check_case(LONG, heads, sinks=make_sinks(heads, sink_dtype), **SPLIT_FINELY)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -60.0, 60.0])
+def test_sinks_of_any_magnitude(sink: float) -> None:
+    heads = Heads(8, 2)
+    sinks = torch.full((8,), sink, device="cuda")
+    for case, options in ((MIXED, {}), (LONG, SPLIT_FINELY)):
+        check_case(case, heads, sinks=sinks, **options)
+
+
+def test_a_nan_sink_is_not_hidden() -> None:
+    heads = Heads(8, 2)
+    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    sinks = make_sinks(heads)
+    sinks[3] = torch.nan
+    out, lse = run(step, tensors, sinks=sinks)
+    with_kv = tensors.seq_lens > 0
+    assert out[with_kv][:, 3].isnan().all()
+    assert lse[with_kv][:, 3].isnan().all()
+    assert not out[:, [0, 1, 2, 4, 5, 6, 7]].isnan().any()
+
+
+def test_sinks_beside_a_soft_cap() -> None:
+    heads = Heads(8, 2)
+    check_case(MIXED, heads, sinks=make_sinks(heads), logit_cap=30.0)
+
+
+def test_padding_rows_with_sinks_are_zero() -> None:
+    heads = Heads(8, 2)
+    case, sinks = make_case([], [(-1, 0)] * 5), make_sinks(heads)
+    tensors, step = Tensors.make(case, heads), planned_step(heads)
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    out, lse = run(step, tensors, sinks=sinks)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks.expand_as(lse))
+
+
+def test_a_graph_has_the_sinks_of_each_layer_and_sees_them_change() -> None:
+    heads = Heads(8, 2, 64)
+    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    sinks = [make_sinks(heads, BF16), make_sinks(heads).flip(0).contiguous(), None]
+    results = [run(step, tensors, sinks=each) for each in sinks]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for (out, lse), each in zip(results, sinks, strict=True):
+            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse, sinks=each)
+    for _ in range(3):
+        graph.replay()
+        for (out, lse), each in zip(results, sinks, strict=True):
+            check(out, lse, tensors, sinks=each)
+        for each in sinks[:2]:
+            each.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (torch.zeros(7), r"sinks must be on cuda:0 like the plan, got cpu"),
+        ((7, torch.float32), r"sinks must have shape \[8\], got \[7\]"),
+        ((8, torch.float64), "sinks must be float32 or bfloat16 or float16, got float64"),
+    ],
+)
+def test_bad_sinks(sinks: object, message: str) -> None:
+    heads = Heads(8, 2)
+    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    if isinstance(sinks, tuple):
+        sinks = torch.zeros(sinks[0], dtype=sinks[1], device="cuda")
+    with pytest.raises(ValueError, match=message):
+        run(step, tensors, sinks=sinks)
+
+
+# --- both ---
+
+
+@all_head_dims
+def test_pack_attention(pair: tuple[int, int]) -> None:
+    heads = heads_of(pair, 4, 2)
+    tensors, sinks = Tensors.make(MIXED, heads), make_sinks(heads, BF16)
+    attention = PackAttention(8, 2, pair[0], v_head_dim=pair[1], dtype=BF16, device="cuda")
+    assert attention.executor == "cuda"
+    attention.plan(
+        MIXED.batch(),
+        req_to_token=tensors.req_to_token,
+        req_pool_indices=tensors.req_pool_indices,
+        seq_lens=tensors.seq_lens,
+    )
+    caches = tensors.k_cache, tensors.v_cache
+    out, lse = attention.run(tensors.q, *caches, sinks=sinks, return_lse=True)
+    check(out, lse, tensors, sinks=sinks)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    case=forest_cases(max_requests=20),
+    pair=st.sampled_from(HEAD_DIMS),
+    geometry=st.sampled_from([(1, 1), (2, 2), (16, 1), (5, 1)]),
+    with_sinks=st.booleans(),
+    num_workers=st.sampled_from([1, 33, 132]),
+)
+def test_random_forests(
+    case: ForestCase,
+    pair: tuple[int, int],
+    geometry: tuple[int, int],
+    with_sinks: bool,
+    num_workers: int,
+) -> None:
+    heads = Heads(*geometry, pair[0], BF16, pair[1])
+    sinks = make_sinks(heads) if with_sinks else None
+    check_case(case, heads, sinks=sinks, num_workers=num_workers)

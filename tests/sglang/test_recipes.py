@@ -1,0 +1,90 @@
+"""Commands of the documentation: SGLang has every option that they name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from sglang.srt.server_args import ServerArgs
+
+from sglang_pat.cli.main import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+_SERVERS = r"(?:python3? -m sglang\.launch_server|sglang serve|python3? -m sglang_pat\.sglang\.cpu)"
+
+
+def commands(text: str, program: str) -> list[str]:
+    """Command lines of a page's code blocks that run `program`, continued lines joined."""
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.partition("#")[0] for line in lines if re.search(program, line)]
+
+
+def sglang_options() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return {name: action for action in parser._actions for name in action.option_strings}
+
+
+def flags(command: str) -> list[str]:
+    return re.findall(r"(?<!\S)(--[a-z][\w-]*)", command)
+
+
+LAUNCHES = [(page, line) for page, text in PAGES.items() for line in commands(text, _SERVERS)]
+
+
+def test_pages_have_commands() -> None:
+    found = {page for page, _ in LAUNCHES}
+    recipes = {page for page in PAGES if page.startswith("docs/recipes/")}
+    without = {"docs/recipes/rollouts.md"}  # trainers start the engine there
+    assert recipes - without <= found
+
+
+@pytest.mark.parametrize(("page", "command"), LAUNCHES)
+def test_sglang_has_every_option(page: str, command: str) -> None:
+    assert set(flags(command)) <= set(sglang_options()), page
+
+
+@pytest.mark.parametrize("prefix", ["--sglang-", "engine_kwargs.sglang."])
+def test_trainers_hand_through_options_that_exist(prefix: str) -> None:
+    page = PAGES["docs/recipes/rollouts.md"]
+    passed = re.findall(re.escape(prefix) + r"([a-z][\w-]*)[ =](\S+)", page)
+    assert passed
+    for name, value in passed:
+        option = sglang_options()["--" + name.replace("_", "-")]
+        assert option.dest == "attention_backend"
+        assert value == "pat"
+
+
+def test_the_deployment_names_options_that_exist() -> None:
+    folder = ROOT / "docs/operate/deploy"
+    entry = re.findall(r"^ENTRYPOINT (.*)$", (folder / "Dockerfile").read_text(), re.MULTILINE)
+    (worker, *_) = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
+    arguments = worker["spec"]["template"]["spec"]["containers"][0]["args"]
+    named = {*re.findall(r'"(--[\w-]+)"', entry[0]), *flags(" ".join(arguments))}
+    assert {"--attention-backend", "--mem-fraction-static"} <= named
+    assert named <= set(sglang_options())
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        (page, line)
+        for page, text in PAGES.items()
+        for line in commands(text, r"^\s*sglang-pat (?:advise|replay|build|doctor|demo)")
+    ],
+)
+def test_our_own_options_exist(page: str, command: str) -> None:
+    words = command.split()
+    (parsers,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
+    assert isinstance(parsers.choices, dict)
+    parser = parsers.choices[words[1]]
+    allowed = {name for action in parser._actions for name in action.option_strings}
+    assert set(flags(command)) <= allowed, page

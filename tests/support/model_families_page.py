@@ -1,0 +1,171 @@
+"""The documentation's tables of model families and of SGLang's features, from the tests' data.
+
+`python tests/support/model_families_page.py` writes them into `docs/model-families.md`; a test
+compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_families import FAMILIES, Family
+
+PAGE = Path(__file__).parents[2] / "docs/model-families.md"
+FAMILY_TESTS = "tests/engine/test_families.py::test_tokens_and_routes"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of SGLang's own table of attention backends.
+
+    Attributes
+    ----------
+    name : str
+        As SGLang calls it.
+    mark : str
+        "yes", "by layer" or "delegated".
+    meaning : str
+        What pat does.
+    tests : tuple of str
+        As pytest calls them.
+    """
+
+    name: str
+    mark: str
+    meaning: str
+    tests: tuple[str, ...]
+
+
+FEATURES = (
+    Feature(
+        "Page size > 1 (native)",
+        "yes",
+        "any page size; plans are made of slots",
+        ("tests/engine/test_engine.py::TestPageSize64",),
+    ),
+    Feature(
+        "FP8 KV cache",
+        "delegated",
+        "all layers run on the default backend",
+        ("tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[fp8 cache]",),
+    ),
+    Feature(
+        "FP4 KV cache",
+        "delegated",
+        "all layers run on the default backend, as with any other type than that of the queries",
+        (),
+    ),
+    Feature(
+        "Spec topk=1",
+        "delegated",
+        "the whole model runs on the default backend",
+        ("tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[speculation]",),
+    ),
+    Feature(
+        "Spec topk>1",
+        "delegated",
+        "the whole model runs on the default backend",
+        ("tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[speculation]",),
+    ),
+    Feature(
+        "Sliding window",
+        "by layer",
+        "full layers by pat, window and chunked layers on the default backend",
+        (FAMILY_TESTS,),
+    ),
+    Feature(
+        "Multi-modal",
+        "by layer",
+        "the layers of the language model; image and audio encoders decode nothing",
+        (),
+    ),
+    Feature(
+        "Deterministic",
+        "delegated",
+        "the whole model runs on the default backend",
+        (
+            "tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[deterministic]",
+        ),
+    ),
+)
+
+
+def families_table() -> str:
+    """One row per family."""
+    head = ("Family", "SGLang's class", "pat decodes", "Default backend decodes", "Why", "CPU")
+    return _table(head, [_family_row(family) for family in FAMILIES.values()])
+
+
+def _family_row(family: Family) -> tuple[str, ...]:
+    reasons = "; ".join(_general(reason) for reason in family.default)
+    tested = "nightly" if family.nightly else "every change"
+    for version in family.refused:
+        tested += f"; SGLang {version} refuses: see below"
+    return (
+        family.models,
+        f"`{family.architecture}`",
+        family.accelerated or "nothing",
+        family.delegated or "nothing",
+        reasons,
+        tested,
+    )
+
+
+def _general(reason: str) -> str:
+    """The reason without the small model's own numbers and names."""
+    return re.sub(r" \(\w+\)$", "", re.sub(r" of \d+$| (?:31|32)$", "", reason))
+
+
+def refusals() -> str:
+    """What SGLang itself says where it does not run a family on a CPU."""
+    lines = [
+        f'- {family.models}, SGLang {version}: "{message}"'
+        for family in FAMILIES.values()
+        for version, message in family.refused.items()
+    ]
+    return "\n".join(lines)
+
+
+def features_table() -> str:
+    """One row per column of SGLang's table."""
+    rows = [
+        (
+            feature.name,
+            feature.mark,
+            feature.meaning,
+            ", ".join(map(_code, feature.tests)) or "none",
+        )
+        for feature in FEATURES
+    ]
+    return _table(("Feature", "pat", "What it means", "Tests"), rows)
+
+
+def _code(test: str) -> str:
+    return f"`{test}`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+SECTIONS = {"families": families_table, "refusals": refusals, "features": features_table}
+
+
+def updated(page: str) -> str:
+    """The page with all generated sections as the data have them."""
+    for name, generate in SECTIONS.items():
+        begin, end = f"<!-- generated: {name} -->\n", f"\n<!-- end: {name} -->"
+        head, found, rest = page.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"the page has no section {name!r}")
+        page = head + begin + generate() + end + tail
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))

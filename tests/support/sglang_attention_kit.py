@@ -1,0 +1,94 @@
+"""SGLang's attention kit, `sglang.test.kits.attention_unittest`, with pat over its backends.
+
+The kit makes a model runner of one layer, builds a backend by its name in SGLang's registry, and
+compares what a layer computes with attention in torch. Here that backend decodes by pat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
+    DenseAttentionCase,
+)
+
+from sglang_pat import PackAttention
+from sglang_pat.sglang.backend import with_pat
+
+# Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
+NO_WINDOW = -1
+
+
+class Decoded:
+    """How many times pat has decoded a layer."""
+
+    def __init__(self) -> None:
+        self.layers = 0
+
+
+@contextlib.contextmanager
+def pat_over(name: str, *, head_dim: int) -> Iterator[Decoded]:
+    """Lets the kit's runners have pat over SGLang's backend `name`."""
+    decoded = Decoded()
+    build, run = ATTENTION_BACKENDS[name], PackAttention.run
+
+    def build_with_pat(runner: Any) -> Any:
+        # The kit makes the layer later than the backend, and gives it to no model.
+        runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
+        return with_pat(build(runner), name, runner)
+
+    def counted(self: PackAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        decoded.layers += 1
+        return run(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTENTION_BACKENDS, name, build_with_pat)
+        patch.setattr(PackAttention, "run", counted)
+        yield decoded
+
+
+def _layer_of(runner: Any, head_dim: int) -> RadixAttention:
+    config = runner.model_config
+    window = config.sliding_window_size
+    return RadixAttention(
+        num_heads=config.num_attention_heads,
+        head_dim=head_dim,
+        scaling=head_dim**-0.5,
+        num_kv_heads=config.num_key_value_heads,
+        layer_id=0,
+        sliding_window_size=NO_WINDOW if window is None else window,
+    )
+
+
+def windowed_decode_case(name: str) -> DenseAttentionCase:
+    """A decode step of a layer with a window, which pat leaves to SGLang's backend."""
+    return DenseAttentionCase(
+        name="swa_decode_window_edges",
+        backend=name,
+        forward_mode=ForwardMode.DECODE,
+        num_heads=4,
+        num_kv_heads=4,
+        page_size=16,
+        prefix_lens=(3, 4, 9),
+        sliding_window_size=4,
+    )
+
+
+def is_decoded_by_pat(case: DenseAttentionCase) -> bool:
+    return case.forward_mode.is_decode() and case.sliding_window_size is None
+
+
+class KitTestCase(unittest.TestCase):
+    """The kit asks it for nothing but a way to skip, which here is a failure: the tests name the
+    backends that there are."""
+
+    def skipTest(self, reason: str) -> None:
+        raise AssertionError(reason)

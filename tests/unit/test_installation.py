@@ -1,0 +1,67 @@
+"""`pip install sglang-pat` beside an SGLang leaves that SGLang, and all that it needs, alone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from sglang_pat import support
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# What a user installs; the other extras are for work on the project itself.
+FOR_USERS = ("sglang", "replay")
+REQUIREMENTS = [
+    Requirement(text)
+    for text in (
+        *PROJECT["dependencies"],
+        *(each for extra in FOR_USERS for each in PROJECT["optional-dependencies"][extra]),
+    )
+]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_what_is_installed_satisfies_every_requirement(requirement: Requirement) -> None:
+    """Then pip has nothing to change."""
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        pytest.fail(f"{requirement.name} is missing from the test environment")
+    assert requirement.specifier.contains(installed, prereleases=True)
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_no_requirement_pins_a_package(requirement: Requirement) -> None:
+    operators = {specifier.operator for specifier in requirement.specifier}
+    # SGLang alone has an upper bound: its next minor series may move every hook.
+    assert operators <= ({">=", "<"} if requirement.name == "sglang" else {">="})
+
+
+def test_the_extra_takes_tested_versions_and_later_ones() -> None:
+    (requirement,) = (each for each in REQUIREMENTS if each.name == "sglang")
+    newest = Version(max(support.SGLANG_VERSIONS, key=Version))
+    later = f"{newest.major}.{newest.minor}.{newest.micro + 1}"
+    for allowed in (*support.SGLANG_VERSIONS, later):
+        assert allowed in requirement.specifier
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("extra", ["", "[sglang]", "[sglang,replay]"])
+def test_an_installation_changes_no_other_package(extra: str) -> None:
+    uv = shutil.which("uv") or str(ROOT / "build/uv/bin/uv")
+    command = [uv, "pip", "install", "--dry-run", "--python", sys.executable]
+    result = subprocess.run(
+        [*command, "--no-build-isolation", f".{extra}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    changes = re.findall(r"^ [-+~] (\S+?)(?:==| @|\[| |$)", result.stderr, re.MULTILINE)
+    assert set(changes) <= {"sglang-pat"}, result.stderr

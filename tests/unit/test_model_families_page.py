@@ -1,0 +1,56 @@
+"""The page of model families says what the tests assert, and names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from model_families import FAMILIES
+from model_families_page import FEATURES, PAGE, families_table, updated
+
+from sglang_pat import support
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_generated() -> None:
+    page = PAGE.read_text()
+    assert page == updated(page), "run: python tests/support/model_families_page.py"
+
+
+def test_a_page_without_a_section_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the page has no section 'families'"):
+        updated("# Model families")
+
+
+def test_every_family_has_a_row() -> None:
+    rows = families_table().splitlines()[2:]
+    assert len(rows) == len(FAMILIES)
+    for row, family in zip(rows, FAMILIES.values(), strict=True):
+        assert f"| `{family.architecture}` |" in row
+        assert ("| nothing | all layers |" in row) == (not family.pat)
+
+
+def test_families_are_consistent() -> None:
+    for name, family in FAMILIES.items():
+        delegated = [layer for layers in family.default.values() for layer in layers]
+        assert not set(delegated) & set(family.pat), name
+        assert bool(family.accelerated) == bool(family.pat), name
+        assert bool(family.delegated) == bool(family.default), name
+        assert set(family.refused) < set(support.SGLANG_VERSIONS), name
+
+
+def test_tests_that_the_page_names_exist() -> None:
+    named = [test for feature in FEATURES for test in feature.tests]
+    assert named
+    for test in named:
+        path, _, rest = test.partition("::")
+        source = (ROOT / path).read_text()
+        name, _, parameter = rest.partition("[")
+        nodes: list[ast.stmt] = ast.parse(source).body
+        for part in name.split("::"):
+            (node,) = (each for each in nodes if getattr(each, "name", None) == part)
+            assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+            nodes = node.body
+        assert not parameter or f'"{parameter.removesuffix("]")}":' in source, test

@@ -1,0 +1,144 @@
+"""Layers by a config.json: their kinds, which of them pat accelerates, and why not the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_pat import support
+from sglang_pat.model_layers import (
+    CHUNK,
+    FULL,
+    LATENT,
+    NO_ATTENTION,
+    STATE,
+    WINDOW,
+    read_layers,
+    summary,
+)
+
+PLAIN: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+}
+
+
+def kinds(**changes: object) -> list[str]:
+    return [layer.kind for layer in read_layers({**PLAIN, **changes})]
+
+
+def refused(**changes: object) -> list[str]:
+    """Why, of every layer; empty where pat accelerates it."""
+    layers = read_layers({**PLAIN, **changes})
+    return ["" if layer.refusal is None else layer.refusal.words for layer in layers]
+
+
+def test_a_plain_decoder_is_accelerated() -> None:
+    layers = read_layers(PLAIN)
+    assert len(layers) == 6
+    assert all(layer.is_accelerated and layer.kind == FULL for layer in layers)
+    assert (layers[0].num_kv_heads, layers[0].kv_elements) == (4, 4 * 2 * 128)
+    assert summary(layers) == [(6, "full attention, 16/4 heads of 128", True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # gpt-oss, Gemma 3 as Transformers writes them today
+        ({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128},
+         [WINDOW, FULL] * 3),
+        # Gemma 3 and 2, older
+        ({"sliding_window": 512, "sliding_window_pattern": 6}, [WINDOW] * 5 + [FULL]),
+        ({"sliding_window": 512, "model_type": "gemma2"}, [WINDOW, FULL] * 3),
+        # Qwen2
+        ({"sliding_window": 512, "use_sliding_window": False}, [FULL] * 6),
+        ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 4},
+         [FULL] * 4 + [WINDOW] * 2),
+        # Llama 4: every fourth layer has no rotation
+        ({"attention_chunk_size": 8192}, [CHUNK] * 3 + [FULL] + [CHUNK] * 2),
+        ({"attention_chunk_size": 8192, "no_rope_layers": [1, 0] * 3}, [CHUNK, FULL] * 3),
+        # Qwen3-Next
+        ({"full_attention_interval": 3}, [STATE, STATE, FULL] * 2),
+        ({"layer_types": ["linear_attention", "full_attention"] * 3}, [STATE, FULL] * 3),
+        # Nemotron-H, LFM2, Bamba, Jamba
+        ({"hybrid_override_pattern": "M-M*E-"},
+         [STATE, NO_ATTENTION, STATE, FULL, NO_ATTENTION, NO_ATTENTION]),
+        ({"full_attn_idxs": [2]}, [STATE, STATE, FULL, STATE, STATE, STATE]),
+        ({"attn_layer_indices": [0, 5]}, [FULL, STATE, STATE, STATE, STATE, FULL]),
+        ({"attn_layer_period": 3, "attn_layer_offset": 1}, [STATE, FULL, STATE] * 2),
+        # MiMo-V2, DeepSeek, Kimi Linear
+        ({"hybrid_layer_pattern": [0, 1, 1, 0, 1, 1], "sliding_window": 128},
+         [FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW]),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [LATENT] * 6),
+        ({"kv_lora_rank": 512, "linear_attn_config": {"full_attn_layers": [3, 6]}},
+         [STATE, STATE, LATENT] * 2),
+        # A kind that is not known here keeps its name.
+        ({"layer_types": ["full_attention"] * 5 + ["hyperbolic"]}, [FULL] * 5 + ["hyperbolic"]),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_by_the_keys_of_each_family(
+    changes: dict[str, Any], expected: list[str]
+) -> None:
+    assert kinds(**changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 72}, "head_dim 72"),
+        ({"v_head_dim": 64}, "head_dim 128/64"),
+        ({"num_attention_heads": 128, "num_key_value_heads": 1}, "query heads per KV head 128"),
+        ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"kv_lora_rank": 512}, "multi-head latent attention (kv_lora_rank is set)"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+         "dtype of queries and KV cache float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_is_not_accelerated_says_why(changes: dict[str, Any], reason: str) -> None:
+    assert refused(**changes) == [reason] * 6
+
+
+def test_a_refusal_has_the_words_of_the_support_table() -> None:
+    (layer, *_) = read_layers({**PLAIN, "head_dim": 72})
+    assert layer.refusal is not None
+    assert str(layer.refusal.error()) == str(support.unsupported("head_dim", 72))
+
+
+def test_hybrids_are_accelerated_in_their_full_layers_alone() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    assert refused(layer_types=types, sliding_window=512) == ["sliding window 512"] * 5 + [""]
+    assert refused(full_attention_interval=6) == [STATE] * 5 + [""]
+
+
+def test_layers_may_differ_in_heads() -> None:
+    pattern = {"hybrid_layer_pattern": [0, 1] * 3, "sliding_window": 128}
+    swa = {"swa_num_key_value_heads": 8, "swa_head_dim": 64}
+    full, window = read_layers({**PLAIN, **pattern, **swa})[:2]
+    assert (full.num_kv_heads, full.head_dim) == (4, 128)
+    assert (window.num_kv_heads, window.head_dim, window.window) == (8, 64, 128)
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128}
+    gemma = {"global_head_dim": 512, "num_global_key_value_heads": 2}
+    window, full = read_layers({**PLAIN, **types, **gemma})[:2]
+    assert (full.num_kv_heads, full.head_dim, window.head_dim) == (2, 512, 128)
+
+
+def test_the_decoder_of_a_multimodal_model() -> None:
+    layers = read_layers({"model_type": "vl", "text_config": PLAIN})
+    assert len(layers) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers=None; a positive integer is needed"),
+        ({"num_key_value_heads": 3}, "16 query heads, no multiple of 3 KV heads"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),
+    ],
+)
+def test_a_config_without_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kinds(**changes)
