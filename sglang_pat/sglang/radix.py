@@ -232,15 +232,15 @@ class IdSource:
             return [_climbed_path(self._core, id_) for id_ in ids]
         binding = getattr(self._core, "_binding", None)
         if binding is None:
-            paths = self._core.collect_path_info(ids)
-            return [[_as_node(info) for info in path] for path in paths]
+            return [[_as_node(info) for info in path] for path in self._core.collect_path_info(ids)]
         # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
         # than all the rest of reading; so the core is asked itself.
-        collected: list[Path] = binding.collect_path_info(ids)
+        collected: Any = binding.collect_path_info(ids)
         first = next(filter(None, collected), None)
         if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 tells no children
             return [[(*node, _ANY_CHILDREN) for node in path] for path in collected]
-        return collected
+        paths: list[Path] = collected
+        return paths
 
 
 def _as_node(info: Any) -> _Node:
