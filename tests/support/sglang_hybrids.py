@@ -229,8 +229,11 @@ class HybridCache:
             req.lock = self.cache.lock(req.last_node)
             return
         result = self.cache.inc_lock_ref(req.last_node)
-        req.swa_uuid_for_lock = result.swa_uuid_for_lock
-        req.skip_lock_node_ids = {}
+        if hasattr(req, "lock_receipt"):  # from 0.5.20 on
+            req.lock_receipt = result.to_dec_params()
+        else:
+            req.swa_uuid_for_lock = result.swa_uuid_for_lock
+            req.skip_lock_node_ids = {}
 
     def decode(self, req: Any, token: int) -> None:
         """One step: the window moves on, and leaves slots behind."""
@@ -263,11 +266,21 @@ class HybridCache:
             return
         if IS_CHECKPOINTED:
             self.cache.release_swa_prefix_lock(req)
-        elif not req.swa_prefix_lock_released and req.swa_uuid_for_lock is not None:
+        elif not req.swa_prefix_lock_released:
+            self._release_window(req)
+
+    def _release_window(self, req: Any) -> None:
+        if hasattr(req, "lock_receipt"):
+            if req.lock_receipt.swa_uuid_for_lock is None:
+                return
+            self.cache.dec_swa_lock_only(req.last_node, req.lock_receipt)
+        elif req.swa_uuid_for_lock is None:
+            return
+        else:
             self.cache.dec_swa_lock_only(
                 req.last_node, req.swa_uuid_for_lock, skip_lock_node_ids=req.skip_lock_node_ids
             )
-            req.swa_prefix_lock_released = True
+        req.swa_prefix_lock_released = True
 
     def finish(self, req: Any) -> None:
         """Hand all of its KV to the tree."""
