@@ -26,7 +26,7 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
-from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS, GLUE_GRAPH, Routes
+from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS, GLUE_GRAPH, Routes, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -110,6 +110,21 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "an encoder-decoder model (LlamaForCausalLM)",
         "an encoder-decoder model",
     ),
+    "sparse": (
+        lambda: runner(model_config=config(hf_config=architecture("MiniMaxM3SparseForCausalLM"))),
+        "sparse attention (MiniMaxM3SparseForCausalLM)",
+        "attention = sparse attention .MiniMaxM3",
+    ),
+    "wrapped": (
+        lambda: runner(model_config=config(hf_text_config=wrapping_config())),
+        "sparse attention (LlamaForCausalLM)",
+        "attention = sparse attention",
+    ),
+    "window of the model": (
+        lambda: runner(model=windowed_model()),
+        "sliding window behind the prompt",
+        "sliding window = behind the prompt; supported: none",
+    ),
     "context parallel": (
         lambda: runner(server_args=server_arguments(dcp_size=2)),
         "--dcp-size 2",
@@ -158,12 +173,33 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
+def architecture(name: str) -> SimpleNamespace:
+    return SimpleNamespace(architectures=[name])
+
+
+def wrapping_config() -> SimpleNamespace:
+    """A model's configuration that puts a backend of its own over SGLang's (Dots3)."""
+    return SimpleNamespace(wrap_attention_backend=lambda runner, backend: backend)
+
+
+def windowed_model() -> torch.nn.Module:
+    """Its layers are described as if they read everything (Unlimited-OCR)."""
+    model = layers()
+    model.is_prefill_aware_swa = lambda: True
+    return model
+
+
 def strided_pool() -> KVPool:
     """Keys and values of a slot beside each other in layer 1: right shapes, other strides."""
     pool = KVPool()
     both = torch.zeros(SLOTS, 2 * KV_HEADS, HEAD_DIM)
     pool.keys[1], pool.values[1] = both[:, :KV_HEADS], both[:, KV_HEADS:]
     return pool
+
+
+def lines_of_pat(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """SGLang logs that too when hooks are installed, which the first backend of a process does."""
+    return [each.getMessage() for each in caplog.records if each.name.startswith("sglang_pat")]
 
 
 @pytest.mark.parametrize("name", OF_A_LAYER)
@@ -173,7 +209,7 @@ def test_a_layer_is_left_to_the_default_backend(
     make_runner, reason, _ = OF_A_LAYER[name]
     with caplog.at_level(logging.INFO):
         backend = pat_backend(make_runner())
-    assert caplog.messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
+    assert lines_of_pat(caplog) == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
     assert [*backend._pat.routes.shapes] == [0]
 
 
@@ -186,7 +222,7 @@ def test_a_model_is_left_to_the_default_backend(
         backend = pat_backend(make_runner())
     assert type(backend) is DefaultBackend
     assert backend.needs_cpu_seq_lens is False
-    (line,) = caplog.messages
+    (line,) = lines_of_pat(caplog)
     assert line.startswith("pat decodes nothing, triton decodes all ")
     assert line.endswith(f" layers: {reason}")
 
@@ -270,6 +306,12 @@ def test_a_table_joins_neighbours() -> None:
         "pat_layers": 3,
         "default_layers": {"sliding window 16": 2},
     }
+
+
+def test_the_window_of_a_model_is_asked_for_as_sglang_does() -> None:
+    from sglang.srt.models.unlimited_ocr import UnlimitedOCRForCausalLM
+
+    assert window_reason(UnlimitedOCRForCausalLM.__new__(UnlimitedOCRForCausalLM)) is not None
 
 
 def test_arguments_that_delegate_exist_in_this_sglang() -> None:
