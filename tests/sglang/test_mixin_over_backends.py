@@ -205,6 +205,15 @@ def test_an_idle_rank_replays_padding(life: Life, asked: list[str]) -> None:
     assert asked == []
 
 
+@pytest.mark.parametrize("life", ["fa3"], indirect=True)
+def test_a_model_that_stores_kv_itself_is_told_not_to(life: Life) -> None:
+    batch, _ = life.batch(LENGTHS)
+    life.backend.kv_cache_dtype = torch.bfloat16  # else it never may
+    life.capture()
+    assert life.backend.forward_metadata is None
+    assert life.backend.get_fused_kv_write_buffers(life.layer, batch) is None
+
+
 @pytest.mark.parametrize("life", ["fa3", "fa4"], indirect=True)
 def test_a_layer_that_is_given_up_in_a_warm_up_finds_all_prepared(
     life: Life, monkeypatch: pytest.MonkeyPatch
