@@ -63,6 +63,8 @@ class CudaExecutor:
         self.step: Step | None = None
         self._loaded: StagingBuffer | None = None  # where the last plan lies on the host
         self._allocate(reservation or BufferSizes())
+        if device.type == "cuda":
+            kernels.num_ctas(device)  # loads them: the first launch may be in a capture
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
         """Send the scheduler's last plan to the device and gather its shared slots there. The

@@ -165,6 +165,13 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     # --- once per layer ---
 
+    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
+        """Where a model may store a layer's KV itself; None: nowhere. The default backend looks it
+        up in its metadata, which a step may do without. Not asked for in 0.5.17."""
+        if forward_batch.forward_mode is _DECODE and not self._pat.routes.delegated:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
+
     def forward_decode(
         self,
         q: torch.Tensor,

@@ -19,6 +19,7 @@ from sglang_pat.sglang.routes import (
     model_reason,
     server_reason,
     shape_reason,
+    window_reason,
 )
 from sglang_pat.sglang.substitution import resolved
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
@@ -61,7 +62,9 @@ def routes_of_model(path: str) -> Routes:
     if whole is None and default not in DEFAULT_BACKENDS:
         whole = Reason("default backend", default)
     _become_a_rank(arguments, config)
-    layers = attention_layers(_on_meta_device(config))
+    model = _on_meta_device(config)
+    whole = whole or window_reason(model)
+    layers = attention_layers(model)
     chunk_size = getattr(config, "attention_chunk_size", None)
     return Routes.of_layers(layers, default, whole, lambda layer: shape_reason(layer, chunk_size))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
@@ -216,7 +217,29 @@ def model_reason(config: Any, *, uses_mla: bool) -> Reason | None:
         return Reason("attention", f"multi-head latent attention ({name})")
     if config.is_encoder_decoder:
         return Reason("attention", f"an encoder-decoder model ({name})")
+    if _is_sparse(config):
+        return Reason("attention", f"sparse attention ({name})")
     return None
+
+
+def _is_sparse(config: Any) -> bool:
+    """Whether SGLang puts a sparse backend of the model's own over the default backend, or in its
+    place: layers that pat would count as its own never reach it."""
+    text_config = getattr(config, "hf_text_config", None)
+    if is_minimax_sparse(config.hf_config) or hasattr(text_config, "wrap_attention_backend"):
+        return True
+    try:
+        from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+    except ImportError:  # 0.5.17
+        return False
+    return bool(is_qwen_qsa(config.hf_config))
+
+
+def window_reason(model: torch.nn.Module) -> Reason | None:
+    """Why pat decodes nothing of a model whose class asks for a window that its layers do not
+    mention: fa3 reads of the tokens behind the prompt the last ones alone."""
+    asks = getattr(model, "is_prefill_aware_swa", None)
+    return Reason("sliding window", "behind the prompt") if asks is not None and asks() else None
 
 
 def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
@@ -224,6 +247,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
     reason = reason or model_reason(
         model_runner.model_config, uses_mla=model_runner.use_mla_backend
     )
+    reason = reason or window_reason(model_runner.model)
     if reason is not None:
         return reason
     if default not in support.DEFAULT_BACKENDS:

@@ -109,6 +109,19 @@ def test_graphs_that_run_at_once_on_the_same_buffers_stop() -> None:
     )
 
 
+def test_the_first_launch_of_a_process_may_be_in_a_capture() -> None:
+    done = run_apart("""
+        case = make_case([], [(-1, 90)] * 5)  # nothing to gather before it
+        tensors, out = prepare(case)
+        step = planned_step(heads, num_workers=8)
+        write(step, case, tensors)
+        capture(step, tensors, out).replay()
+        torch.cuda.synchronize()
+        print(bool(out.isfinite().all()))
+    """)
+    assert done.stdout.split() == ["True"], done.stderr[-2000:]
+
+
 def test_each_graph_has_a_ticket_counter() -> None:
     """So a graph that is stopped half-way, or runs beside another, leaves no trace in theirs."""
     tensors, step = Tensors.make(CASES[0], HEADS), planned_step(HEADS)

@@ -26,7 +26,7 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
-from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS, GLUE_GRAPH, Routes
+from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS, GLUE_GRAPH, Routes, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -110,6 +110,21 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "an encoder-decoder model (LlamaForCausalLM)",
         "an encoder-decoder model",
     ),
+    "sparse": (
+        lambda: runner(model_config=config(hf_config=architecture("MiniMaxM3SparseForCausalLM"))),
+        "sparse attention (MiniMaxM3SparseForCausalLM)",
+        "attention = sparse attention .MiniMaxM3",
+    ),
+    "wrapped": (
+        lambda: runner(model_config=config(hf_text_config=wrapping_config())),
+        "sparse attention (LlamaForCausalLM)",
+        "attention = sparse attention",
+    ),
+    "window of the model": (
+        lambda: runner(model=windowed_model()),
+        "sliding window behind the prompt",
+        "sliding window = behind the prompt; supported: none",
+    ),
     "context parallel": (
         lambda: runner(server_args=server_arguments(dcp_size=2)),
         "--dcp-size 2",
@@ -156,6 +171,22 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "no attention layer",
     ),
 }
+
+
+def architecture(name: str) -> SimpleNamespace:
+    return SimpleNamespace(architectures=[name])
+
+
+def wrapping_config() -> SimpleNamespace:
+    """A model's configuration that puts a backend of its own over SGLang's (Dots3)."""
+    return SimpleNamespace(wrap_attention_backend=lambda runner, backend: backend)
+
+
+def windowed_model() -> torch.nn.Module:
+    """Its layers are described as if they read everything (Unlimited-OCR)."""
+    model = layers()
+    model.is_prefill_aware_swa = lambda: True
+    return model
 
 
 def strided_pool() -> KVPool:
@@ -277,6 +308,12 @@ def test_a_table_joins_neighbours() -> None:
         "pat_layers": 3,
         "default_layers": {"sliding window 16": 2},
     }
+
+
+def test_the_window_of_a_model_is_asked_for_as_sglang_does() -> None:
+    from sglang.srt.models.unlimited_ocr import UnlimitedOCRForCausalLM
+
+    assert window_reason(UnlimitedOCRForCausalLM.__new__(UnlimitedOCRForCausalLM)) is not None
 
 
 def test_arguments_that_delegate_exist_in_this_sglang() -> None:
