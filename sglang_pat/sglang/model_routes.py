@@ -12,15 +12,8 @@ from typing import Any
 
 import torch
 
-from sglang_pat.sglang.routes import (
-    Reason,
-    Routes,
-    attention_layers,
-    model_reason,
-    server_reason,
-    shape_reason,
-)
-from sglang_pat.sglang.substitution import resolved
+from sglang_pat.sglang.options import Reason, resolved, server_reason
+from sglang_pat.sglang.routes import Routes, attention_layers, model_reason, shape_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
 

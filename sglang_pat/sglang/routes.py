@@ -11,46 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
-from sglang_pat.sglang.substitution import resolved
+from sglang_pat.sglang.options import Reason, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
-
-# Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
-DELEGATED_ARGUMENTS = {
-    "speculative_algorithm": "--speculative-algorithm",
-    "enable_deterministic_inference": "--enable-deterministic-inference",
-    "enable_two_batch_overlap": "--enable-two-batch-overlap",
-    "enable_pdmux": "--enable-pdmux",
-    "enable_hisparse": "--enable-hisparse",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
-    "enable_unified_memory": "--enable-unified-memory",
-    "enable_torch_compile": "--enable-torch-compile",
-    "enable_mis": "--enable-mis",
-    "dllm_algorithm": "--dllm-algorithm",
-}
-# Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
-# 0.5.17.
-GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-
-
-class Reason(NamedTuple):
-    """Why pat does not decode something: a value under one of the topics of `support`."""
-
-    topic: str
-    value: object
-
-    def __str__(self) -> str:
-        alone = self.topic in ("attention", "server options", "default backend")
-        return str(self.value) if alone else f"{self.topic} {self.value}"
-
-    def refusal(self, where: str = "") -> ValueError:
-        """The error to raise where pat must not delegate."""
-        return support.unsupported(self.topic, f"{self.value}{where}")
 
 
 class Shape(NamedTuple):
@@ -193,20 +159,6 @@ class Routes:
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     """The attention layers of a model's part on this rank."""
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
-
-
-def server_reason(arguments: Any) -> Reason | None:
-    """Why pat decodes nothing under these resolved server arguments."""
-    for name, flag in DELEGATED_ARGUMENTS.items():
-        value = resolved(arguments, name)
-        if value:
-            return Reason("server options", flag if value is True else f"{flag} {value}")
-    dcp_size = resolved(arguments, "dcp_size")
-    if dcp_size is not None and dcp_size > 1:
-        return Reason("server options", f"--dcp-size {dcp_size}")
-    if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
-        return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
-    return None
 
 
 def model_reason(config: Any, *, uses_mla: bool) -> Reason | None:
