@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_pat.sglang.options import Reason, resolved, server_reason
-from sglang_pat.sglang.routes import Routes, attention_layers, model_reason, shape_reason
+from sglang_pat.sglang.routes import Routes, model_reason, shape_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
 
@@ -54,9 +54,10 @@ def routes_of_model(path: str) -> Routes:
     if whole is None and default not in DEFAULT_BACKENDS:
         whole = Reason("default backend", default)
     _become_a_rank(arguments, config)
-    layers = attention_layers(_on_meta_device(config))
     chunk_size = getattr(config, "attention_chunk_size", None)
-    return Routes.of_layers(layers, default, whole, lambda layer: shape_reason(layer, chunk_size))
+    return Routes.of_model(
+        _on_meta_device(config), default, whole, lambda layer: shape_reason(layer, chunk_size)
+    )
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:

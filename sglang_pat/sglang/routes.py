@@ -7,7 +7,7 @@ kind of model) leaves the whole model to the default backend; the rest is decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from sglang_pat import support
 from sglang_pat.sglang.options import Reason, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
+# What SGLang's models call the sinks that they pass to their attention layers. For the log alone:
+# what is passed is applied.
+_SINKS = ("sinks", "attention_sink_bias")
 
 
 class Shape(NamedTuple):
@@ -43,12 +46,15 @@ class Routes:
         Layer id -> shape of each layer that pat decodes.
     delegated
         Layer id -> reason of each layer that the default backend decodes.
+    sinks
+        Ids of the layers that have attention sinks.
     """
 
     def __init__(self, default: str) -> None:
         self.default = default
         self.shapes: dict[int, Shape] = {}
         self.delegated: dict[int, Reason] = {}
+        self.sinks: frozenset[int] = frozenset()
         self._whole: Reason | None = None  # holds even for a model without layers
 
     @classmethod
@@ -62,26 +68,26 @@ class Routes:
         default
             The name of the backend that decodes without pat.
         """
-        layers = attention_layers(model_runner.model)
+        model = model_runner.model
         whole = _reason_for_all(model_runner, default)
-        if whole is None and not layers:
-            name = type(model_runner.model).__name__
-            whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
-        return cls.of_layers(
-            layers, default, whole, lambda layer: layer_reason(layer, model_runner)
-        )
+        return cls.of_model(model, default, whole, lambda layer: layer_reason(layer, model_runner))
 
     @classmethod
-    def of_layers(
+    def of_model(
         cls,
-        layers: Iterable[RadixAttention],
+        model: torch.nn.Module,
         default: str,
         whole: Reason | None,
         reason_of: Callable[[RadixAttention], Reason | None],
     ) -> Routes:
         """As `of_runner`, of reasons that are known."""
+        layers = attention_layers(model)
+        if whole is None and not layers:
+            name = type(model).__name__
+            whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
         routes = cls(default)
         routes._whole = whole
+        routes.sinks = _layers_with_sinks(model)
         for layer in layers:
             reason = whole or reason_of(layer)
             shape = Shape.of(layer)
@@ -140,6 +146,9 @@ class Routes:
             reasons = ", ".join(reason for _, reason in self.counts())
             return f"pat decodes nothing, {self.default} decodes all {total} layers: {reasons}"
         head = f"pat decodes {len(self.shapes)} of {total} layers"
+        with_sinks = len(self.sinks & self.shapes.keys())
+        if with_sinks:
+            head += f", {with_sinks} of them with attention sinks"
         return "; ".join([head, *groups])
 
     def table(self) -> Iterator[tuple[str, str, str]]:
@@ -159,6 +168,17 @@ class Routes:
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     """The attention layers of a model's part on this rank."""
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
+    """Ids of the attention layers whose sinks are parameters of the module around them."""
+    return frozenset(
+        layer.layer_id
+        for module in model.modules()
+        if any(getattr(module, name, None) is not None for name in _SINKS)
+        for layer in module.children()
+        if isinstance(layer, RadixAttention)
+    )
 
 
 def model_reason(config: Any, *, uses_mla: bool) -> Reason | None:

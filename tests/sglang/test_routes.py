@@ -278,6 +278,22 @@ def test_a_table_joins_neighbours() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias"])
+def test_layers_with_sinks_are_named(name: str) -> None:
+    modules = torch.nn.ModuleList()
+    for layer in layers(3):
+        modules.append(torch.nn.ModuleDict({"attn": layer}))
+        has_sinks = layer.layer_id != 1  # None in a layer without: as in models that have both
+        setattr(modules[-1], name, torch.nn.Parameter(torch.zeros(1)) if has_sinks else None)
+        layer.sliding_window_size = 16 if layer.layer_id == 2 else -1
+    pool = KVPool()
+    pool.keys, pool.values = [pool.keys[0]] * 3, [pool.values[0]] * 3
+    routes = Routes.of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
+    assert str(routes) == (
+        "pat decodes 2 of 3 layers, 1 of them with attention sinks; 1 on fa3: sliding window 16"
+    )
+
+
 def test_arguments_that_delegate_exist_in_this_sglang() -> None:
     known = getattr(ServerArgs, "__dataclass_fields__", None) or ServerArgs.__struct_fields__
     missing = {*DELEGATED_ARGUMENTS, "dcp_size"} - {*known}

@@ -50,6 +50,8 @@ class Family:
         The small model's layers that pat decodes.
     default : dict
         Reason -> its layers that the default backend decodes.
+    pat_has_sinks : bool
+        Whether layers that pat decodes have attention sinks.
     arguments : dict
         Server arguments without which SGLang does not run it on a CPU.
     refused : dict
@@ -68,6 +70,7 @@ class Family:
     default: dict[str, tuple[int, ...]]
     arguments: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    pat_has_sinks: bool = False
     nightly: bool = True
 
     def write(self, folder: Path) -> Path:
@@ -188,6 +191,7 @@ FAMILIES = {
             pat=(1, 3),
             models="gpt-oss 20B, 120B",
             accelerated="full layers, with their sinks",
+            pat_has_sinks=True,
             delegated="window layers",
             default={"sliding window 31": (0, 2)},
             nightly=False,
