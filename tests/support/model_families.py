@@ -626,3 +626,40 @@ FAMILIES = {
         ),
     )
 }
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """When these families have passed `tests/engine/test_families.py`, to be updated by hand.
+
+    Attributes
+    ----------
+    sglang : str
+        The version.
+    date : str
+        Of the run.
+    families : tuple of str
+        Those that ran.
+    """
+
+    sglang: str
+    date: str
+    families: tuple[str, ...]
+
+
+_PLAIN_AND_HYBRID = (
+    "llama",
+    "gpt-oss",
+    "gemma-2",
+    "gemma-3",
+    "llama-4",
+    "qwen3-next",
+    "qwen3.5",
+    "nemotron-h",
+    "lfm2",
+)
+CPU_RUNS = (
+    RecordedRun("0.5.23", "2026-11-21", tuple(FAMILIES)),
+    RecordedRun("0.5.17", "2026-11-21", _PLAIN_AND_HYBRID),
+)
+GPU_RUNS: tuple[RecordedRun, ...] = ()
