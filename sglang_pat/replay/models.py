@@ -71,8 +71,8 @@ _STATE_SQUARES = 6
 class Gpu:
     """A GPU type (the SXM module where there are several), for estimates.
 
-    The values come from pages of third parties, some from memory. Not all were compared
-    with NVIDIA's data sheets. NVIDIA publishes no number of SMs for H20 and B200: those are what users
+    The values come from pages of third parties, some from memory. Not all were compared with
+    NVIDIA's data sheets. NVIDIA publishes no number of SMs for H20 and B200: those are what users
     of the GPUs report.
 
     Attributes
