@@ -33,8 +33,11 @@ def main() -> int:
     parser.add_argument(
         "--uv", default="uv", metavar="PROGRAM", help="the uv to build with (default: on PATH)"
     )
+    parser.add_argument("--kernels-only", action="store_true", help="compile, but build no wheel")
     arguments = parser.parse_args()
     add_kernels()
+    if arguments.kernels_only:
+        return 0
     for python in arguments.python or support.PYTHON_VERSIONS:
         build_wheel(arguments.uv, python)
     for wheel in sorted((ROOT / "dist").glob("*.whl")):

@@ -28,7 +28,8 @@ pat::PlanCapacity plan_capacity(const std::vector<int64_t>& entries) {
 }
 
 pat::PlanView plan_view(uintptr_t plan, const std::vector<int64_t>& capacity) {
-  return pat::PlanView::at(pointer<const int32_t>(plan), pat::PlanLayout::of(plan_capacity(capacity)));
+  return pat::PlanView::at(pointer<const int32_t>(plan),
+                           pat::PlanLayout::of(plan_capacity(capacity)));
 }
 
 // The only argument of a kernel. cuLaunchKernel wants the address of an array of addresses of arguments.

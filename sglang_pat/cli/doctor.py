@@ -181,7 +181,7 @@ def _checks_by_sglang() -> list[Check]:
         import sglang_pat.sglang.hooks  # noqa: F401
     except Exception as error:
         return [import_failed(error)]
-    return [check_registration(), check_hooks()]
+    return [check_registration(), check_hooks(), check_self_test()]
 
 
 def check_registration() -> Check:
@@ -214,6 +214,17 @@ def check_hooks() -> Check:
         advice = "use a supported version of SGLang"
         return Check("hooks", "failed", _describe(error), advice)
     return Check("hooks", "ok", "applied to SGLang in this process")
+
+
+def check_self_test() -> Check:
+    """Whether the paths of a small tree of SGLang's are read right."""
+    from sglang_pat.sglang.self_test import self_test
+
+    try:
+        caches = self_test()
+    except RuntimeError as error:
+        return Check("self-test", "failed", str(error), "use a supported version of SGLang")
+    return Check("self-test", "ok", f"paths are read right from {', '.join(caches)}")
 
 
 def import_failed(error: Exception) -> Check:
@@ -422,7 +433,7 @@ def check_sglang() -> Check:
             "SGLang",
             "warning",
             f"{found}, which pat was not tested with",
-            f"if the checks below are ok it may work; tested: {supported}",
+            f"if the checks below are ok pat starts, with a warning; tested: {supported}",
         )
     return Check("SGLang", "ok", found)
 

@@ -25,6 +25,7 @@ from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.self_test import check_version
 from sglang_pat.stats import Counters, read_counters
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class PatDecoder:
         self.routes = routes
         self._layer_id = min(routes.shapes)
         install_hooks()
+        check_version()
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(_new_plans, routes, model_runner, environment),

@@ -35,7 +35,10 @@ _FULL_COMPONENTS = tuple(
 # A node as the Rust core gives it: its id, its parent's, where its span begins and ends, the length
 # of its KV, its children.
 _Node = tuple[int, int, int, int, int, int]
-_ID, _BEGIN, _END = 0, 2, 3
+_ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
+# In place of the number of children, where a core does not tell it: some that are not on the path.
+# The forest then reads more than it must (docs/design/decisions/0010-kept-paths.md).
+_ANY_CHILDREN = 2
 Path = Sequence[_Node]
 
 
@@ -93,9 +96,13 @@ def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSo
     name = _qualified_name(tree)
     if name in _PYTHON_NODE_TREES and not tree.disable:
         return PythonNodeSource(tree, on_mismatch)
-    if name in _ID_TREES and not tree.disable and _has_full_component(tree):
+    if name in _ID_TREES and not tree.disable and _is_readable(tree):
         return IdSource(tree, on_mismatch)
     return None
+
+
+def _is_readable(tree: Any) -> bool:
+    return _shows_paths(tree.tree_core) and _has_full_component(tree)
 
 
 def _has_full_component(tree: Any) -> bool:
@@ -110,6 +117,18 @@ def _has_full_component(tree: Any) -> bool:
         and "FULL" in components
         and _qualified_name(components["FULL"]) in _FULL_COMPONENTS
     )
+
+
+def _shows_paths(core: Any) -> bool:
+    """Whether the core of an id tree has a way to its nodes. The first ones in Rust had none."""
+    in_rust = hasattr(core, "_binding")
+    return not in_rust or hasattr(core, "collect_path_info") or _climbs(core)
+
+
+def _climbs(core: Any) -> bool:
+    """Whether a core in Rust tells the parent and the length of one node at a time (0.5.21)."""
+    binding = getattr(core, "_binding", None)
+    return hasattr(core, "validate_buffer_backup") and hasattr(binding, "get_node_key_lengths")
 
 
 class RequestFields(NamedTuple):
@@ -166,13 +185,18 @@ class PythonNodeSource:
 class IdSource:
     """UnifiedRadixCache: nodes are integer ids. Its core, in Rust or Python, collects whole paths.
 
-    In 0.5.17 it does not; there the ids resolve to Python nodes, which are walked.
+    In older versions it does not. There the ids resolve to Python nodes, which are walked, or the
+    core tells of one node at a time.
     """
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree = tree
         self._core = tree.tree_core
         self._on_mismatch = on_mismatch
+
+    @property
+    def _nodes_are_objects(self) -> bool:
+        return not hasattr(self._core, "collect_path_info") and not _climbs(self._core)
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
         return tuple(map(RequestFields.of(reqs[0]).key_by_node, reqs))
@@ -190,7 +214,7 @@ class IdSource:
         return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
-        if not hasattr(self._core, "collect_path_info"):
+        if self._nodes_are_objects:
             node = self._tree.resolve_node_handle(req.last_node)
             nodes = _path_of(node, self._tree.root_node)
             return _joined(node.component_data[_FULL_COMPONENT].value for node in nodes)
@@ -201,21 +225,31 @@ class IdSource:
 
     def _collect(self, ids: list[int]) -> list[Path]:
         """The path to each id."""
-        if not hasattr(self._core, "collect_path_info"):
+        if self._nodes_are_objects:
             root, node_of = self._tree.root_node, self._tree.resolve_node_handle
             return [_walked_path(node_of(id_), root) for id_ in ids]
+        if not hasattr(self._core, "collect_path_info"):
+            return [_climbed_path(self._core, id_) for id_ in ids]
         binding = getattr(self._core, "_binding", None)
         if binding is None:
-            paths = self._core.collect_path_info(ids)
-            return [[_AS_NODE(info) for info in path] for path in paths]
+            return [[_as_node(info) for info in path] for path in self._core.collect_path_info(ids)]
         # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
         # than all the rest of reading; so the core is asked itself.
-        collected: list[Path] = binding.collect_path_info(ids)
-        return collected
+        collected: Any = binding.collect_path_info(ids)
+        first = next(filter(None, collected), None)
+        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 tells no children
+            return [[(*node, _ANY_CHILDREN) for node in path] for path in collected]
+        paths: list[Path] = collected
+        return paths
 
 
-_AS_NODE: attrgetter[_Node] = attrgetter(
-    "node_id", "parent_id", "path_start", "path_end", "full_value_len", "num_children"
+def _as_node(info: Any) -> _Node:
+    children = getattr(info, "num_children", _ANY_CHILDREN)
+    return (*_OF_SPAN(info), children)
+
+
+_OF_SPAN: attrgetter[tuple[int, int, int, int, int]] = attrgetter(
+    "node_id", "parent_id", "path_start", "path_end", "full_value_len"
 )
 _LAST_NODE = attrgetter("last_node")
 
@@ -239,6 +273,27 @@ def _walked_path(last_node: Any, root: Any) -> Path:
     for node in _path_of(last_node, root):
         length = len(node.key)
         path.append((node.id, node.parent.id, begin, begin + length, length, len(node.children)))
+        begin += length
+    return path
+
+
+def _climbed_path(core: Any, last_node: int) -> Path:
+    """The path to a node, from a core in Rust that tells of one node at a time.
+
+    Empty if a node holds no KV on the device, which nodes of running requests do.
+    """
+    climbed: list[tuple[int, int, int]] = []
+    node = last_node
+    while not core.is_root(node):
+        (length,) = core._binding.get_node_key_lengths([node])
+        state = core.validate_buffer_backup(node, length)
+        if state is None:
+            return ()
+        climbed.append((node, state.parent_node_id, length))
+        node = state.parent_node_id
+    path, begin = [], 0
+    for node, parent, length in reversed(climbed):
+        path.append((node, parent, begin, begin + length, length, _ANY_CHILDREN))
         begin += length
     return path
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang_fakes import runner
-
-from sglang_pat.sglang.backend import PatAttnBackend
+from sglang_fakes import pat_backend, runner
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,7 @@ def test_the_option_is_named(
     server_context.disagg.disaggregation_mode = mode
     server_context.memory.disable_radix_cache = is_off
     server_context.parallel.attn_tp_rank = rank
-    PatAttnBackend(runner())
+    pat_backend(runner())
     said = [line for line in caplog.messages if "no KV to share" in line]
     assert len(said) == (expected is not None)
     assert expected is None or expected in said[0]

@@ -29,7 +29,9 @@ before = set(sys.modules)
 register()
 added = set(sys.modules) - before
 assert not [name for name in added if name.startswith("sglang_pat.")], added
-assert not [name for name in added if name.startswith("sglang.srt.model_executor.")], added
+heavy = [name for name in added if name.startswith("sglang.srt.model_executor.")]
+# The registry of 0.5.21 imports these by itself.
+assert not [name for name in heavy if ".runner_backend_utils" not in name], added
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 assert "pat" in ATTENTION_BACKENDS
 parser = argparse.ArgumentParser()

@@ -10,8 +10,15 @@ import pytest
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang_trees import TREE_KINDS, Tree, place, request
 
+from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.sglang.radix import RadixSource, radix_source
+from sglang_pat.sglang.radix import (
+    IdSource,
+    PathMismatchError,
+    RadixSource,
+    radix_source,
+    raise_mismatch,
+)
 
 SYSTEM, TOOL_A, TOOL_B = [*range(100, 108)], [*range(200, 204)], [*range(300, 306)]
 USER_1, USER_2 = [1, 2, 3], [4, 5]
@@ -89,6 +96,78 @@ def test_a_split_keeps_the_key_and_refines_the_path(tree: Tree) -> None:
     assert spans(before) == [[(0, 12)]]
     assert spans(after) == [[(0, 8), (8, 12)]]
     assert source.shared_slots(reqs[0]).tolist() == list(range(50, 62))
+
+
+class OlderCore:
+    """A core in Rust as of 0.5.22, or of 0.5.21, which does not collect paths. Its nodes are those
+    of paths that were read elsewhere."""
+
+    def __init__(self, paths: list[Any], *, collects: bool) -> None:
+        self.nodes = {node[0]: node for path in paths for node in path}
+        self.has_kv = True
+        self._binding = self
+        if collects:
+            collected = {path[-1][0]: [node[:5] for node in path] for path in paths}
+            self.collect_path_info = lambda ids: [collected[each] for each in ids]
+
+    def is_root(self, node: int) -> bool:
+        return node not in self.nodes
+
+    def get_node_key_lengths(self, nodes: list[int]) -> list[int]:
+        return [self.nodes[each][3] - self.nodes[each][2] for each in nodes]
+
+    def validate_buffer_backup(self, node: int, length: int) -> Any:
+        assert [length] == self.get_node_key_lengths([node])
+        return SimpleNamespace(parent_node_id=self.nodes[node][1]) if self.has_kv else None
+
+
+def older_source(tree: Tree, reqs: list[Any], *, collects: bool) -> IdSource:
+    core = OlderCore([*source_of(tree).read(reqs)], collects=collects)
+    return IdSource(SimpleNamespace(tree_core=core), raise_mismatch)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_older_cores_in_rust_show_the_same_paths(collects: bool) -> None:
+    tree = Tree("unified")
+    reqs = three_levels(tree)
+    paths = older_source(tree, reqs, collects=collects).paths(reqs, 3)
+    expected = source_of(tree).paths(reqs, 3)
+    assert (spans(paths), ids(paths)) == (spans(expected), ids(expected))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_split_is_found_without_counts_of_children(collects: bool) -> None:
+    tree, forest, long_prompt = Tree("unified"), PrefixForest(), SYSTEM + TOOL_A
+
+    def read(reqs: list[Any]) -> list[Any]:
+        return older_source(tree, reqs, collects=collects).read(reqs)
+
+    tree.insert(long_prompt, range(50, 62))
+    kept = [tree.request("kept", long_prompt, 12)]
+    forest.update([], kept, set(), read)
+    tree.insert(SYSTEM + TOOL_B, range(70, 84))
+    now = [*kept, tree.request("new", SYSTEM + TOOL_B, 14)]
+    forest.update(kept, now, set(), read)
+    assert [[node[1:] for node in path] for path in forest.paths()] == [
+        [(0, 8), (8, 12)],
+        [(0, 8), (8, 14)],
+    ]
+
+
+def test_a_node_without_kv_is_a_mismatch() -> None:
+    tree = Tree("unified")
+    reqs = three_levels(tree)
+    source = older_source(tree, reqs, collects=False)
+    source._core.has_kv = False
+    with pytest.raises(PathMismatchError, match=r"request r0: .* holds 0 tokens"):
+        source.read(reqs)
+
+
+def test_the_first_cores_in_rust_show_no_paths() -> None:
+    tree = Tree("unified")
+    core = SimpleNamespace(_binding=object(), validate_buffer_backup=None)  # 0.5.20
+    tree.cache.tree_core = core
+    assert radix_source(tree.cache) is None
 
 
 @pytest.mark.parametrize("change", ["rid", "row", "protected", "node", "order"])

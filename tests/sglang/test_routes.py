@@ -167,9 +167,9 @@ def strided_pool() -> KVPool:
     return pool
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What pat has logged. SGLang logs the hooks when the first backend of a process is built."""
-    return [each.message for each in caplog.records if each.name.startswith("sglang_pat.")]
+def our_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Without those of SGLang, which logs the first time that it is hooked."""
+    return [each.getMessage() for each in caplog.records if each.name.startswith("sglang_pat.")]
 
 
 @pytest.mark.parametrize("name", OF_A_LAYER)
@@ -179,7 +179,8 @@ def test_a_layer_is_left_to_the_default_backend(
     make_runner, reason, _ = OF_A_LAYER[name]
     with caplog.at_level(logging.INFO):
         backend = pat_backend(make_runner())
-    assert told(caplog) == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
+    messages = our_messages(caplog)
+    assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
     assert [*backend._pat.routes.shapes] == [0]
 
 
@@ -190,9 +191,10 @@ def test_a_model_is_left_to_the_default_backend(
     make_runner, reason, _ = OF_THE_MODEL[name]
     with caplog.at_level(logging.INFO):
         backend = pat_backend(make_runner())
+    messages = our_messages(caplog)
     assert type(backend) is DefaultBackend
     assert backend.needs_cpu_seq_lens is False
-    (line,) = told(caplog)
+    (line,) = messages
     assert line.startswith("pat decodes nothing, triton decodes all ")
     assert line.endswith(f" layers: {reason}")
 

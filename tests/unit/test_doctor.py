@@ -313,7 +313,10 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PAT_GROWTH_TOKENS", "7")
     check = doctor.check_environment()
     assert check.status == "ok"
-    assert "policy memory, debug False, stats_file None, growth_tokens 7, kernel_" in check.found
+    assert (
+        "policy memory, debug False, strict False, stats_file None, growth_tokens 7, kernel_"
+        in check.found
+    )
     monkeypatch.setenv("SGLANG_PAT_POLICY", "greedy")
     check = doctor.check_environment()
     assert check.status == "failed"

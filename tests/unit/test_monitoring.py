@@ -87,13 +87,15 @@ def test_every_label_exists() -> None:
     }
 
 
-def test_reasons_that_rules_select_are_given_by_the_code() -> None:
+def test_reasons_and_kinds_that_rules_select_are_given_by_the_code() -> None:
     source = "\n".join(
         path.read_text() for path in sorted((Path(sinks.__file__).parent).glob("*.py"))
     )
     for expression in expressions():
         for reason in re.findall(r'reason[=!]~"(.*?)\.\*"', expression):
             assert reason in source, reason
+        for kind in re.findall(r'kind="(.*?)"', expression):
+            assert f'"{kind}"' in source, kind
 
 
 def test_panels_and_alerts_explain_themselves() -> None:

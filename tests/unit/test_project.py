@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import subprocess
 import sys
 import tarfile
 import tomllib
+from datetime import date
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points, version
 from importlib.resources import files
@@ -244,7 +246,7 @@ def test_support_names_every_server_option_that_delegates_the_model() -> None:
 
 def test_every_supported_sglang_is_tested() -> None:
     (wanted,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
-    oldest, default = support.SGLANG_VERSIONS
+    oldest, default = support.SGLANG_VERSIONS[0], support.SGLANG_VERSIONS[-1]
     # A range with room above: no host's SGLang is changed, whether older or newer than tested.
     assert wanted == f"sglang>={oldest},<0.6"
     makefile = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
@@ -253,11 +255,33 @@ def test_every_supported_sglang_is_tested() -> None:
         default,
         *re.findall(r"make test-sglang SGLANG=(\S+)", (ROOT / ".ci/run").read_text()),
     }
-    assert tested == set(support.SGLANG_VERSIONS)
+    assert tested == {oldest, default}  # those between them when a version is added to the table
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     matrix = re.search(r"sglang: \[(.*)\]", workflow)
     assert matrix is not None
-    assert set(re.findall(r'"(.+?)"', matrix[1])) == set(support.SGLANG_VERSIONS)
+    assert set(re.findall(r'"(.+?)"', matrix[1])) == {oldest, default}
+
+
+def test_every_supported_sglang_has_a_test_result() -> None:
+    results = runpy.run_path(str(ROOT / ".ci/sglang_versions.py"))
+    tried = json.loads(results["DATA"].read_text())
+    passed = [each["sglang"] for each in tried if each["result"].startswith("passed")]
+    assert tuple(passed) == support.SGLANG_VERSIONS
+    for each in tried:
+        assert date.fromisoformat(each["date"]) <= date.today()
+        assert "tests/sglang" in each["ran"]
+    table = results["table"]()
+    assert table in PAGES[ROOT / "docs/support.md"], "copy the output of .ci/sglang_versions.py"
+
+
+def test_the_nightly_run_finds_the_newest_sglang() -> None:
+    workflow = (ROOT / ".github/workflows/nightly.yml").read_text()
+    command = re.search(r"pip index versions sglang \| (sed .*)\)$", workflow, re.MULTILINE)
+    assert command is not None
+    answer = "sglang (0.6.1.post1)\nAvailable versions: 0.6.1.post1, 0.6.0\n"
+    found = subprocess.run(["bash", "-c", command[1]], input=answer, capture_output=True, text=True)
+    assert found.stdout == "0.6.1.post1\n"
+    assert "make test-sglang SGLANG=${{ steps.newest.outputs.version }}" in workflow
 
 
 def test_pre_commit_uses_the_same_tools() -> None:

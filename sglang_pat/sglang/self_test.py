@@ -1,0 +1,167 @@
+"""Whether pat reads an SGLang that it was not tested with as it should.
+
+SGLang's own requests find their prompts in a small tree of SGLang's own cache, and their paths are
+read as those of a running batch. That takes milliseconds, on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from array import array
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_pat import support
+from sglang_pat.sglang import reports
+from sglang_pat.sglang.events import RadixEvents
+from sglang_pat.sglang.radix import radix_source
+
+logger = logging.getLogger(__name__)
+
+# The caches of models whose layers all see all tokens, as module:Class. A version may lack one.
+_CACHES = (
+    "sglang.srt.mem_cache.radix_cache:RadixCache",
+    "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
+)
+
+_COMMON, _FIRST, _SECOND = [*range(8)], [*range(10, 13)], [*range(20, 25)]
+_NEXT_TOKEN = 99  # SGLang leaves the last token of a prompt to the prefill
+_SPANS = [[(0, 8), (8, 11)], [(0, 8), (8, 13)]]
+
+
+class _Prompt(NamedTuple):
+    tokens: list[int]
+    slots: list[int]
+
+
+# The second one finds the KV of the common tokens in the cache.
+_PROMPTS = (
+    _Prompt(_COMMON + _FIRST, [*range(100, 111)]),
+    _Prompt(_COMMON + _SECOND, [*range(100, 108), *range(200, 205)]),
+)
+
+
+def check_version() -> None:
+    """Warn of a version of SGLang that is not in the support table.
+
+    Raises
+    ------
+    RuntimeError
+        If such a version fails the self-test. Names what failed.
+    """
+    installed = version("sglang")
+    if installed in support.SGLANG_VERSIONS:
+        return
+    self_test()
+    if reports.rank_speaks():
+        logger.warning(
+            "pat was not tested with SGLang %s: its hooks and its self-test are right, so it "
+            "starts; tested: %s",
+            installed,
+            ", ".join(support.SGLANG_VERSIONS),
+        )
+
+
+def self_test() -> list[str]:
+    """Read a tree of each prefix cache that this SGLang has. Returns their names.
+
+    Raises
+    ------
+    RuntimeError
+        If one is not read right, or there is none. Names what failed.
+    """
+    tested = []
+    for place in _CACHES:
+        name = place.rpartition(":")[2]
+        try:
+            kind = pkgutil.resolve_name(place)
+        except (ImportError, AttributeError):
+            continue
+        try:
+            _test(kind)
+        except Exception as error:  # an SGLang that we do not know may raise anything
+            raise RuntimeError(_failed(name, f"{type(error).__name__}: {error}")) from error
+        tested.append(name)
+    if not tested:
+        raise RuntimeError(_failed("prefix caches", f"none of {', '.join(_CACHES)}"))
+    return tested
+
+
+def _failed(where: str, what: str) -> str:
+    return (
+        f"pat's self-test failed with SGLang {version('sglang')}: {where}: {what}; "
+        f"supported versions of SGLang: {', '.join(support.SGLANG_VERSIONS)}"
+    )
+
+
+def _test(kind: type[Any]) -> None:
+    """Exceptions say what is wrong with a class of prefix caches."""
+    cache = _new_cache(kind)
+    events = RadixEvents.of(cache, lambda req: None, lambda: None)
+    _insert(cache)
+    reqs = [_request(f"request {i}", prompt, cache) for i, prompt in enumerate(_PROMPTS)]
+    for req in reqs:
+        _lock(cache, req)
+    source = radix_source(cache)
+    if source is None:
+        raise RuntimeError("its paths cannot be read")
+    paths = source.read(reqs)
+    _expect("paths", [[(node[2], node[3]) for node in path] for path in paths], _SPANS)
+    _expect("nodes of the common prefix", len({path[0][0] for path in paths}), 1)
+    _expect("nodes of both paths", len({node[0] for path in paths for node in path}), 3)
+    slots = [source.shared_slots(req).tolist() for req in reqs]
+    _expect("KV slots", slots, [prompt.slots for prompt in _PROMPTS])
+    expected = {"insert": 2, "lock": 2} | ({} if events.unseen else {"split": 1})
+    _expect("events", {name: events.counts[name] for name in expected}, expected)
+
+
+def _expect(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ValueError(f"{what}: found {found}, expected {expected}")
+
+
+def _new_cache(kind: type[Any]) -> Any:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    allocator = SimpleNamespace(
+        device=torch.device("cpu"),
+        free=lambda *args, **kwargs: None,  # the second prompt's slots of the common tokens
+        free_segment=lambda *args, **kwargs: None,
+    )
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=allocator,
+        page_size=1,
+        tree_components=(ComponentType.FULL,),
+    )
+    return kind(params)
+
+
+def _insert(cache: Any) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    for prompt in _PROMPTS:
+        key = RadixKey(array("q", prompt.tokens))
+        cache.insert(InsertParams(key=key, value=torch.tensor(prompt.slots)))
+
+
+def _lock(cache: Any, req: Any) -> None:
+    cache.inc_lock_ref(req.last_node)
+
+
+def _request(name: str, prompt: _Prompt, cache: Any) -> Any:
+    """A request as SGLang admits it, which finds its prompt in the cache."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    tokens = array("q", [*prompt.tokens, _NEXT_TOKEN])
+    req = Req(name, "", tokens, SamplingParams(max_new_tokens=1))
+    req.init_next_round_input(cache)
+    return req
