@@ -69,10 +69,11 @@ _STATE_SQUARES = 6
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU type, as NVIDIA's data sheets have it (SXM modules where there are several).
+    """A GPU type (the SXM module where there are several), for estimates.
 
-    Checked in November 2026 against published tables, NVIDIA's own where one was at hand. NVIDIA
-    publishes no number of SMs for H20 and B200: those are what users of the GPUs report.
+    The values come from pages of third parties, some from memory. Not all were compared with
+    NVIDIA's data sheets. NVIDIA publishes no number of SMs for H20 and B200: those are what users
+    of the GPUs report.
 
     Attributes
     ----------

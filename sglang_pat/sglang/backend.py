@@ -17,8 +17,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.decoder import PatDecoder
 from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.options import Reason
 from sglang_pat.sglang.route_reports import report_routes
-from sglang_pat.sglang.routes import Reason, Routes
+from sglang_pat.sglang.routes import Routes
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,8 @@ from typing import Any
 
 import torch
 
-from sglang_pat.sglang.routes import (
-    Reason,
-    Routes,
-    attention_layers,
-    model_reason,
-    server_reason,
-    shape_reason,
-    window_reason,
-)
-from sglang_pat.sglang.substitution import resolved
+from sglang_pat.sglang.options import Reason, resolved, server_reason
+from sglang_pat.sglang.routes import Routes, model_reason, shape_reason, window_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
 
@@ -64,9 +56,8 @@ def routes_of_model(path: str) -> Routes:
     _become_a_rank(arguments, config)
     model = _on_meta_device(config)
     whole = whole or window_reason(model)
-    layers = attention_layers(model)
     chunk_size = getattr(config, "attention_chunk_size", None)
-    return Routes.of_layers(layers, default, whole, lambda layer: shape_reason(layer, chunk_size))
+    return Routes.of_model(model, default, whole, lambda layer: shape_reason(layer, chunk_size))
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:

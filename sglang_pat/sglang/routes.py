@@ -7,51 +7,20 @@ kind of model) leaves the whole model to the default backend; the rest is decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.configs.model_config import is_minimax_sparse
-from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
-from sglang_pat.sglang.substitution import resolved
+from sglang_pat.sglang.options import Reason, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
-
-# Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
-DELEGATED_ARGUMENTS = {
-    "speculative_algorithm": "--speculative-algorithm",
-    "enable_deterministic_inference": "--enable-deterministic-inference",
-    "enable_two_batch_overlap": "--enable-two-batch-overlap",
-    "enable_pdmux": "--enable-pdmux",
-    "enable_hisparse": "--enable-hisparse",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
-    "enable_unified_memory": "--enable-unified-memory",
-    "enable_torch_compile": "--enable-torch-compile",
-    "enable_mis": "--enable-mis",
-    "dllm_algorithm": "--dllm-algorithm",
-}
-# Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
-# 0.5.17.
-GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-
-
-class Reason(NamedTuple):
-    """Why pat does not decode something: a value under one of the topics of `support`."""
-
-    topic: str
-    value: object
-
-    def __str__(self) -> str:
-        alone = self.topic in ("attention", "server options", "default backend")
-        return str(self.value) if alone else f"{self.topic} {self.value}"
-
-    def refusal(self, where: str = "") -> ValueError:
-        """The error to raise where pat must not delegate."""
-        return support.unsupported(self.topic, f"{self.value}{where}")
+# What SGLang's models call the sinks that they pass to their attention layers. For the log alone:
+# what is passed is applied.
+_SINKS = ("sinks", "attention_sink_bias")
 
 
 class Shape(NamedTuple):
@@ -78,12 +47,15 @@ class Routes:
         Layer id -> shape of each layer that pat decodes.
     delegated
         Layer id -> reason of each layer that the default backend decodes.
+    sinks
+        Ids of the layers that have attention sinks.
     """
 
     def __init__(self, default: str) -> None:
         self.default = default
         self.shapes: dict[int, Shape] = {}
         self.delegated: dict[int, Reason] = {}
+        self.sinks: frozenset[int] = frozenset()
         self._whole: Reason | None = None  # holds even for a model without layers
 
     @classmethod
@@ -97,26 +69,26 @@ class Routes:
         default
             The name of the backend that decodes without pat.
         """
-        layers = attention_layers(model_runner.model)
+        model = model_runner.model
         whole = _reason_for_all(model_runner, default)
-        if whole is None and not layers:
-            name = type(model_runner.model).__name__
-            whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
-        return cls.of_layers(
-            layers, default, whole, lambda layer: layer_reason(layer, model_runner)
-        )
+        return cls.of_model(model, default, whole, lambda layer: layer_reason(layer, model_runner))
 
     @classmethod
-    def of_layers(
+    def of_model(
         cls,
-        layers: Iterable[RadixAttention],
+        model: torch.nn.Module,
         default: str,
         whole: Reason | None,
         reason_of: Callable[[RadixAttention], Reason | None],
     ) -> Routes:
         """As `of_runner`, of reasons that are known."""
+        layers = attention_layers(model)
+        if whole is None and not layers:
+            name = type(model).__name__
+            whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
         routes = cls(default)
         routes._whole = whole
+        routes.sinks = _layers_with_sinks(model)
         for layer in layers:
             reason = whole or reason_of(layer)
             shape = Shape.of(layer)
@@ -175,6 +147,9 @@ class Routes:
             reasons = ", ".join(reason for _, reason in self.counts())
             return f"pat decodes nothing, {self.default} decodes all {total} layers: {reasons}"
         head = f"pat decodes {len(self.shapes)} of {total} layers"
+        with_sinks = len(self.sinks & self.shapes.keys())
+        if with_sinks:
+            head += f", {with_sinks} of them with attention sinks"
         return "; ".join([head, *groups])
 
     def table(self) -> Iterator[tuple[str, str, str]]:
@@ -196,18 +171,15 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
-def server_reason(arguments: Any) -> Reason | None:
-    """Why pat decodes nothing under these resolved server arguments."""
-    for name, flag in DELEGATED_ARGUMENTS.items():
-        value = resolved(arguments, name)
-        if value:
-            return Reason("server options", flag if value is True else f"{flag} {value}")
-    dcp_size = resolved(arguments, "dcp_size")
-    if dcp_size is not None and dcp_size > 1:
-        return Reason("server options", f"--dcp-size {dcp_size}")
-    if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
-        return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
-    return None
+def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
+    """Ids of the attention layers whose sinks are parameters of the module around them."""
+    return frozenset(
+        layer.layer_id
+        for module in model.modules()
+        if any(getattr(module, name, None) is not None for name in _SINKS)
+        for layer in module.children()
+        if isinstance(layer, RadixAttention)
+    )
 
 
 def model_reason(config: Any, *, uses_mla: bool) -> Reason | None:

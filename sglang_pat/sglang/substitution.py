@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_pat import support
 from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.options import early_reason, resolved
 from sglang_pat.support import BACKEND
 
 # Attribute of ServerArgs. Not a field: it is in no dump of the arguments.
@@ -38,8 +39,8 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     Raises
     ------
     ValueError
-        If `pat` is chosen for a mode that it does not serve, or a variable is wrong. The model has
-        not been loaded then.
+        If `pat` is chosen for a mode that it does not serve, or a variable is wrong; in strict
+        mode, if pat decodes nothing under these options. The model has not been loaded then.
     RuntimeError
         If SGLang has chosen `pat` in spite of the substitution.
     """
@@ -49,20 +50,14 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     resolve(arguments)
     if is_asked_for(arguments):
         _check(arguments)
+        reason = early_reason(arguments) if Environment.read().strict else None
+        if reason is not None:
+            raise reason.refusal()
 
 
 def is_asked_for(arguments: Any) -> bool:
     """Whether `pat` was chosen for decode, before it was substituted."""
     return getattr(arguments, _ASKED_FOR, False)
-
-
-def resolved(arguments: Any, name: str) -> Any:
-    """The resolved value of a server argument. None if this SGLang does not have it."""
-    try:
-        from sglang.srt.arg_groups.overrides import resolution_result
-    except ImportError:  # 0.5.17 writes what it resolves to the field itself
-        return getattr(arguments, name, None)
-    return resolution_result(arguments, name)
 
 
 def _asks(arguments: Any) -> bool:

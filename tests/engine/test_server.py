@@ -23,6 +23,7 @@ from sglang_engines import (
     running_server,
 )
 
+from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.sinks import read_stats
 
 pytestmark = pytest.mark.engine
@@ -119,6 +120,22 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
     assert 0 < ratio <= 1
 
 
+def assert_routes_are_published(server: Server) -> None:
+    """pat decodes all layers, in SGLang's metrics and in its server info."""
+    num_layers = TinyModel().num_layers
+    routes = [each for each in server.metrics() if each.name == "sglang:pat_layers"]
+    assert [(each.labels["route"], each.labels["reason"]) for each in routes] == [("pat", "")]
+    assert [each.value for each in routes] == [num_layers]
+    response = requests.get(f"{server.url}/get_server_info", timeout=30)
+    response.raise_for_status()
+    info = response.json()
+    assert info["pat"] == {
+        "default_backend": "torch_native",
+        "pat_layers": num_layers,
+        "default_layers": {},
+    }
+
+
 def assert_steps_are_logged(log: str) -> None:
     lines = [line for line in log.splitlines() if "Pat decode, #plan: " in line]
     assert lines
@@ -146,6 +163,7 @@ def test_launch_server_answers_and_ends_on_sigterm(
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         assert counted["private_steps"] == {}
         assert_metrics_are_published(server, read_stats(stats.path))
+        assert_routes_are_published(server)
         assert_steps_are_logged(server.log.read_text())
 
         server.process.send_signal(signal.SIGTERM)

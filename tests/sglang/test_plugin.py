@@ -16,7 +16,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.sglang import plugin
-from sglang_pat.sglang.substitution import around_resolution, is_asked_for, resolved
+from sglang_pat.sglang.options import resolved
+from sglang_pat.sglang.substitution import around_resolution, is_asked_for
 
 
 def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:
@@ -124,6 +125,42 @@ def test_modes_that_pat_does_not_serve_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         start(tiny_model, **chosen)
+
+
+STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"enable_deterministic_inference": True},
+        "pat does not support server options = --enable-deterministic-inference; supported: all",
+    ),
+    (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        "dtype of queries and KV cache = --kv-cache-dtype fp8_e4m3; supported: float16",
+    ),
+    (
+        {"speculative_algorithm": "NGRAM"},
+        "server options = --speculative-algorithm NGRAM; supported: all but",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), STRICT_REFUSES)
+def test_in_strict_mode_options_are_refused_before_a_model_is_loaded(
+    options: dict[str, Any], message: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options | {"attention_backend": "triton"}
+    start(tiny_model, decode_attention_backend="pat", **options)
+    monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
+    start(tiny_model, **options)
+    with pytest.raises(ValueError, match=message):
+        start(tiny_model, decode_attention_backend="pat", **options)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_in_strict_mode_other_options_are_not(
+    dtype: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
+    assert is_asked_for(start(tiny_model, attention_backend="pat", kv_cache_dtype=dtype))
 
 
 def test_a_sglang_that_chooses_pat_all_the_same_is_an_error(tiny_model: Path) -> None:

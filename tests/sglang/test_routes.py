@@ -26,7 +26,8 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
-from sglang_pat.sglang.routes import DELEGATED_ARGUMENTS, GLUE_GRAPH, Routes, window_reason
+from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH
+from sglang_pat.sglang.routes import Routes, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -314,6 +315,22 @@ def test_the_window_of_a_model_is_asked_for_as_sglang_does() -> None:
     from sglang.srt.models.unlimited_ocr import UnlimitedOCRForCausalLM
 
     assert window_reason(UnlimitedOCRForCausalLM.__new__(UnlimitedOCRForCausalLM)) is not None
+
+
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias"])
+def test_layers_with_sinks_are_named(name: str) -> None:
+    modules = torch.nn.ModuleList()
+    for layer in layers(3):
+        modules.append(torch.nn.ModuleDict({"attn": layer}))
+        has_sinks = layer.layer_id != 1  # None in a layer without: as in models that have both
+        setattr(modules[-1], name, torch.nn.Parameter(torch.zeros(1)) if has_sinks else None)
+        layer.sliding_window_size = 16 if layer.layer_id == 2 else -1
+    pool = KVPool()
+    pool.keys, pool.values = [pool.keys[0]] * 3, [pool.values[0]] * 3
+    routes = Routes.of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
+    assert str(routes) == (
+        "pat decodes 2 of 3 layers, 1 of them with attention sinks; 1 on fa3: sliding window 16"
+    )
 
 
 def test_arguments_that_delegate_exist_in_this_sglang() -> None:

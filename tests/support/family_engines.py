@@ -256,6 +256,8 @@ def _prompts() -> list[list[int]]:
 def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> None:
     import sglang
 
+    from sglang_pat.sglang.sinks import read_stats
+
     os.environ[_CALLS] = str(folder / "calls")
     os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")
     os.environ["SGLANG_PAT_DEBUG"] = "1"
@@ -292,6 +294,8 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> 
         "routes": engine.get_server_info().get("pat"),
     }
     (folder / "run.json").write_text(json.dumps(run))
+    if Path(os.environ["SGLANG_PAT_STATS_FILE"]).exists():
+        read_stats(Path(os.environ["SGLANG_PAT_STATS_FILE"]))  # waits until it has the last step
     engine.shutdown()
 
 

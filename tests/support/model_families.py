@@ -50,6 +50,8 @@ class Family:
         The small model's layers that pat decodes.
     default : dict
         Reason -> its layers that the default backend decodes.
+    pat_has_sinks : bool
+        Whether layers that pat decodes have attention sinks.
     arguments : dict
         Server arguments without which SGLang does not run it on a CPU.
     refused : dict
@@ -68,6 +70,7 @@ class Family:
     default: dict[str, tuple[int, ...]]
     arguments: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    pat_has_sinks: bool = False
     nightly: bool = True
 
     def write(self, folder: Path) -> Path:
@@ -188,6 +191,7 @@ FAMILIES = {
             pat=(1, 3),
             models="gpt-oss 20B, 120B",
             accelerated="full layers, with their sinks",
+            pat_has_sinks=True,
             delegated="window layers",
             default={"sliding window 31": (0, 2)},
             nightly=False,
@@ -622,3 +626,40 @@ FAMILIES = {
         ),
     )
 }
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """When these families have passed `tests/engine/test_families.py`, to be updated by hand.
+
+    Attributes
+    ----------
+    sglang : str
+        The version.
+    date : str
+        Of the run.
+    families : tuple of str
+        Those that ran.
+    """
+
+    sglang: str
+    date: str
+    families: tuple[str, ...]
+
+
+_PLAIN_AND_HYBRID = (
+    "llama",
+    "gpt-oss",
+    "gemma-2",
+    "gemma-3",
+    "llama-4",
+    "qwen3-next",
+    "qwen3.5",
+    "nemotron-h",
+    "lfm2",
+)
+CPU_RUNS = (
+    RecordedRun("0.5.23", "2026-11-21", tuple(FAMILIES)),
+    RecordedRun("0.5.17", "2026-11-21", _PLAIN_AND_HYBRID),
+)
+GPU_RUNS: tuple[RecordedRun, ...] = ()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_families import FAMILIES, Family
+from model_families import CPU_RUNS, FAMILIES, GPU_RUNS, Family, RecordedRun
 
 PAGE = Path(__file__).parents[2] / "docs/model-families.md"
 FAMILY_TESTS = "tests/engine/test_families.py::test_tokens_and_routes"
@@ -95,7 +95,16 @@ FEATURES = (
 
 def families_table() -> str:
     """One row per family."""
-    head = ("Family", "SGLang's class", "pat decodes", "Default backend decodes", "Why", "CPU")
+    head = (
+        "Family",
+        "SGLang's class",
+        "pat decodes",
+        "Default backend decodes",
+        "Why",
+        "Test runs",
+        "Passed on a CPU",
+        "Passed on a GPU",
+    )
     return _table(head, [_family_row(family) for family in FAMILIES.values()])
 
 
@@ -103,7 +112,7 @@ def _family_row(family: Family) -> tuple[str, ...]:
     reasons = "; ".join(_general(reason) for reason in family.default)
     tested = "nightly" if family.nightly else "every change"
     for version in family.refused:
-        tested += f"; SGLang {version} refuses: see below"
+        tested += f"; SGLang {version} refuses on a CPU: see below"
     return (
         family.models,
         f"`{family.architecture}`",
@@ -111,7 +120,14 @@ def _family_row(family: Family) -> tuple[str, ...]:
         family.delegated or "nothing",
         reasons,
         tested,
+        _passed(family, CPU_RUNS),
+        _passed(family, GPU_RUNS),
     )
+
+
+def _passed(family: Family, runs: Sequence[RecordedRun]) -> str:
+    of_family = [run for run in runs if family.name in run.families]
+    return ", ".join(f"SGLang {run.sglang} ({run.date})" for run in of_family) or "not run"
 
 
 def _general(reason: str) -> str:
@@ -136,7 +152,7 @@ def features_table() -> str:
             feature.name,
             feature.mark,
             feature.meaning,
-            ", ".join(map(_code, feature.tests)) or "none",
+            ", ".join(map(_code, feature.tests)) or "no test",
         )
         for feature in FEATURES
     ]

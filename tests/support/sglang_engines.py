@@ -26,6 +26,7 @@ from serving.cpu_ranks import environment_of_ranks
 from serving.http_server import HttpServer, running_process
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_forks import forked_processes
 
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.sinks import read_stats
@@ -207,18 +208,19 @@ def beams(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 @contextlib.contextmanager
 def running_engine(model: Path, backend: str, **arguments: Any) -> Iterator[Any]:
     """A sglang.Engine in this process and its children."""
-    engine = sglang.Engine(
-        model_path=str(model),
-        attention_backend=backend,
-        custom_sigquit_handler=_raise_engine_died,
-        **(COMMON_ARGUMENTS | arguments),
-    )
-    engine.tokenizer_manager.signal_handler_class = _SignalHandler
-    engine.tokenizer_manager.has_died = False
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    with forked_processes():
+        engine = sglang.Engine(
+            model_path=str(model),
+            attention_backend=backend,
+            custom_sigquit_handler=_raise_engine_died,
+            **(COMMON_ARGUMENTS | arguments),
+        )
+        engine.tokenizer_manager.signal_handler_class = _SignalHandler
+        engine.tokenizer_manager.has_died = False
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
 
 
 @contextlib.contextmanager

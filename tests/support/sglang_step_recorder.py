@@ -14,7 +14,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-FILE, WAIT_FOR = "SGLANG_PAT_TEST_STEPS_FILE", "SGLANG_PAT_TEST_WAIT_FOR"
+# Not SGLANG_PAT_*: pat refuses such a variable that it does not know.
+FILE, WAIT_FOR = "TEST_STEPS_FILE", "TEST_WAIT_FOR"
 
 
 def register() -> None:

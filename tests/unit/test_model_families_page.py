@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from model_families import FAMILIES
+from model_families import CPU_RUNS, FAMILIES, GPU_RUNS
 from model_families_page import FEATURES, PAGE, families_table, updated
 
 from sglang_pat import support
@@ -39,6 +39,14 @@ def test_families_are_consistent() -> None:
         assert bool(family.accelerated) == bool(family.pat), name
         assert bool(family.delegated) == bool(family.default), name
         assert set(family.refused) < set(support.SGLANG_VERSIONS), name
+
+
+def test_recorded_runs_are_of_families_that_sglang_runs() -> None:
+    assert {run.sglang for run in (*CPU_RUNS, *GPU_RUNS)} <= set(support.SGLANG_VERSIONS)
+    for run in CPU_RUNS:
+        for name in run.families:
+            assert run.sglang not in FAMILIES[name].refused, name
+    assert {name for run in CPU_RUNS for name in run.families} == {*FAMILIES}
 
 
 def test_tests_that_the_page_names_exist() -> None:

@@ -1,0 +1,79 @@
+"""Server options under which pat decodes nothing. No heavy imports: the command line needs it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang_pat import support
+
+# Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
+DELEGATED_ARGUMENTS = {
+    "speculative_algorithm": "--speculative-algorithm",
+    "enable_deterministic_inference": "--enable-deterministic-inference",
+    "enable_two_batch_overlap": "--enable-two-batch-overlap",
+    "enable_pdmux": "--enable-pdmux",
+    "enable_hisparse": "--enable-hisparse",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "enable_page_major_kv_layout": "--enable-page-major-kv-layout",
+    "enable_unified_memory": "--enable-unified-memory",
+    "enable_torch_compile": "--enable-torch-compile",
+    "enable_mis": "--enable-mis",
+    "dllm_algorithm": "--dllm-algorithm",
+}
+# Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
+# 0.5.17.
+GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+# Values of --kv-cache-dtype under which the KV may have the type of the queries.
+_UNQUANTIZED = ("auto", "bf16", "bfloat16")
+
+
+class Reason(NamedTuple):
+    """Why pat does not decode something: a value under one of the topics of `support`."""
+
+    topic: str
+    value: object
+
+    def __str__(self) -> str:
+        alone = self.topic in ("attention", "server options", "default backend")
+        return str(self.value) if alone else f"{self.topic} {self.value}"
+
+    def refusal(self, where: str = "") -> ValueError:
+        """The error to raise where pat must not delegate."""
+        return support.unsupported(self.topic, f"{self.value}{where}")
+
+
+def resolved(arguments: Any, name: str) -> Any:
+    """The resolved value of a server argument. None if this SGLang does not have it."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:  # 0.5.17 writes what it resolves to the field itself
+        return getattr(arguments, name, None)
+    return resolution_result(arguments, name)
+
+
+def server_reason(arguments: Any) -> Reason | None:
+    """Why pat decodes nothing under these resolved server arguments."""
+    from sglang.srt.environ import envs
+
+    for name, flag in DELEGATED_ARGUMENTS.items():
+        value = resolved(arguments, name)
+        if value:
+            return Reason("server options", flag if value is True else f"{flag} {value}")
+    dcp_size = resolved(arguments, "dcp_size")
+    if dcp_size is not None and dcp_size > 1:
+        return Reason("server options", f"--dcp-size {dcp_size}")
+    if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
+        return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
+    return None
+
+
+def early_reason(arguments: Any) -> Reason | None:
+    """What resolved server arguments alone tell, before there is a model.
+
+    As `server_reason`, and what becomes the reason of each layer once the KV pool is there.
+    """
+    reason = server_reason(arguments)
+    dtype = resolved(arguments, "kv_cache_dtype")
+    if reason is None and dtype is not None and dtype not in _UNQUANTIZED:
+        reason = Reason("dtype of queries and KV cache", f"--kv-cache-dtype {dtype}")
+    return reason

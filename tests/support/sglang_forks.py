@@ -1,0 +1,77 @@
+"""Forks the processes of an engine in the test process from one that has imported SGLang.
+
+An engine's start is little else than the import of SGLang, anew in each of its processes. SGLang
+spawns them; here multiprocessing's fork server, which starts them in the same way otherwise:
+pickled arguments, and the environment as it is then. Servers in tests spawn theirs as for users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import forkserver, spawn
+from pathlib import Path
+from typing import Any
+
+
+class _Environment:
+    """Becomes the environment of the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, (f"import os; os.environ.clear(); os.environ.update({dict(os.environ)!r})",)
+
+
+_preparation_data = spawn.get_preparation_data
+_set_start_method = multiprocessing.set_start_method
+
+
+def _with_environment(name: str) -> dict[str, Any]:
+    """What a new process reads first. A fork server's have its own environment otherwise."""
+    return _preparation_data(name) | {"environment": _Environment()}
+
+
+def _use_fork_server(*_: object, **__: object) -> None:
+    """In place of multiprocessing.set_start_method."""
+    _set_start_method("forkserver", force=True)
+
+
+def _kill_forked(*_: object, **__: object) -> None:
+    """In place of kill_process_tree, which would end the fork server, too."""
+    import psutil
+
+    server = psutil.Process(forkserver._forkserver._forkserver_pid)
+    processes = server.children(recursive=True)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, left = psutil.wait_procs(processes, timeout=60)
+    assert left == []
+
+
+@contextlib.contextmanager
+def forked_processes() -> Iterator[None]:
+    """For the life of one engine."""
+    import pytest
+    from sglang.srt.entrypoints import engine
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        multiprocessing.set_forkserver_preload([__name__ + "_imports"])
+        forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "set_start_method", _use_fork_server)
+        patch.setattr(spawn, "get_preparation_data", _with_environment)
+        patch.setattr(engine, "kill_process_tree", _kill_forked)
+        try:
+            yield
+        finally:
+            _set_start_method(before, force=True)
+
+
+def pass_on_sigquit() -> None:
+    """In the fork server: SGLang's processes tell their parent by SIGQUIT that they have died."""
+    signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getppid(), signal.SIGQUIT))

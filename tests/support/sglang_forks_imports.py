@@ -1,0 +1,12 @@
+"""What the fork server of `sglang_forks` imports, once for all processes of engines."""
+
+from sglang_forks import pass_on_sigquit
+
+from sglang_pat.sglang.cpu import enable_cpu_engine
+
+pass_on_sigquit()
+enable_cpu_engine()  # before SGLang is imported
+
+import sglang.srt.managers.detokenizer_manager  # noqa: E402
+import sglang.srt.managers.scheduler  # noqa: E402
+import sglang.srt.models.registry  # noqa: E402, F401  # imports the models
