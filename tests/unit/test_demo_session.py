@@ -33,7 +33,8 @@ if pid == 0:
 time.sleep(60 if len(os.listdir(folder)) < 3 else 0)
 """
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from sglang_pat.cli import main
 from sglang_pat.cli.demo import session
 main.demo.run_in_session = lambda command: session.run_in_session(sys.argv[1:])
