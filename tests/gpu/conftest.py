@@ -46,3 +46,10 @@ def kernel_body(request: pytest.FixtureRequest) -> Iterator[None]:
                 lambda *args: dataclasses.replace(native(*args), force_mma_sync=True),
             )
         yield
+
+
+@pytest.fixture
+def memory_is_given_back() -> Iterator[None]:
+    """After a test that takes much of it: other processes may test on the same GPU."""
+    yield
+    torch.cuda.empty_cache()

@@ -101,6 +101,7 @@ def test_page_sizes(page_size: int) -> None:
     check_case(case, Heads(8, 2))
 
 
+@pytest.mark.usefixtures("memory_is_given_back")
 def test_slots_beyond_4_gib() -> None:
     heads = Heads(32, 32)
     tensors = Tensors.make(make_case([(-1, 100)], [(0, 40)] * 4), heads)
