@@ -11,8 +11,6 @@ The second time must have found KV on the host, and shared it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
@@ -29,11 +27,12 @@ from check_logits import (
     Setup,
     answer_all,
     largest_and_mean,
+    parsed_arguments,
     prompts,
 )
-from metadata import metadata
 from serving.answers import agreement
 from serving.latency import difference, read_ratio
+from serving.results import report
 from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
@@ -150,18 +149,10 @@ def run_all(setup: Setup, backends: Sequence[str], folder: Path) -> dict[str, An
 
 def main() -> int:
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backends", nargs="+", default=setup.backends, metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    args = parser.parse_args()
-    if "pat" not in args.backends[:-1]:
-        parser.error(f"--backends needs pat, and the yardstick as the last; got {args.backends}")
+    args = parsed_arguments(__doc__.partition("\n")[0], setup)
     with tempfile.TemporaryDirectory(prefix="check-hicache-") as folder:
         verdict = run_all(setup, args.backends, Path(folder))
-    console.print_json(data=verdict)
-    if args.json:
-        args.json.write_text(json.dumps({"meta": metadata(), **verdict}, indent=1) + "\n")
-    return 1 if verdict["failures"] else 0
+    return report(verdict, args.json)
 
 
 if __name__ == "__main__":

@@ -220,14 +220,20 @@ def show(verdict: dict[str, Any]) -> None:
     console.print(f"{'passed' if verdict['passed'] else '[bold red]FAILED[/]'}; {spread}")
 
 
-def main() -> int:
-    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parsed_arguments(description: str, setup: Setup) -> argparse.Namespace:
+    """The command line of a check of pat against other backends."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--backends", nargs="+", default=setup.backends, metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     if "pat" not in args.backends[:-1]:
         parser.error(f"--backends needs pat, and the yardstick as the last; got {args.backends}")
+    return args
+
+
+def main() -> int:
+    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
+    args = parsed_arguments(__doc__.partition("\n")[0], setup)
     before = gpu_state()
     runs = {}
     with tempfile.TemporaryDirectory(prefix="check-logits-") as folder:

@@ -15,7 +15,6 @@ and its tokens may part at a tie only. Without a GPU, tp and pp run on the CPU w
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -34,10 +33,10 @@ from check_logits import (
     answer_all,
     largest_and_mean,
 )
-from metadata import metadata
 from serving.answers import agreement
 from serving.cpu_ranks import environment_of_ranks
 from serving.qwen3 import write_qwen3
+from serving.results import report
 from serving.server import contender, running_server
 from serving.tables import console
 
@@ -170,10 +169,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="check-ranks-") as folder:
         found = run_all(setup, args.backends, args.layout, args.ranks, Path(folder))
     verdict = judge(*found, args.layout)
-    console.print_json(data=verdict)
-    if args.json:
-        args.json.write_text(json.dumps({"meta": metadata(), **verdict}, indent=1) + "\n")
-    return 1 if verdict["failures"] else 0
+    return report(verdict, args.json)
 
 
 if __name__ == "__main__":

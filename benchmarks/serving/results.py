@@ -5,11 +5,15 @@ invocation, so that contenders can be measured one by one.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from metadata import metadata
+
 from serving.cases import Case
 from serving.models import ModelShape
+from serving.tables import console
 
 # Of the metadata, what has to be the same for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
@@ -130,3 +134,12 @@ def identical(answers: dict[str, list[str]]) -> dict[str, float]:
         for name, digests in answers.items()
         if name != own
     }
+
+
+def report(verdict: Mapping[str, Any], path: Path | None) -> int:
+    """Print what a check found, and write it to `path` if given. Returns the exit status: 1 if it
+    names failures."""
+    console.print_json(data=verdict)
+    if path is not None:
+        path.write_text(json.dumps({"meta": metadata(), **verdict}, indent=1) + "\n")
+    return 1 if verdict["failures"] else 0

@@ -122,7 +122,7 @@ class DecodeKernels:
         self.config = config
         self._gather = GatherArgument()
         self._decode = DecodeArgument()
-        # What the argument of pack_decode was last set to. Checked once, not in each layer.
+        # What the argument of pack_decode was last set to: checked once, not in each plan or layer.
         self._buffers: DeviceBuffers | None = None
         self._step: Step | None = None
 
@@ -140,8 +140,7 @@ class DecodeKernels:
     def load_plan(self, staging: StagingBuffer, buffers: DeviceBuffers, step: Step) -> None:
         """Copy a plan to the device, and gather its shared slots out of the step's rows."""
         plan, loaded = buffers.plan, buffers.loaded
-        self._check_buffers(buffers)
-        _check_step(step, plan)
+        self._bind(buffers, step)
         if staging.tensor.shape != plan.shape:
             raise ValueError(
                 f"the plan on the host must be as long as that on the device, {len(plan)} entries, "
@@ -178,10 +177,7 @@ class DecodeKernels:
         plans are loaded, or the caller orders the two.
         """
         argument, loaded = self._decode, buffers.loaded
-        if buffers is not self._buffers:
-            self._set_buffers(buffers)
-        if step is not self._step:
-            self._set_step(step, buffers.plan)
+        self._bind(buffers, step)
         self._set_layer(buffers, layer)
         with torch.cuda.device(buffers.plan.device):
             stream = torch.cuda.current_stream()
@@ -206,6 +202,14 @@ class DecodeKernels:
                 merge_partials(argument.address, stream.cuda_stream, grid)
 
     # --- checks ---
+
+    def _bind(self, buffers: DeviceBuffers, step: Step) -> None:
+        """Check buffers and step, and set the argument of pack_decode to them, where they are not
+        the last ones."""
+        if buffers is not self._buffers:
+            self._set_buffers(buffers)
+        if step is not self._step:
+            self._set_step(step, buffers.plan)
 
     def _set_buffers(self, buffers: DeviceBuffers) -> None:
         self._buffers = None
