@@ -1,4 +1,4 @@
-"""DecodeKernels without a GPU: what is checked and launched. The driver and the streams are fakes."""
+"""DecodeKernels without a GPU: what is checked and launched. Driver and streams are fakes."""
 
 from __future__ import annotations
 
