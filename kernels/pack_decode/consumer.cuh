@@ -1,5 +1,6 @@
 // What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
-// Every lane arrives for its own reads, so that nothing rests on the order within a warp.
+// Every lane arrives for its own reads, so that nothing rests on the order within a warp. What matrix instructions of
+// the warpgroup have read, a warp hands back at once.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -45,14 +46,27 @@ struct Consumer {
   }
 
   // Address of the keys of the next stage, once it has arrived; the values follow Dims::kKeyBytes behind.
-  __device__ __forceinline__ uint32_t wait_for_stage() const {
-    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[ring.stage]), ring.parity);
-    return ptx::shared_address(storage.kv[ring.stage]);
+  __device__ __forceinline__ uint32_t wait_for_stage() const { return wait_for_stage(ring); }
+
+  // Of the stage after that one.
+  __device__ __forceinline__ uint32_t wait_for_following_stage() const {
+    RingPosition<Storage::kStages> following = ring;
+    following.advance();
+    return wait_for_stage(following);
   }
 
   __device__ __forceinline__ void release_stage() {
-    ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    if (kStageArrivals == 32 || threadIdx.x % 32 == 0) {
+      ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    }
     ring.advance();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t
+  wait_for_stage(const RingPosition<Storage::kStages>& at) const {
+    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage]), at.parity);
+    return ptx::shared_address(storage.kv[at.stage]);
   }
 };
 
