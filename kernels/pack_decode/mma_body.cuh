@@ -105,7 +105,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
     if (stage_of_step == own_stage && num_valid > 0 && rows.any()) {
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
-      part.template weigh<kTokens>(scores, rows, num_valid, params.logit_scale, lane);
+      part.rescale(part.template weigh<kTokens>(scores, rows, num_valid, params.logit_scale, lane));
       const uint32_t values = keys + Dims::kKeyBytes;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }

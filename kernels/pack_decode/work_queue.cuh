@@ -38,6 +38,9 @@ inline constexpr bool kUsesWgmma = true;
 inline constexpr bool kUsesWgmma = false;
 #endif
 
+// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
+inline constexpr int kStageArrivals = kUsesWgmma ? 1 : 32;
+
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
 inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
