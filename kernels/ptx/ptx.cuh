@@ -50,6 +50,21 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
       : "memory");
 }
 
+// Of the one thread for which `acts` is true, without a branch: stores a word to shared memory, then arrives.
+__device__ __forceinline__ void store_and_arrive(uint32_t shared, uint32_t word, uint32_t barrier,
+                                                 bool acts) {
+  asm volatile(
+      "{\n"
+      ".reg .pred acts;\n"
+      ".reg .b64 state;\n"
+      "setp.ne.b32 acts, %3, 0;\n"
+      "@acts st.shared.b32 [%0], %1;\n"
+      "@acts mbarrier.arrive.shared.b64 state, [%2];\n"
+      "}" ::"r"(shared),
+      "r"(word), "r"(barrier), "r"(static_cast<int>(acts))
+      : "memory");
+}
+
 // Arrives once all copies that this thread has issued so far have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
