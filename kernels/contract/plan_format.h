@@ -17,7 +17,8 @@
 // Terms. request: index into the batch of this step. position: index of a KV token in its request. slot:
 // index into the KV pool. query row: one (request, query head within the group) pair; row r of a work item
 // is request r / group_size, head r % group_size of the KV head's group.
-// partial: normalised fp32 output and natural-log LSE of one query head over one KV range.
+// partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head over one KV
+// range.
 #pragma once
 
 #include <cstdint>
