@@ -48,11 +48,15 @@ struct Consumer {
   // Address of the keys of the next stage, once it has arrived; the values follow Dims::kKeyBytes behind.
   __device__ __forceinline__ uint32_t wait_for_stage() const { return wait_for_stage(ring); }
 
-  // Of the stage after that one.
+  // Of that stage.
+  __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
+
+  // Both of the stage after that one.
   __device__ __forceinline__ uint32_t wait_for_following_stage() const {
-    RingPosition<Storage::kStages> following = ring;
-    following.advance();
-    return wait_for_stage(following);
+    return wait_for_stage(following());
+  }
+  __device__ __forceinline__ StageRecord following_stage_record() const {
+    return stage_record(following());
   }
 
   __device__ __forceinline__ void release_stage() {
@@ -63,6 +67,18 @@ struct Consumer {
   }
 
  private:
+  __device__ __forceinline__ RingPosition<Storage::kStages> following() const {
+    RingPosition<Storage::kStages> position_behind = ring;
+    position_behind.advance();
+    return position_behind;
+  }
+
+  // Lane 0's, so that ptxas knows it to be uniform; it is lane 0 that hands the stage back.
+  __device__ __forceinline__ StageRecord
+  stage_record(const RingPosition<Storage::kStages>& at) const {
+    return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
+  }
+
   __device__ __forceinline__ uint32_t
   wait_for_stage(const RingPosition<Storage::kStages>& at) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage]), at.parity);

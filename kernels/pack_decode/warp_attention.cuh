@@ -49,10 +49,11 @@ struct WarpAttention {
     float factor[2];
   };
 
-  // Scores of kTokens tokens, of which the first num_valid count (at least one), to unnormalised probabilities.
-  // rescale() must follow before these are multiplied with values: `out` may be in use until then.
+  // Scores of kTokens tokens, of which the first num_valid count (at least one), and for these rows, to unnormalised
+  // probabilities. rescale() must follow before these are multiplied with values: `out` may be in use until then.
   template <int kTokens>
-  __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4], int num_valid,
+  __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
+                                             const RowInterval& rows, int num_valid,
                                              const LogitScale& scale, uint32_t lane) {
     if constexpr (kSoftCap) {
 #pragma unroll
@@ -68,6 +69,16 @@ struct WarpAttention {
         for (int i = 0; i < 4; ++i) {
           const int column = tile * 8 + lane % 4 * 2 + i % 2;
           if (column >= num_valid) scores[tile][i] = -INFINITY;
+        }
+      }
+    }
+    if (!rows.all()) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (rows.holds(lane / 4 + 8 * h)) continue;
+#pragma unroll
+        for (int tile = 0; tile < kTokens / 8; ++tile) {
+          scores[tile][2 * h] = scores[tile][2 * h + 1] = -INFINITY;
         }
       }
     }
@@ -158,7 +169,8 @@ struct WarpAttention {
     return rescaling;
   }
 
-  float shift_[2];  // maximum as an exponent; 0 before the first
+  float shift_
+      [2];  // maximum as an exponent; 0 before the first: a masked row's weights are 0, not NaN
   float limit_[2];  // scores above it need a new maximum
 };
 

@@ -56,7 +56,6 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
 
   const uint32_t lane = ptx::lane_id();
   const int units = tile_units(consumer.record().tile);
-  const int num_tokens = consumer.record().num_tokens;
   const int first_row = consumer.warp * kUnitRows;
   const bool has_rows = first_row < consumer.record().num_rows;
 
@@ -68,48 +67,56 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   }
   consumer.release_queries(units, first_row, lane);
 
-  if (num_tokens > 0) {
-    StageScores scores;
-    StageWeights weights;
-    const auto weigh = [&](int num_valid) {
-      typename Attention::Rescaling rescaling{};
-      if (has_rows) {
-        rescaling = part.template weigh<kStageTokens>(scores, num_valid, params.logit_scale, lane);
-      }
-      return rescaling;
-    };
-    const auto pack_weights = [&] {
+  StageScores scores;
+  StageWeights weights;
+  const auto weigh = [&](const StageRecord& record) {
+    typename Attention::Rescaling rescaling{};
+    const RowInterval rows = record.rows(first_row);
+    if (has_rows && rows.any()) {
+      rescaling = part.template weigh<kStageTokens>(scores, rows, record.num_tokens(),
+                                                    params.logit_scale, lane);
+    } else {
 #pragma unroll
-      for (int step = 0; step < kStageTokens / 16; ++step) {
-        part.pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
+      for (int tile = 0; tile < kStageTokens / 8; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
       }
-    };
-
-    uint32_t stage = consumer.wait_for_stage();
-    start_scores(scores, part, stage);
-    wgmma::wait<0>();
-    wgmma::tie(scores);
-    weigh(num_tokens);  // nothing to rescale yet
-    pack_weights();
-    for (int token = kStageTokens; token < num_tokens; token += kStageTokens) {
-      const uint32_t before = stage;
-      stage = consumer.wait_for_following_stage();
-      start_scores(scores, part, stage);
-      start_output(part, weights, before);
-      wgmma::wait<1>();
-      wgmma::tie(scores);
-      const auto rescaling = weigh(num_tokens - token);
-      wgmma::wait<0>();
-      wgmma::tie(part.out);
-      consumer.release_stage();
-      part.rescale(rescaling);
-      pack_weights();
     }
-    start_output(part, weights, stage);
+    return rescaling;
+  };
+  const auto pack_weights = [&] {
+#pragma unroll
+    for (int step = 0; step < kStageTokens / 16; ++step) {
+      part.pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
+    }
+  };
+
+  uint32_t stage = consumer.wait_for_stage();
+  StageRecord record = consumer.stage_record();
+  start_scores(scores, part, stage);
+  wgmma::wait<0>();
+  wgmma::tie(scores);
+  weigh(record);  // nothing to rescale yet
+  pack_weights();
+  while (!record.is_last()) {
+    const uint32_t before = stage;
+    stage = consumer.wait_for_following_stage();
+    start_scores(scores, part, stage);
+    start_output(part, weights, before);
+    record = consumer.following_stage_record();
+    wgmma::wait<1>();
+    wgmma::tie(scores);
+    const auto rescaling = weigh(record);
     wgmma::wait<0>();
     wgmma::tie(part.out);
     consumer.release_stage();
+    part.rescale(rescaling);
+    pack_weights();
   }
+  start_output(part, weights, stage);
+  wgmma::wait<0>();
+  wgmma::tie(part.out);
+  consumer.release_stage();
 
   if (has_rows) {
     part.finish();
