@@ -183,6 +183,21 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
+// The floats of a register of two T, the lower half first.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t packed) {
+  return {__half2float(__ushort_as_half(packed & 0xffff)),
+          __half2float(__ushort_as_half(packed >> 16))};
+}
+
 // --- fast math. Relative error 2^-22 for exp2, 2^-23 for reciprocal, 2^-11 for tanh; absolute 2^-22 for log2 ---
 
 __device__ __forceinline__ float exp2(float x) {
