@@ -32,7 +32,7 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
         config = KernelConfig.for_device(workload.dtype, workload.head_dim, tensors.q.device)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
-            DecodeKernels.load(config),
+            DecodeKernels(config),
             workload.num_qo_heads,
             workload.num_kv_heads,
             policy=policy,

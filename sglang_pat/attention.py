@@ -369,7 +369,7 @@ class PackAttention:
         if name == "reference" or not on_gpu:
             return None
         config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
-        return DecodeKernels.load(config)
+        return DecodeKernels(config)
 
     def _make_executor(
         self,
