@@ -28,9 +28,9 @@ from rich.table import Table
 from serving.cases import Case
 from serving.latency import difference
 from serving.models import MODELS, TINY, ModelShape
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.stats import PlanningTimes, StepKind
 
 CASE = Case(256, 1536, 64, 128, groups=16)

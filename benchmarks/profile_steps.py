@@ -26,8 +26,9 @@ from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.cases import Case, cases_of
 from serving.models import MODELS, ModelShape
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console, show_failure
+
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 
 STEPS = 24
 TRACE_SECONDS = 120

@@ -71,7 +71,7 @@ _CASES = (
     # A rollout of reinforcement learning: 8 samples of each of 32 prompts.
     Case(256, 1024, 0, 512, groups=32, temperature=1.0),
 )
-_TINY_CASES = (Case(6, 100, 10, 8), Case(6, 60, 0, 12, groups=3, temperature=1.0))
+_TINY_CASES = (Case(6, 100, 10, 48), Case(6, 60, 0, 48, groups=3, temperature=1.0))
 
 
 def cases_of(model: ModelShape) -> tuple[Case, ...]:

@@ -17,7 +17,7 @@ from serving.tables import console
 
 # Of the metadata, what has to be the same for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
-_BY_BACKEND = ("first_ms", "tpot_ms", "ttft_ms", "itl_ms", "stats", "answers", "gpu")
+_BY_BACKEND = ("tpot_ms", "tpot_quartiles_ms", "ttft_ms", "itl_ms", "stats", "answers", "gpu")
 
 
 class Results:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import requests
 
-from serving.http_server import HttpServer, running_process
+from sglang_pat.bench.http_server import HttpServer, running_process
 from sglang_pat.sglang.sinks import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
@@ -162,7 +162,7 @@ def running_server(
     name
         Of the files in `folder`. None: the contender's.
     wait
-        Whether to wait until it can be asked. If not, `serving.http_server.wait_for_all` does.
+        Whether to wait until it can be asked. If not, `http_server.wait_for_all` does.
     arguments
         As of sglang.Engine.
 

@@ -131,13 +131,15 @@ def running_process(
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left
-    out."""
+    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left out,
+    and a list is a flag with several values."""
     flags: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
             flags.append(flag)
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
         elif value is not False:
             flags += [flag, str(value)]
     return flags
