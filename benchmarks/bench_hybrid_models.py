@@ -24,13 +24,13 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.cases import Case
 from serving.hybrids import HYBRIDS, HybridModel
 from serving.latency import difference, read_ratio
 from serving.models import TINY
 from serving.results import earlier, write
 from serving.tables import console
 
+from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, decode_run, ratio, tpot
 from sglang_pat.bench.http_server import wait_for_all
 from sglang_pat.bench.server import (

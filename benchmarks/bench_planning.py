@@ -25,11 +25,11 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.cases import Case
 from serving.latency import difference
 from serving.models import MODELS, TINY, ModelShape
 from serving.tables import console
 
+from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.stats import PlanningTimes, StepKind
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.cases import Case
+from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import decode_run, tpot
 from sglang_pat.bench.server import Server, sampling_of
 

@@ -15,10 +15,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_planning  # noqa: E402
 import plot_serving  # noqa: E402
 from serving import latency, traffic  # noqa: E402
-from serving.cases import Case, cases_of, traffic_of  # noqa: E402
+from serving.cases import cases_of, floor_ms, traffic_of  # noqa: E402
 from serving.models import MODELS, write_tokenizer  # noqa: E402
 from serving.results import Results, identical  # noqa: E402
 
+from sglang_pat.bench.cases import Case  # noqa: E402
 from sglang_pat.bench.http_server import as_flags  # noqa: E402
 
 LLAMA = MODELS["llama-3-8b"]
@@ -37,7 +38,7 @@ META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
     ],
 )
 def test_the_floor_is_weights_and_kv_once(case: Case, floor: float) -> None:
-    assert case.floor_ms(LLAMA) == pytest.approx(floor, abs=0.05)
+    assert floor_ms(case, LLAMA) == pytest.approx(floor, abs=0.05)
 
 
 def test_the_weights_of_an_8b_model_are_16_gb() -> None:
@@ -194,7 +195,7 @@ def test_results_are_continued_by_the_next_command(tmp_path: Path) -> None:
     (entry,) = data["cases"]
     assert entry["tpot_ms"] == {"pat": 10.0, "fa3": 29.0}
     assert entry["answers_identical"] == {"pat": 0.5}
-    assert entry["floor_ms"] == case.floor_ms(LLAMA)
+    assert entry["floor_ms"] == floor_ms(case, LLAMA)
     assert [each["median_tpot_ms"] for each in data["serving"]] == [8.0]
 
     plot_serving.draw(data, tmp_path / "serving.png")
