@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import advise, build, demo, doctor, replay
+from sglang_pat.cli import advise, bench, build, demo, doctor, replay
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 
@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("doctor", doctor),
         ("build", build),
         ("demo", demo),
+        ("bench", bench),
         ("advise", advise),
         ("replay", replay),
     ):
