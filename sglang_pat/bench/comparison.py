@@ -204,7 +204,7 @@ def verdict(compared: Sequence[Compared], other: str) -> str:
 def _words(compared: Compared) -> str:
     gain = compared.gain
     if compared.too_noisy:
-        return "not to be judged: too noisy"
+        return "too noisy to judge"
     if gain.median - 2 * gain.error > 1:
         return "faster"
     return "slower" if gain.median + 2 * gain.error < 1 else "as fast"

@@ -15,14 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.replay import whole_number
 from sglang_pat.output_file import output_file
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from sglang_pat.bench.cases import Case
     from sglang_pat.bench.comparison import Compared, Measured
 
@@ -38,7 +38,6 @@ _CPU_ARGUMENTS = {
     "max_total_tokens": 32768,
     "mem_fraction_static": 0.95,
 }
-console = Console(highlight=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     from sglang_pat.bench import comparison
 
+    console = _console()
     with tempfile.TemporaryDirectory(prefix="sglang-pat-bench-") as folder:
         try:
             model = comparison.Model.of(
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"sglang-pat bench: {error}", file=sys.stderr)
             return 2
         try:
-            measured, cases = _measure(arguments, model, Path(folder))
+            measured, cases = _measure(arguments, model, Path(folder), console)
             compared = comparison.compare(measured["pat"], measured[arguments.against], cases)
         except (RuntimeError, TimeoutError) as error:
             print(f"sglang-pat bench: {error}", file=sys.stderr)
@@ -127,6 +127,12 @@ def run(arguments: argparse.Namespace) -> int:
         result = _as_json(arguments, gpus, measured, compared, verdict)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
 
 
 def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
@@ -159,7 +165,7 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 
 
 def _measure(
-    arguments: argparse.Namespace, model: Any, folder: Path
+    arguments: argparse.Namespace, model: Any, folder: Path, console: Console
 ) -> tuple[dict[str, Measured], dict[str, Case]]:
     """Of both servers; the first one decides how large the cases are."""
     import shlex
@@ -195,9 +201,11 @@ def _backend_name(asked: str, info: dict[str, Any]) -> str:
 
 
 def _table(compared: list[Compared], other: str) -> Table:
+    from rich.table import Table
+
     table = Table(title="ms per output token: median (quartiles)")
     for column in ("batch", "pat", other, "gain"):
-        table.add_column(column, justify="left" if column == "batch" else "right")
+        table.add_column(column, justify="left" if column == "batch" else "right", no_wrap=True)
     for each in compared:
         cells = (
             f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"

@@ -20,8 +20,10 @@ def test_the_command_measures_two_servers(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ("--requests", "6", "--prefix", "200", "--private", "40", "--unshared", "64")
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "bench", "--model", str(tmp_path / "model")]
-        + ["--device", "cpu", "--against", "torch_native", *sizes, "--json", str(out)],
+        [
+            *(sys.executable, "-m", "sglang_pat", "bench", "--model", str(tmp_path / "model")),
+            *("--device", "cpu", "--against", "torch_native", *sizes, "--json", str(out)),
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -120,7 +120,7 @@ def test_the_verdict_knows_its_noise() -> None:
         == "pat is faster x (1.30x), as fast x (1.00x), against fa3."
     )
     assert "slower x (0.90x)" in verdict([slower], "fa3")
-    assert "too noisy x (1.30x)" in verdict([noisy], "fa3")
+    assert "too noisy to judge x (1.30x)" in verdict([noisy], "fa3")
     result = faster.as_dict("fa3")
     assert result["tokens_per_second"] == pytest.approx({"pat": 4000, "fa3": 4000 / 1.3})
     assert result["gain"]["median"] == pytest.approx(1.3)
@@ -174,7 +174,7 @@ def test_two_servers_serve_the_same_batches(
     monkeypatch.setattr(comparison, "decode_run", decode_run)
     monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(bench, "console", bench.Console(width=200, highlight=False))
+    monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "out.json"
     flags = ["--server-args", "--tp 2", "--json", str(out), "--requests", "16"]
     assert main.main(["bench", "--model", str(config), *flags]) == 0
