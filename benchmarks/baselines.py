@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from forests import Forest
 from planned_step import PlannedStep
+from request_forests import Forest
 from workloads import Workload, WorkloadTensors
 
 from sglang_pat.bench import peers

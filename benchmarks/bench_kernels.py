@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 from baselines import ABLATIONS, CONTENDERS
-from forests import Forest
 from kernel_gates import Case, as_json, gates, is_peer, summary, versus_best
 from metadata import gpu_state, metadata
 from numerics import compare
+from request_forests import Forest
 from workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 
 from sglang_pat.bench import timing

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 PERIOD = 0.1  # seconds between two samples
 SHORTEST = 0.3  # seconds of a phase that is shown
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 SAMPLER = Path(__file__).parent / "start_sampler"
 _IMPORTS = "importlib._bootstrap"
 # Who a process is, by a function that only it runs.
@@ -75,11 +77,13 @@ class Profile:
     """The samples of one process: its `role`, and the `seconds` of each phase."""
 
     def __init__(self, path: Path) -> None:
-        self.role = ""
+        self.role = "still starting"
+        self.is_helper = False  # multiprocessing's, which does nothing
         self.seconds: Counter[str] = Counter()
         for line in path.read_text().splitlines():
             seconds, *frames = line.split("\t")
             stack = [Frame(*frame.rsplit(":", 1)) for frame in frames]
+            self.is_helper = stack[0].function in ("main", "<module>") and len(stack) < 3
             for frame in stack:
                 self.role = _ROLES.get(frame.function, self.role)
             self.seconds[_phase(stack)] += float(seconds)  # type: ignore[assignment]
@@ -101,15 +105,14 @@ def _phase(stack: list[Frame]) -> str:
 
 
 def _package(files: list[str]) -> str:
+    """The innermost package that is being imported, by the folder that it was found in."""
+    folders = sorted((path for path in sys.path if path), key=len, reverse=True)
     for file in files:
         if _IMPORTS in file:
             continue
-        _, found, rest = file.rpartition("-packages/")
-        if not found:
-            _, found, rest = file.partition("/sglang_pat/")
-            rest = f"sglang_pat/{rest}"
-        if found:
-            return rest.split("/")[0].removesuffix(".py")
+        for folder in folders:
+            if file.startswith(f"{folder}/") and folder != STANDARD_LIBRARY:
+                return file.removeprefix(f"{folder}/").split("/")[0].removesuffix(".py")
     return "the standard library"
 
 
@@ -165,7 +168,7 @@ def _by_role(samples: Path) -> dict[str, dict[str, float]]:
     roles: dict[str, Counter[str]] = {}
     for path in sorted(samples.glob("*.txt")):
         profile = Profile(path)
-        if not profile.role:  # a helper of Python's, or one that ended early
+        if profile.seconds.total() < SHORTEST or profile.is_helper:
             continue
         roles.setdefault(profile.role, Counter()).update(profile.seconds)
     return {

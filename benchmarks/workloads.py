@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from forests import Forest, lognormal_lengths, random_forest
+from request_forests import Forest, lognormal_lengths, random_forest
 
 from sglang_pat.replay.pat_trees import PAT_TREES
 

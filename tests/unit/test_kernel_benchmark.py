@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from baselines import _private_level, _shared_levels
-from forests import Forest, lognormal_lengths, random_forest
 from kernel_gates import gates, summary
+from request_forests import Forest, lognormal_lengths, random_forest
 from workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
 
 from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree
