@@ -77,7 +77,7 @@ def cells(context: int, batches: tuple[int, ...] = BATCHES) -> list[Cell]:
 def by_kernels(model: ModelShape, context: int) -> list[dict[str, Any]]:
     """Attention measured, the rest of a step estimated."""
     from bench_kernels import measure
-    from forests import Forest
+    from request_forests import Forest
     from workloads import KvPool, Workload
 
     config = model.config

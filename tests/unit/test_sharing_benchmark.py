@@ -7,7 +7,7 @@ from pathlib import Path
 import bench_sharing
 import pytest
 from bench_sharing import BATCHES, SHARES, Cell, cells, estimated
-from forests import Forest
+from request_forests import Forest
 from serving.models import MODELS
 
 LLAMA = MODELS["llama-3-8b"]
