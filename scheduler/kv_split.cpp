@@ -129,8 +129,7 @@ KvSplitter::Cut KvSplitter::cut_at(const Packing& packing, const Tile& tile, con
           .last = tile.num_requests,
           .both_requests = both_requests,
           .is_end = false};
-  const int32_t begin = segment == at.segment ? at.offset : 0;
-  if (offset == begin && first > at.first) {
+  if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
     // Between two requests: the next piece may read what they share again.
     int64_t again = 0;
     int32_t num_segments = 0;
@@ -171,13 +170,13 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
         border = s;
         border_taken = taken;
       } else {  // only if forced: nothing that fits was found before
-        cut = cut_at(packing, tile, at, s, begin, taken);
+        cut = cut_at(packing, tile, at, s, 0, taken);
         return true;
       }
     }
     if (taken + length > fit) {
       if (border >= 0 && fit - border_taken <= std::max<int64_t>(kCutGranularity, fit / kEmptyPart)) {
-        cut = cut_at(packing, tile, at, border, border == at.segment ? at.offset : 0, border_taken);
+        cut = cut_at(packing, tile, at, border, 0, border_taken);
         return true;
       }
       const int64_t most = (length - shortest) / kCutGranularity * kCutGranularity;
@@ -189,7 +188,7 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
         return true;
       }
       if (border >= 0) {
-        cut = cut_at(packing, tile, at, border, border == at.segment ? at.offset : 0, border_taken);
+        cut = cut_at(packing, tile, at, border, 0, border_taken);
         return true;
       }
       if (!forced) return false;
@@ -285,6 +284,8 @@ int32_t KvSplitter::deal(const Packing& packing, int64_t budget, int64_t& most,
       least_room = std::min(least_room, room);
       if (cut.is_end) break;
       at = cut.next;
+      ++ticket;  // one cut for each ticket at most
+      room = budget;
     }
   }
   most = budget - std::min<int64_t>(least_room, 0);
@@ -361,6 +362,7 @@ Ticket KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t b
       if (++stream.tile < stream.end) stream.position = begin_of(list_[stream.tile]);
     } else {
       stream.position = cut.next;
+      break;
     }
   }
   return {begin, static_cast<int32_t>(out.pieces.size())};

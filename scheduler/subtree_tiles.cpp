@@ -11,7 +11,12 @@ namespace {
 
 // Shorter nodes share a segment with their ancestors where the same requests of a pack hold both: a segment fills
 // whole stages of the kernels' rings. For longer ones that is nothing, and their slots are gathered once for all packs.
-constexpr int32_t kLongestFused = 255;
+constexpr int32_t kShortNode = 255;
+// In trees so deep that these are too many segments, so many levels share a segment, however long the nodes are. They
+// begin at multiples of it, so that packs have most segments, and their slots, in common.
+constexpr int32_t kFewestFusedLevels = 64;
+
+bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }
 
 }  // namespace
 
@@ -40,16 +45,19 @@ void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq
                         Packing& out) {
   find_common_nodes(forest);
   choose_cuts(forest);
-  if (!emit(forest, seq_lens, kLongestFused, out)) {
-    emit(forest, seq_lens, std::numeric_limits<int32_t>::max(), out);
+  // Ends: once all levels share a segment, a pack has at most two for each of its requests.
+  for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
+    levels = std::max(kFewestFusedLevels, 4 * levels);
   }
 }
 
 void SubtreeTiler::find_common_nodes(const PrefixForest& forest) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   common_before_.clear();
+  depth_.clear();
   for (const ForestNode& node : nodes) {
     const bool is_first = node.parent >= 0 && node.holder_begin == nodes[node.parent].holder_begin;
+    depth_.push_back(node.parent < 0 ? 0 : depth_[node.parent] + 1);
     common_before_.push_back(is_first ? common_before_[node.parent] : node.parent);
   }
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
@@ -92,13 +100,13 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
 }
 
 bool SubtreeTiler::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                        int32_t longest_fused, Packing& out) {
+                        int32_t fused_levels, Packing& out) {
   out.clear();
   known_spans_.assign(forest.nodes().size(), {.top = -1, .span = -1});
   const int64_t most = int64_t{kMaxSegmentsPerRequest} * static_cast<int64_t>(seq_lens.size());
   int32_t begin = 0;
   for (const int32_t end : candidates_) {
-    emit_pack(forest, seq_lens, begin, end, longest_fused, out);
+    emit_pack(forest, seq_lens, begin, end, fused_levels, out);
     if (static_cast<int64_t>(out.segments.size()) > most) return false;
     begin = end;
   }
@@ -117,7 +125,7 @@ int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t b
 }
 
 void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                             int32_t begin, int32_t end, int32_t longest_fused, Packing& out) {
+                             int32_t begin, int32_t end, int32_t fused_levels, Packing& out) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
@@ -143,11 +151,12 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       }
       int32_t bottom = top;
       path_.pop_back();
-      const auto is_short = [&](int32_t node) {
-        return nodes[node].kv_end - nodes[node].kv_begin <= longest_fused;
+      const auto fuses = [&](int32_t above, int32_t below) {
+        if (last_holder(below) != last) return false;
+        if (fused_levels > 0) return depth_[below] % fused_levels != 0;
+        return is_short(nodes[above]) && is_short(nodes[below]);
       };
-      while (is_short(bottom) && !path_.empty() && last_holder(path_.back()) == last &&
-             is_short(path_.back())) {
+      while (!path_.empty() && fuses(bottom, path_.back())) {
         bottom = path_.back();
         path_.pop_back();
       }

@@ -76,12 +76,12 @@ class SubtreeTiler {
   void find_common_nodes(const PrefixForest& forest);
   void choose_cuts(const PrefixForest& forest);
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
-  // `longest_fused`: nodes of at most so many tokens share a segment with others that the same requests hold.
-  // Returns false if these are too many segments for the batch.
-  bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t longest_fused,
+  // Nodes that the same requests of a pack hold share a segment if they are short, or, if `fused_levels` is not 0, up to
+  // so many of them. Returns false if these are too many segments for the batch.
+  bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
-                 int32_t end, int32_t longest_fused, Packing& out);
+                 int32_t end, int32_t fused_levels, Packing& out);
   int32_t span_of(const PrefixForest& forest, int32_t top, int32_t bottom, int32_t request,
                   Packing& out);
 
@@ -89,6 +89,7 @@ class SubtreeTiler {
   TileSelection tiles_;
   int64_t cut_cost_ = 0;
 
+  std::vector<int32_t> depth_;          // per node
   std::vector<int32_t> common_before_;  // per node: what its first holder shares with the request before
   std::vector<int32_t> common_;         // per place in tree order; -1: nothing
   std::vector<int64_t> best_;           // per place: cost of the cheapest cuts before it
