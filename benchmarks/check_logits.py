@@ -35,9 +35,9 @@ from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.answers import Agreement, Answer, agreement, with_candidates
 from serving.latency import read_ratio
-from serving.server import Server, Start, contender, running_servers, sampling_of
 from serving.tables import console
 
+from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from metadata import metadata
 from rich.table import Table
-from serving.http_server import wait_for_all
 from serving.models import MODELS, TINY
-from serving.server import contender, running_server
 from serving.tables import console
 
+from sglang_pat.bench.http_server import wait_for_all
+from sglang_pat.bench.server import contender, running_server
 from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
@@ -124,7 +124,7 @@ def start_all(
     Parameters
     ----------
     backends
-        As `serving.server.contender` names them.
+        As `sglang_pat.bench.server.contender` names them.
     model
         The folder of the model.
     arguments

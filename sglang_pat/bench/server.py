@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import orjson
 import requests
 
-from serving.http_server import HttpServer, running_process, wait_for_all
+from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_all
 from sglang_pat.sglang.sinks import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
@@ -145,6 +145,7 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     name: str | None = None,
     wait: bool = True,
+    flags: Sequence[str] = (),
     **arguments: Any,
 ) -> Iterator[Server]:
     """One server, until the block ends.
@@ -162,7 +163,9 @@ def running_server(
     name
         Of the files in `folder`. None: the contender's.
     wait
-        Whether to wait until it can be asked. If not, `serving.http_server.wait_for_all` does.
+        Whether to wait until it can be asked. If not, `http_server.wait_for_all` does.
+    flags
+        Of the server's command line, behind all others.
     arguments
         As of sglang.Engine.
 
@@ -190,7 +193,7 @@ def running_server(
     log = folder / f"{name}.log"
     seconds = START_SECONDS if wait else None
     with running_process(
-        LAUNCH, arguments, log, start_seconds=seconds, environment=variables
+        LAUNCH, arguments, log, flags=flags, start_seconds=seconds, environment=variables
     ) as process:
         yield Server(process, stats_file)
 

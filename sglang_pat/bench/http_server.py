@@ -102,20 +102,22 @@ def running_process(
     *,
     start_seconds: float | None,
     environment: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[HttpServer]:
     """`command` with `arguments` as flags and a free port, until the block ends.
 
     arguments: the keyword arguments of sglang.Engine. start_seconds: how long to wait until it is
-    ready; None: not at all. environment: in addition to this process's own. Raises what
+    ready; None: not at all. environment: in addition to this process's own. flags: behind the
+    others. Raises what
     `wait_for_all` does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = as_flags({**arguments, "port": port})
+    all_flags = [*as_flags({**arguments, "port": port}), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *flags],
+            [*command, *all_flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -131,13 +133,15 @@ def running_process(
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left
-    out."""
+    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left out,
+    and a list is a flag with several values."""
     flags: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
             flags.append(flag)
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
         elif value is not False:
             flags += [flag, str(value)]
     return flags
