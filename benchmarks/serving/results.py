@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from metadata import metadata
+from rich.table import Table
+from rich.text import Text
 
-from serving.cases import Case
+from serving.cases import floor_ms
 from serving.models import ModelShape
 from serving.tables import console
+from sglang_pat.bench.cases import Case
 
 # Of the metadata, what has to be the same for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
-_BY_BACKEND = ("first_ms", "tpot_ms", "ttft_ms", "itl_ms", "stats", "answers", "gpu")
+_BY_BACKEND = ("tpot_ms", "tpot_quartiles_ms", "ttft_ms", "itl_ms", "stats", "answers", "gpu")
 
 
 class Results:
@@ -96,7 +99,7 @@ class Results:
         for entry in self.cases:
             if all(entry[name] == value for name, value in key.items()):
                 return entry
-        self.cases.append(key | {"floor_ms": case.floor_ms(model)})
+        self.cases.append(key | {"floor_ms": floor_ms(case, model)})
         return self.cases[-1]
 
     def _write(self) -> None:
@@ -137,9 +140,16 @@ def identical(answers: dict[str, list[str]]) -> dict[str, float]:
 
 
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:
-    """Print what a check found, and write it to `path` if given. Returns the exit status: 1 if it
-    names failures."""
-    console.print_json(data=verdict)
+    """Write what a check found to `path` if given, and print it, the verdict last. Returns the exit
+    status: 1 if it names failures."""
     if path is not None:
         path.write_text(json.dumps({"meta": metadata(), **verdict}, indent=1) + "\n")
+    table = Table(show_header=False)
+    for name, found in verdict.items():
+        if name != "failures":
+            table.add_row(name, Text(json.dumps(found)))
+    for failure in verdict["failures"]:
+        table.add_row("FAILED", Text(failure))
+    table.add_row("verdict", "FAILED" if verdict["failures"] else "passed")
+    console.print(table)
     return 1 if verdict["failures"] else 0

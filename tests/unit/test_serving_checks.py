@@ -22,6 +22,8 @@ import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
 from serving.memory import Memory  # noqa: E402
 
+from sglang_pat.bench.decoding import DecodeRun  # noqa: E402
+
 # --- answers ---
 
 
@@ -60,7 +62,7 @@ def test_greedy_tokens_part_rightly_within_twice_the_noise_of_others() -> None:
         triton = run_of(0.0, [4])
         triton.greedy[0].candidates[0][:] = [Candidate(0.0, 4), Candidate(-gap, 9)]
         runs = {"pat": run_of(0.0, [9]), "fa3": run_of(0.1, [4]), "triton": triton}
-        return check_logits.judge({name: (run, run) for name, run in runs.items()})
+        return check_logits.judge({name: (run, run) for name, run in runs.items()}, ())
 
     assert verdict(0.19)["passed"]
     assert verdict(0.19)["limit"]["gap_of_a_tie"] == pytest.approx(0.2)
@@ -85,7 +87,7 @@ def test_pat_may_be_off_by_twice_what_others_are() -> None:
             "fa3": (run_of(0.1, [4, 5]), run_of(0.1, [4, 5])),
             "triton": (run_of(0.0, [4, 5]), run_of(0.0, [4, 5])),
         }
-        return check_logits.judge(runs)
+        return check_logits.judge(runs, ())
 
     assert verdict(0.19)["passed"]
     assert not verdict(0.21)["passed"]
@@ -96,9 +98,9 @@ def test_pat_may_be_off_by_twice_what_others_are() -> None:
 def test_pat_must_answer_the_same_tokens() -> None:
     own = run_of(0.0, [4, 5])
     off = run_of(0.0, [4, 8])
-    assert check_logits.judge({"pat": (own, own), "triton": (own, own)})["passed"]
-    assert not check_logits.judge({"pat": (off, off), "triton": (own, own)})["passed"]
-    assert not check_logits.judge({"pat": (own, off), "triton": (own, own)})["passed"]
+    assert check_logits.judge({"pat": (own, own), "triton": (own, own)}, ())["passed"]
+    assert not check_logits.judge({"pat": (off, off), "triton": (own, own)}, ())["passed"]
+    assert not check_logits.judge({"pat": (own, off), "triton": (own, own)}, ())["passed"]
 
 
 GOOD_PLANS = check_ranks.Plans(
@@ -155,25 +157,33 @@ def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
 # --- hybrid models ---
 
 
-def test_the_median_of_the_rounds_counts_and_gates_follow_from_it() -> None:
-    def case(name: str, pat: float, default: float, cached: float = 1.0) -> dict[str, Any]:
-        rounds = [(1.0, 1.0 + 0.1 * pat), (1.0, 1.0 + 0.1 * pat), (1.0, 9.0)]
-        seconds = {"pat": rounds, "default": [(2.0, 2.0 + 0.1 * default)] * 3}
-        found = bench_hybrid_models.summary(seconds, tokens=100)
-        assert found["tpot_ms"] == pytest.approx({"pat": pat, "default": default})
-        hits = {"pat": cached, "default": 1.0}
-        return found | {"model": "a", "case": name, "share_of_prompts_cached": hits}
+def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
+    def runs(milliseconds: float, noise: float, cached: float = 1.0) -> list[DecodeRun]:
+        steps = range(0, 256, 8)  # the context grows, by a quarter
+        slices = {
+            step: milliseconds * (1 + step / 1024 + noise * (step % 24 - 8) / 8) for step in steps
+        }
+        return [DecodeRun(slices, 100.0, cached, [])] * 3
 
-    def passed(*args: Any) -> bool:
-        (gate,) = bench_hybrid_models.gates([case(*args)]).values()
+    def gate(
+        name: str, pat: float, default: float, *, noise: float = 0.002, cached: float = 1.0
+    ) -> dict[str, Any]:
+        found = bench_hybrid_models.summary(
+            {"pat": runs(pat, noise, cached), "default": runs(default, 0.0)}
+        )
+        assert found["default_over_pat"]["median"] == pytest.approx(default / pat, rel=0.01)
+        (gate,) = bench_hybrid_models.gates([found | {"model": "a", "case": name}]).values()
         assert isinstance(gate["passed"], bool)
-        return gate["passed"]
+        return gate
 
-    assert passed("shared", 4.0, 5.0)
-    assert not passed("shared", 5.01, 5.0)
-    assert not passed("shared", 4.0, 5.0, 0.5)  # the prefix was not found: nothing was compared
-    assert passed("unshared", 5.05, 5.0)
-    assert not passed("unshared", 5.15, 5.0)
+    assert gate("shared", 4.0, 5.0)["passed"]
+    assert not gate("shared", 5.05, 5.0)["passed"]
+    assert not gate("shared", 4.0, 5.0, cached=0.5)["passed"]  # the prefix was not found
+    assert gate("unshared", 5.05, 5.0, cached=0.5)["passed"]
+    assert not gate("unshared", 5.15, 5.0)["passed"]
+    noisy = gate("shared", 4.0, 5.0, noise=0.2)
+    assert noisy["noise"] > noisy["noise_at_most"]
+    assert not noisy["passed"]
 
 
 # --- soak and profile ---
@@ -231,3 +241,19 @@ def test_only_what_pat_adds_is_a_failure() -> None:
     )
     pat = {"steps": 24.0, "cudaEventSynchronize": 1.0, "cudaMemcpy": 1.0}
     assert profile_steps.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]
+
+
+def test_a_check_that_compared_nothing_does_not_pass() -> None:
+    empty = run_of(0.0, [])
+    verdict = check_logits.judge({"pat": (empty, empty), "triton": (empty, empty)}, ())
+    assert not verdict["passed"]
+    counted = {
+        "plans_built": 30,
+        "plans_reused": 40,
+        "kv_tokens_planned": 4,
+        "kv_tokens_query_centric": 10,
+    }
+    assert check_logits.problems_of_decoding(counted) == []
+    assert check_logits.problems_of_decoding(counted | {"plans_reused": 0})
+    assert check_logits.problems_of_decoding(counted | {"kv_tokens_planned": 10})
+    assert check_logits.problems_of_decoding({})
