@@ -2,7 +2,7 @@
 
     python benchmarks/bench_scheduler.py [--json FILE]
 
-Three tables, in microseconds.
+Three tables, in microseconds, and one of costs.
 
 Stages: a plan built from scratch, from 16 to 4,096 requests. "cold plan" is PackScheduler.plan(),
 paths in, plan assembled. "write" copies the plan into its buffer.
@@ -16,6 +16,9 @@ like a split node must be told from one.
 
 Batches replaced: PrefixForest.update() from one batch to another one that shares no request with
 it, up to 16,384 requests.
+
+Packing: by how much the packing of small random forests costs more than the cheapest one, which is
+found by trying all (tests/support/exact_packing.py).
 
 A request's path: one system prompt, a document per 16 requests, a turn of its own. The garbage
 collector is off while steps and updates are timed.
@@ -53,6 +56,7 @@ REQUESTS = (16, 64, 256, 1024, 4096)
 STEP_REQUESTS = (256, 1024, 4096)
 REPLACED_REQUESTS = (1024, 4096, 16384)
 NEWCOMERS = 32
+FORESTS = 2000
 SYSTEM_TOKENS, DOCUMENT_TOKENS, TURN_TOKENS, GENERATED_TOKENS = 1024, 2048, 128, 100
 NUM_QO_HEADS, NUM_KV_HEADS, NUM_WORKERS = 32, 8, 33  # 33: an H100's 264 CTAs over 8 KV heads
 
@@ -295,6 +299,28 @@ def replaced_table(rows: list[dict[str, float]]) -> Table:
     return table
 
 
+def measure_packing() -> dict[str, float]:
+    """By how much packings cost more than the cheapest, in percent."""
+    from exact_packing import packing_gaps
+
+    gaps = 100 * np.array(packing_gaps(FORESTS))
+    return {
+        "forests": FORESTS,
+        "mean_percent": float(gaps.mean()),
+        "p99_percent": float(np.quantile(gaps, 0.99)),
+        "worst_percent": float(gaps.max()),
+    }
+
+
+def packing_table(gaps: dict[str, float]) -> Table:
+    table = Table(title="Cost of a packing above the cheapest one (percent)")
+    for column in ("forests", "mean", "p99", "worst"):
+        table.add_column(column, justify="right")
+    parts = [f"{gaps[f'{part}_percent']:.4f}" for part in ("mean", "p99", "worst")]
+    table.add_row(f"{gaps['forests']:,}", *parts)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
@@ -306,6 +332,9 @@ def main() -> None:
     console.print(stage_table(cases))
     replaced = [measure_replaced(num_requests) for num_requests in REPLACED_REQUESTS]
     console.print(replaced_table(replaced))
+
+    packing = measure_packing()
+    console.print(packing_table(packing))
 
     enable_cpu_engine()
     from sglang_trees import TREE_KINDS
@@ -319,7 +348,13 @@ def main() -> None:
     ]
     console.print(step_table(steps))
     if args.json:
-        result = {"meta": meta, "cases": cases, "replaced": replaced, "steps": steps}
+        result = {
+            "meta": meta,
+            "cases": cases,
+            "replaced": replaced,
+            "packing": packing,
+            "steps": steps,
+        }
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -62,27 +62,26 @@ def plan_bounds(max_requests: int, num_workers: int, group_size: int) -> tuple[P
     """
 
 class CostModel:
-    """What the scheduler weighs (scheduler/cost_model.h), in KV tokens. The defaults are its own.
+    """What planning weighs (scheduler/cost_model.h), in tokens. The defaults are an H100's.
 
-    There is a `token_N` for each body of the kernel, N its query rows. ValueError names a cost that
-    is unknown or out of range.
+    Packing counts in KV tokens that the whole GPU reads: reread_token, partial_row, packed_item.
+    Splitting counts in KV tokens that one CTA takes: item, query_row, shortest, and a token_<rows>
+    for each body of the tile table.
     """
 
-    def __init__(
-        self,
-        *,
-        reread_token: float = ...,
-        partial_row: float = ...,
-        packed_item: float = ...,
-        item: float = ...,
-        query_row: float = ...,
-        shortest: float = ...,
-        **token: float,
-    ) -> None: ...
-    def values(self) -> dict[str, float]: ...
+    def __init__(self, **costs: float) -> None:
+        """Take the costs that are given, rounded to 1/64; the others keep their defaults.
+
+        TypeError names an unknown cost, ValueError one that is negative, above 16384, or not a
+        number.
+        """
+    def values(self) -> dict[str, float]:
+        """Every cost by its name."""
+    def __eq__(self, other: object) -> bool: ...
 
 SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
-"""(part of the GPU's name, whether measured, its costs)."""
+"""(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
+its own."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.

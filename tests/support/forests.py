@@ -129,6 +129,7 @@ def make_scheduler(
     max_block_q: int = 0,
     *,
     growth_tokens: int = 256,
+    min_piece_tokens: int = 128,
     cost: CostModel | None = None,
 ) -> PackScheduler:
     return PackScheduler(
@@ -136,7 +137,7 @@ def make_scheduler(
         num_workers=num_workers,
         max_block_q=max_block_q or TILE_TABLE[-1][0],
         policy=policy,
-        min_piece_tokens=128,
+        min_piece_tokens=min_piece_tokens,
         growth_tokens=growth_tokens,
         cost=cost or CostModel(),
     )

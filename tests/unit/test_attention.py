@@ -163,7 +163,7 @@ def test_run_writes_into_out() -> None:
 
 
 def test_describe_names_every_work_item() -> None:
-    steps = Steps()
+    steps = Steps(policy="per-node")  # with merges
     steps.step(0)
     assert steps.attention.stats.plans_built == 1
     plan = steps.attention.plan(

@@ -1,0 +1,146 @@
+"""The cheapest packing of a small forest, found by trying all, and what the scheduler's costs more.
+
+Searched are all divisions of the requests, in tree order, into runs that fit into a tile; for each
+set of shared nodes that are items of their own, with one partial for each of their requests.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from forests import ForestCase, make_case, plan_case
+
+from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
+
+_UNCUT = 1 << 24
+
+
+def random_forest(generator: np.random.Generator, max_requests: int = 12) -> ForestCase:
+    """Lengths from one token to some thousand, evenly over the magnitudes."""
+
+    def tokens() -> int:
+        return int(2 ** generator.uniform(0, 12))
+
+    num_nodes = int(generator.integers(1, 8))
+    nodes = [(int(generator.integers(-1, i)) if i else -1, tokens()) for i in range(num_nodes)]
+    num_requests = int(generator.integers(2, max_requests + 1))
+    requests = [
+        (int(generator.integers(-1 if generator.random() < 0.1 else 0, num_nodes)), tokens())
+        for _ in range(num_requests)
+    ]
+    return make_case(nodes, requests)
+
+
+def packed_cost(case: ForestCase, group_size: int, block_q: int) -> float:
+    """What the scheduler's plan costs, without any cut for the sake of balance."""
+    scheduler = PackScheduler(
+        group_size=group_size,
+        num_workers=1,
+        max_block_q=block_q,
+        policy="memory",
+        min_piece_tokens=_UNCUT,
+        growth_tokens=256,
+    )
+    plan = plan_case(scheduler, case)
+    tokens, cost = plan.kv_tokens, CostModel().values()
+    return (
+        cost["reread_token"] * (tokens.planned - tokens.lower_bound)
+        + cost["partial_row"] * group_size * plan.header.num_partials
+        + cost["packed_item"] * plan.header.num_work_items
+        + tokens.lower_bound
+    )
+
+
+def exact_cost(case: ForestCase, group_size: int, block_q: int) -> float:
+    """What the cheapest packing costs."""
+    requests_per_tile = block_q // group_size
+    paths = [[node.node_id for node in path] for path in case.paths]
+    length = {n.node_id: n.kv_end - n.kv_begin for path in case.paths for n in path}
+    holders = {node: sum(node in path for path in paths) for node in length}
+    shared = [node for node, count in holders.items() if count > 1]
+    order = _tree_order(paths, holders)
+    common = [[n for n in paths[a] if n in paths[b]] for a, b in pairwise(order)]
+    alone = [
+        int(case.seq_lens[r]) - sum(length[n] for n in paths[r] if holders[n] > 1) for r in order
+    ]
+    distinct = sum(length[n] for n in shared) + sum(alone)
+    return distinct + min(
+        _cost_of_runs(
+            {n for i, n in enumerate(shared) if chosen >> i & 1},
+            [paths[r] for r in order],
+            common,
+            alone,
+            length,
+            holders,
+            requests_per_tile,
+            group_size,
+        )
+        for chosen in range(1 << len(shared))
+    )
+
+
+def _cost_of_runs(
+    apart: set[int],
+    paths: list[list[int]],
+    common: list[list[int]],
+    alone: list[int],
+    length: dict[int, int],
+    holders: dict[int, int],
+    requests_per_tile: int,
+    group_size: int,
+) -> float:
+    """The cheapest runs, where the nodes of `apart` are items of their own."""
+    costs = CostModel().values()
+    reread, partial, item = (costs[n] for n in ("reread_token", "partial_row", "packed_item"))
+    total = 0.0
+    for node in apart:
+        tiles = -(-holders[node] // requests_per_tile)
+        total += tiles * item + (tiles - 1) * length[node] * reread
+    has_rest = []
+    for path, tokens in zip(paths, alone, strict=True):
+        rest = tokens > 0 or any(holders[n] > 1 and n not in apart for n in path)
+        parts = sum(n in apart for n in path) + rest
+        total += partial * group_size * parts * (parts > 1)
+        has_rest.append(rest)
+    best = [0.0]
+    for end in range(1, len(paths) + 1):
+        cheapest = float("inf")
+        for begin in range(end - 1, max(-1, end - 1 - requests_per_tile), -1):
+            if begin < end - 1 and not common[begin]:
+                break  # nothing is shared across
+            again = 0
+            if begin:
+                again = sum(length[n] for n in common[begin - 1] if n not in apart)
+            cost = best[begin] + reread * again + item * any(has_rest[begin:end])
+            cheapest = min(cheapest, cost)
+        best.append(cheapest)
+    return total + best[-1]
+
+
+def _tree_order(paths: list[list[int]], holders: dict[int, int]) -> list[int]:
+    """Children before the requests that end at a node, in the order of their appearance."""
+    kept = [[n for n in path if holders[n] > 1] for path in paths]
+
+    def walk(requests: list[int], depth: int) -> list[int]:
+        result: list[int] = []
+        children = dict.fromkeys(kept[r][depth] for r in requests if len(kept[r]) > depth)
+        for child in children:
+            below = [r for r in requests if len(kept[r]) > depth and kept[r][depth] == child]
+            result += walk(below, depth + 1)
+        return result + [r for r in requests if len(kept[r]) == depth]
+
+    return walk([*range(len(paths))], 0)
+
+
+def packing_gaps(num_forests: int, seed: int = 0) -> list[float]:
+    """By how much the scheduler's packing costs more than the cheapest, as a part of the latter."""
+    generator = np.random.default_rng(seed)
+    gaps = []
+    for _ in range(num_forests):
+        case = random_forest(generator)
+        group_size = int(generator.choice([1, 2, 4, 8, 16]))
+        block_q = TILE_TABLE[int(generator.integers(len(TILE_TABLE)))][0]
+        exact = exact_cost(case, group_size, block_q)
+        gaps.append(packed_cost(case, group_size, block_q) / exact - 1)
+    return gaps
