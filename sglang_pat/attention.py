@@ -20,10 +20,11 @@ from sglang_pat import support
 from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
 from sglang_pat.executors.cuda import CudaExecutor
+from sglang_pat.executors.invariant_reference import InvariantExecution
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
 from sglang_pat.support import GROWTH_TOKENS
@@ -80,6 +81,8 @@ class PackAttention:
         executor: Literal["auto", "cuda", "reference"] = "auto",
         max_requests: int | None = None,
         max_shared_slots: int = 1 << 20,
+        batch_invariant: bool = False,
+        max_seq_len: int | None = None,
     ) -> None:
         """Refuse what is unsupported, and size everything else from the device.
 
@@ -110,6 +113,12 @@ class PackAttention:
             can be captured in a CUDA graph and replayed with other plans. Default: buffers grow.
         max_shared_slots : int
             With `max_requests`: KV tokens of all shared ranges of a batch, at most.
+        batch_invariant : bool
+            A request's output is bitwise the same alone, in any batch, shared or not: it depends on
+            its own queries and KV, and on the device. `policy` has no effect then.
+        max_seq_len : int, optional
+            With `batch_invariant` and `max_requests`: KV tokens of a request, at most. Required
+            then: partials are reserved for them.
 
         Raises
         ------
@@ -140,8 +149,28 @@ class PackAttention:
             num_workers=num_workers,
             policy=policy,
             growth_tokens=growth_tokens,
+            batch_invariant=batch_invariant,
+            one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
         )
-        self._executor = self._make_executor(kernels, num_workers, max_requests, max_shared_slots)
+        sizes = None
+        if max_requests is not None:
+            if max_requests < 1:
+                raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+            group_size = num_qo_heads // num_kv_heads
+            if not batch_invariant:
+                sizes = BufferSizes.for_requests(
+                    max_requests, max_shared_slots, num_workers, group_size
+                )
+            elif max_seq_len is None:
+                raise ValueError("batch_invariant with max_requests needs max_seq_len")
+            else:
+                sizes = BufferSizes.for_invariant(max_requests, max_shared_slots, max_seq_len)
+        self._executor: Executor
+        if kernels is None:
+            execution = InvariantExecution if batch_invariant else PlanExecution
+            self._executor = ReferenceExecutor(self.device, execution)
+        else:
+            self._executor = CudaExecutor(kernels, num_qo_heads, self.device, sizes)
         self._begin()
 
     def _begin(self) -> None:
@@ -371,24 +400,6 @@ class PackAttention:
         config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
         return DecodeKernels.load(config)
 
-    def _make_executor(
-        self,
-        kernels: DecodeKernels | None,
-        num_workers: int,
-        max_requests: int | None,
-        max_shared_slots: int,
-    ) -> Executor:
-        if max_requests is not None and max_requests < 1:
-            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
-        if kernels is None:
-            return ReferenceExecutor(self.device)
-        reservation = None
-        if max_requests is not None:
-            reservation = BufferSizes.for_requests(
-                max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
-            )
-        return CudaExecutor(kernels, self.num_qo_heads, self.device, reservation)
-
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
     ) -> StepKind:
@@ -474,6 +485,8 @@ def new_scheduler(
     num_workers: int,
     policy: str = "memory",
     growth_tokens: int = GROWTH_TOKENS,
+    batch_invariant: bool = False,
+    one_tile: bool = False,
 ) -> PackScheduler:
     """A scheduler with the constants that PackAttention uses."""
     return PackScheduler(
@@ -483,6 +496,8 @@ def new_scheduler(
         policy=policy,
         min_piece_tokens=MIN_PIECE_TOKENS,
         growth_tokens=growth_tokens,
+        batch_invariant=batch_invariant,
+        one_tile=one_tile,
     )
 
 
