@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_work_items_are_the_chunks_of_the_grid(case: ForestCase) -> None:
     ranges = ranges_of(plan, case.seq_lens)
     for length, have in zip(case.seq_lens.tolist(), ranges, strict=True):
         cuts = boundaries(length)
-        assert have == list(zip(cuts, cuts[1:], strict=False))
+        assert have == list(pairwise(cuts))
     assert plan.header.num_item_requests == sum(map(num_chunks, case.seq_lens.tolist()))
 
 
