@@ -57,11 +57,10 @@ void InvariantChunks::cut_packs(const Packing& packing, std::vector<Piece>& piec
   for (size_t p = 0; p < packing.packs.size(); ++p) {
     const Pack& pack = packing.packs[p];
     for (int32_t begin = pack.kv_begin; begin < pack.kv_end;) {
-      const auto end = static_cast<int32_t>(std::min<int64_t>(
-          int64_t{begin} + ChunkGrid::chunk_tokens(begin), pack.kv_end));
+      const auto end = static_cast<int32_t>(
+          std::min<int64_t>(int64_t{begin} + ChunkGrid::chunk_tokens(begin), pack.kv_end));
       for (int32_t done = 0; done < pack.num_requests; done += tiles_.requests_per_tile()) {
-        const int32_t num_requests =
-            std::min(tiles_.requests_per_tile(), pack.num_requests - done);
+        const int32_t num_requests = std::min(tiles_.requests_per_tile(), pack.num_requests - done);
         pieces.push_back({.pack = static_cast<int32_t>(p),
                           .tile = tiles_.select(num_requests),
                           .request_begin = pack.request_begin + done,
@@ -94,8 +93,8 @@ void InvariantChunks::deal_tickets(Split& split) const {
   const int64_t total = shared.total + alone.total;
   while (!shared.is_empty() || !alone.is_empty()) {
     const int64_t left = total - shared.done - alone.done;
-    const int64_t budget = std::max(left / (kTicketsPerShare * num_workers_),
-                                    CostModel::kRateUnit * kSmallestTicket);
+    const int64_t budget =
+        std::max(left / (kTicketsPerShare * num_workers_), CostModel::kRateUnit * kSmallestTicket);
     const bool is_shared =
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());

@@ -90,8 +90,8 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     if (config_.batch_invariant) {
       longest = std::min(longest, InvariantChunks::longest(range.planned));
     }
-    range.longest = static_cast<int32_t>(
-        std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));
+    range.longest =
+        static_cast<int32_t>(std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
   std::swap(last_, next_);
