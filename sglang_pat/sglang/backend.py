@@ -66,8 +66,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
-            "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the bits "
-            "of the trainer's forward pass; for those, leave out --attention-backend pat"
+            "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the "
+            "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
         )
     return default
 

@@ -131,8 +131,9 @@ class Microbatches:
         return found
 
     def reserve(self, **reservation: int) -> None:
-        """Allocate the buffers that CUDA graphs capture; reservation: of PackAttention. All microbatches share them: the graphs
+        """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs
         are captured once, so a microbatch sends its plan again when another was there in between.
+        reservation: arguments of PackAttention.
         """
         first: StepPlans | None = None
         for each in self._recent:
