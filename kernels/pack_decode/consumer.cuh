@@ -50,6 +50,11 @@ struct Consumer {
     return ptx::shared_address(storage.kv[ring.stage]);
   }
 
+  // Of that stage. Through a shuffle, as above.
+  __device__ __forceinline__ StageRecord stage_record() const {
+    return {__shfl_sync(kFullWarp, storage.stage_records[ring.stage].packed, 0)};
+  }
+
   __device__ __forceinline__ void release_stage() {
     ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     ring.advance();

@@ -40,11 +40,11 @@ struct WarpAttention {
     clear();
   }
 
-  // Scores of kTokens tokens, of which the first num_valid count (at least one), to unnormalised probabilities.
-  // Rescales `out` and `sum` where the maximum has risen.
+  // Scores of kTokens tokens, of which the first num_valid count (at least one), and for these rows, to unnormalised
+  // probabilities. Rescales `out` and `sum` where the maximum has risen.
   template <int kTokens>
-  __device__ __forceinline__ void weigh(float (&scores)[kTokens / 8][4], int num_valid,
-                                        const LogitScale& scale, uint32_t lane) {
+  __device__ __forceinline__ void weigh(float (&scores)[kTokens / 8][4], const RowInterval& rows,
+                                        int num_valid, const LogitScale& scale, uint32_t lane) {
     if constexpr (kSoftCap) {
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
@@ -62,10 +62,20 @@ struct WarpAttention {
         }
       }
     }
+    if (!rows.all()) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (rows.holds(lane / 4 + 8 * h)) continue;
+#pragma unroll
+        for (int tile = 0; tile < kTokens / 8; ++tile) {
+          scores[tile][2 * h] = scores[tile][2 * h + 1] = -INFINITY;
+        }
+      }
+    }
     update_maximum<kTokens>(scores, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float shift = maximum[h] * scale.outer;
+      const float shift = finite_maximum(maximum[h]) * scale.outer;
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
@@ -97,6 +107,11 @@ struct WarpAttention {
   }
 
  private:
+  // A row that no token has counted for so far has weights and factors of 0, not NaN.
+  __device__ __forceinline__ static float finite_maximum(float maximum) {
+    return maximum == -INFINITY ? 0.f : maximum;
+  }
+
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile) {
@@ -128,7 +143,7 @@ struct WarpAttention {
     if (__any_sync(kFullWarp, latest[0] > maximum[0] || latest[1] > maximum[1])) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float factor = ptx::exp2((maximum[h] - latest[h]) * scale.outer);
+        const float factor = ptx::exp2((maximum[h] - finite_maximum(latest[h])) * scale.outer);
         sum[h] *= factor;
 #pragma unroll
         for (int tile = 0; tile < kColumnTiles; ++tile) {

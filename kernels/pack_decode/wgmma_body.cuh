@@ -17,7 +17,6 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
 
   const uint32_t lane = ptx::lane_id();
   const int units = tile_units(consumer.record().tile);
-  const int num_tokens = consumer.record().num_tokens;
   const int first_row = consumer.warp * kUnitRows;
   const bool has_rows = first_row < consumer.record().num_rows;
 
@@ -29,7 +28,8 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   }
   consumer.release_queries(units, first_row, lane);
 
-  for (int token = 0; token < num_tokens; token += kStageTokens) {
+  bool is_last;
+  do {
     const uint32_t keys = consumer.wait_for_stage();
     const uint32_t values = keys + Dims::kKeyBytes;
     float scores[kStageTokens / 8][4];
@@ -42,10 +42,20 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
           scores, part.queries[step],
           wgmma::descriptor(KeyOperand::address(keys, step), 0, KeyOperand::kGroupBytes), step > 0);
     }
+    const StageRecord record = consumer.stage_record();
+    is_last = record.is_last();
     wgmma::finish();
     wgmma::tie(scores);
-    if (has_rows) {
-      part.template weigh<kStageTokens>(scores, num_tokens - token, params.logit_scale, lane);
+    const RowInterval rows = record.rows(first_row);
+    if (has_rows && rows.any()) {
+      part.template weigh<kStageTokens>(scores, rows, record.num_tokens(), params.logit_scale,
+                                        lane);
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < kStageTokens / 8; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
+      }
     }
     // Before begin(): what is written to a register after it is not ordered with the multiplications.
     ptx::Fragment weights[kStageTokens / 16];
@@ -65,7 +75,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
     wgmma::finish();
     wgmma::tie(part.out);
     consumer.release_stage();
-  }
+  } while (!is_last);
 
   if (has_rows) {
     part.finish();

@@ -1,6 +1,7 @@
 // Shared memory of pack_decode and the positions in its rings: what the producer warps hand to the consumers.
 //
-//   KV ring     kStages stages of 32 tokens, K and V. It runs on across work items, so loads never drain.
+//   KV ring     kStages stages of 32 tokens, K and V, of one segment each, and what the consumers must know of them. It
+//               runs on across work items, so loads never drain.
 //   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
@@ -78,11 +79,38 @@ inline constexpr int32_t kNoMoreItems = -1;
 
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
-  int32_t tile;        // or kNoMoreItems
-  int32_t num_rows;    // query rows in use
-  int32_t num_tokens;  // of the item's KV range, 0 if it is empty
-  int32_t reserved;
+  int32_t tile;      // or kNoMoreItems
+  int32_t num_rows;  // query rows in use
   RowTarget targets[kMaxTileRows];
+};
+
+// Rows of a warp, counted from its first, for which a stage counts.
+struct RowInterval {
+  int first;
+  int end;
+
+  __device__ __forceinline__ bool any() const { return first < kUnitRows && end > 0; }
+  __device__ __forceinline__ bool all() const { return first <= 0 && end >= kUnitRows; }
+  __device__ __forceinline__ bool holds(int row) const { return row >= first && row < end; }
+};
+
+// Written by the K producer before a stage of an item, read by all consumer warps. An item has at least one stage: the
+// only one of an item without KV is empty.
+struct StageRecord {
+  uint32_t packed;
+
+  // The rows of the item from first_row on, and to kMaxTileRows where they are its last: rows that it does not have
+  // mask nothing.
+  __device__ __forceinline__ static StageRecord of(uint32_t first_row, uint32_t end_row,
+                                                   uint32_t num_tokens, bool is_last) {
+    return {first_row | end_row << 8 | num_tokens << 16 | uint32_t{is_last} << 24};
+  }
+  __device__ __forceinline__ int num_tokens() const { return packed >> 16 & 0xff; }
+  __device__ __forceinline__ bool is_last() const { return packed >> 24 != 0; }  // of its item
+  __device__ __forceinline__ RowInterval rows(int first_row_of_warp) const {
+    return {static_cast<int>(packed & 0xff) - first_row_of_warp,
+            static_cast<int>(packed >> 8 & 0xff) - first_row_of_warp};
+  }
 };
 
 // The swizzle is one of addresses: its pattern repeats after this many bytes.
@@ -109,6 +137,7 @@ struct SharedState {
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
+  StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_empty[kMaxStages];
