@@ -1,6 +1,5 @@
 // Where the KV of a batch-invariant plan is cut: at positions that are the same for every request, whatever runs beside
-// it. Chunks grow with the position, so that a long request does not have hundreds of partials, and what is read twice
-// around the end of a shared range stays a small part of it.
+// it. Chunks grow with the position, so that a long request does not have hundreds of partials.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +8,12 @@ namespace pat {
 
 class ChunkGrid {
  public:
-  // Tokens of the chunk that a position lies in: 256 up to position 2,048, then twice as many each time that the position
-  // is four times as far. A multiple of the tokens that any body reads in one step.
+  // Ranges that only some requests of a work item share begin and end at multiples of this within a chunk: of the tokens
+  // that a body takes in one step. So a row's steps are the same ones, whatever segments they are in.
+  static constexpr int32_t kStepTokens = 64;
+
+  // Tokens of the chunk that a position lies in: 512 up to position 8,192, then twice as many each time that the
+  // position is four times as far.
   static constexpr int32_t chunk_tokens(int32_t position) {
     return region_of(position).chunk_tokens;
   }
@@ -37,8 +40,8 @@ class ChunkGrid {
 
  private:
   struct Region {
-    int64_t end = 2048;
-    int32_t chunk_tokens = 256;
+    int64_t end = 8192;
+    int32_t chunk_tokens = 512;
 
     constexpr Region next() const { return {4 * end, 2 * chunk_tokens}; }
   };

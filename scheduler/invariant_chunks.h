@@ -1,9 +1,9 @@
-// Stages 2 and 3 of a batch-invariant plan: forest -> packs and work items.
+// Stages 2 and 3 of a batch-invariant plan: forest -> work items.
 //
-// Which KV ranges a request's partials cover, and so each bit of its result, depends on the request's length alone: its
-// KV is cut at the boundaries of the ChunkGrid and nowhere else. Each chunk is one partial, whoever else is in the work
-// item that computes it. Requests share the chunks that lie within their common prefix as a whole. The remainder of the
-// prefix, up to the first boundary in it, is read by each of them.
+// What is added up to a request's result in which order, and so each of its bits, depends on the request's length alone.
+// Its KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is one partial. Within a chunk its
+// tokens are taken in steps that begin at multiples of ChunkGrid::kStepTokens. Who else is in the work item, and which of
+// the steps are shared with whom, changes nothing: other rows' steps leave a row as it is.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +24,25 @@ class InvariantChunks {
   InvariantChunks(int32_t num_workers, const CostModel& cost, const TileSelection& tiles)
       : num_workers_(num_workers), cost_(cost), tiles_(tiles) {}
 
-  // Throws std::length_error if the requests of all packs are more than int32 can count.
+  // For each chunk, divides the requests that have it, in tree order, into runs that fit into a tile: as SubtreeTiler
+  // does, but for one chunk, and so that no item is much longer than others. Linear in requests * chunks + segments, up
+  // to the number of requests in a tile.
+  //
+  // Of `packing`, the spans are what the plan needs; the packs are the work items' requests, for reports. Throws
+  // std::length_error if the slots of all spans are more than int32 can count.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
             Split& split);
 
-  // How long a request may become under a plan that was made when it had this length.
-  static int64_t longest(int32_t seq_len) { return ChunkGrid::boundary_after(seq_len); }
-
  private:
-  // A run of pieces, and how far it has been dealt out as tickets.
+  // A request that has KV in the chunk.
+  struct Holder {
+    int32_t request;
+    int32_t node;  // the deepest one that it shares with the holder before; -1: none
+    int32_t end;   // of its KV in the chunk
+    // Where what it shares with the holder before ends in the chunk, in whole steps. The chunk's begin: nothing is shared.
+    int32_t shared_end;
+  };
+  // A run of pieces, and how far it has been dealt out.
   struct Stream {
     int32_t next;
     int32_t end;
@@ -43,19 +53,42 @@ class InvariantChunks {
     double progress() const { return static_cast<double>(done) / static_cast<double>(total); }
   };
 
-  void form_packs(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing);
-  // Every pack's tiles by its chunks, chunk after chunk: the tiles of a chunk are read together.
-  void cut_packs(const Packing& packing, std::vector<Piece>& pieces);
+  // All requests, in tree order.
+  void list_requests(const PrefixForest& forest);
+  // Keeps the holders that reach the chunk. False if there are none.
+  bool enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin);
+  // Fills run_ends_. longest: tokens of an item of several requests, at most.
+  void choose_runs(int32_t begin, int64_t longest);
+  // Of the holders [first, end).
+  void add_piece(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
+                 int32_t first, int32_t end, Packing& packing, Split& split);
+  int32_t span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin, int32_t kv_end,
+                  int32_t request, Packing& packing);
   // Tickets that shrink with what is left. Those of shared pieces are drawn among the private ones, as KvSplitter has it.
   void deal_tickets(Split& split) const;
-  Stream stream(const Split& split, int32_t begin, int32_t end) const;
-  // In 1 / kRateUnit.
-  int64_t cost(const Piece& piece) const;
 
   int32_t num_workers_;
   CostModel cost_;
   TileSelection tiles_;
-  int32_t num_shared_pieces_ = 0;
+
+  std::vector<Holder> holders_;
+  std::vector<int64_t> own_tokens_;  // per holder: of those before it, what each does not share with the one before
+  std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
+  std::vector<int32_t> run_begin_;   // per holder: where the last run before it begins
+  std::vector<int32_t> candidates_;  // holders at which that run may begin, best first
+  std::vector<int32_t> run_ends_;
+  struct Reach {
+    int32_t last;  // holder up to which
+    int32_t end;   // KV is shared so far
+    int32_t node;  // that has its end
+  };
+  std::vector<Reach> reaches_;
+  struct KnownSpan {
+    int32_t kv_begin;
+    int32_t kv_end;
+    int32_t span;
+  };
+  std::vector<KnownSpan> known_spans_;  // per node: the last span that ends in it
 };
 
 }  // namespace pat

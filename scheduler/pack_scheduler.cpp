@@ -30,7 +30,7 @@ class Stopwatch {
 PackScheduler::PackScheduler(const SchedulerConfig& config)
     : config_(config),
       tiles_(config.group_size, config.max_block_q, config.one_tile),
-      packer_(config.policy, config.cost, tiles_),
+      packer_(config.policy, config.cost.packing, tiles_),
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
                 config.cost, tiles_),
       chunks_(config.num_workers, config.cost, tiles_) {
@@ -83,15 +83,20 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     lower_bound += seq_len - forest.private_begin(static_cast<int32_t>(request));
     next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
-  for (const Pack& pack : next_.packing.packs) {
-    if (!pack.is_private) continue;
-    LengthRange& range = next_.lengths[next_.packing.requests[pack.request_begin]];
-    int64_t longest = int64_t{range.planned} + config_.growth_tokens;
-    if (config_.batch_invariant) {
-      longest = std::min(longest, InvariantChunks::longest(range.planned));
+  const Split& split = next_.split;
+  for (const Piece& piece : split.pieces) {
+    for (const Segment& segment :
+         std::span(split.segments).subspan(piece.segment_begin, piece.num_segments)) {
+      if (!segment.is_open) continue;
+      LengthRange& range =
+          next_.lengths[split.requests[piece.request_begin + segment.first]];
+      int64_t longest = int64_t{range.planned} + config_.growth_tokens;
+      if (config_.batch_invariant) {
+        longest = std::min(longest, ChunkGrid::boundary_after(range.planned));
+      }
+      range.longest =
+          static_cast<int32_t>(std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));
     }
-    range.longest =
-        static_cast<int32_t>(std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
   std::swap(last_, next_);
@@ -155,25 +160,25 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(num_workers >= 1 && num_workers <= kMaxWorkers, "num_workers must be 1 to ",
             kMaxWorkers, ", got ", num_workers);
-  // Holders of the forest's nodes are nested or disjoint, differ, and are at least two, so there are less nodes than
-  // requests. Each is one pack at most, and each request has one private pack at most.
-  const int64_t shared_packs = max_requests - 1;
-  const int64_t private_packs = max_requests;
-  // Packer::pack() sees to this.
+  // Packer::pack() sees to both.
   const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
-  // All tiles of a pack but the last are full.
+  const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
+  // Holders of the forest's nodes are nested or disjoint, differ, and are at least two, so there are less nodes than
+  // requests. Each is one pack at most, and each request has one private pack at most. All tiles of a pack but the last
+  // are full. SubtreeTiler makes less packs than there are requests.
   const int64_t tiles_of_packs =
-      shared_packs + private_packs + packed_requests / tiles.requests_per_tile();
+      2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = KvSplitter::max_cut_requests(num_workers, tiles);
   const int64_t work_items = tiles_of_packs + cut_requests;
   const int64_t item_requests = packed_requests + cut_requests;
-  PAT_CHECK(std::max(work_items, item_requests) <= std::numeric_limits<int32_t>::max(),
+  const int64_t segments = packed_segments + KvSplitter::kMaxSegmentsPerCut * cut_requests;
+  PAT_CHECK(std::max({work_items, item_requests, segments}) <= std::numeric_limits<int32_t>::max(),
             "max_requests ", max_requests, " is too large: their plan may not fit into int32");
   return {.capacity = {.num_tickets = static_cast<int32_t>(work_items),
                        .num_work_items = static_cast<int32_t>(work_items),
-                       .num_kv_segments = static_cast<int32_t>(work_items),  // one each
+                       .num_kv_segments = static_cast<int32_t>(segments),
                        .num_item_requests = static_cast<int32_t>(item_requests),
-                       .num_gather_spans = static_cast<int32_t>(shared_packs),
+                       .num_gather_spans = static_cast<int32_t>(packed_segments),
                        .num_merges = max_requests},
           .num_partials = static_cast<int32_t>(item_requests)};
 }
@@ -181,15 +186,16 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
 PlanBounds invariant_plan_bounds(int32_t max_requests, int32_t max_seq_len) {
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(max_seq_len >= 1, "max_seq_len must be at least 1, got ", max_seq_len);
-  // Each chunk of a request is in one work item.
+  // Each chunk of a request is in one work item, and adds at most two segments to it.
   const int64_t chunks = int64_t{max_requests} * ChunkGrid::num_chunks(max_seq_len);
-  PAT_CHECK(chunks <= std::numeric_limits<int32_t>::max(), "max_requests ", max_requests,
+  PAT_CHECK(2 * chunks <= std::numeric_limits<int32_t>::max(), "max_requests ", max_requests,
             " of max_seq_len ", max_seq_len, " are too many: their plan may not fit into int32");
   const auto count = static_cast<int32_t>(chunks);
   return {.capacity = {.num_tickets = count,
                        .num_work_items = count,
+                       .num_kv_segments = 2 * count,
                        .num_item_requests = count,
-                       .num_gather_spans = max_requests - 1,
+                       .num_gather_spans = 2 * count,
                        .num_merges = max_requests},
           .num_partials = count};
 }

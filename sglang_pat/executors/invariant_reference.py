@@ -33,13 +33,18 @@ class InvariantExecution:
     def __init__(self, plan: DecodePlan, shared_slots: torch.Tensor, step: Step) -> None:
         self._num_partials = plan.header.num_partials
         self._merges = plan.merges.tolist()
-        item_requests = plan.item_requests.tolist()
-        self._chunks = [
-            _Chunk(request, partial_slot, slots)
-            for item in plan.work_items.tolist()
-            for slots in [_slots_of(item, shared_slots, step)]
-            for request, partial_slot in item_requests[item[2] : item[2] + item[1]]
-        ]
+        segments, item_requests = plan.kv_segments.tolist(), plan.item_requests.tolist()
+        self._chunks: list[_Chunk] = []
+        for _, count, first, segment_begin, num_segments, *_ in plan.work_items.tolist():
+            slots: list[list[torch.Tensor]] = [[] for _ in range(count)]
+            for segment in segments[segment_begin : segment_begin + num_segments]:
+                segment_slots = _slots_of(segment, shared_slots, step)
+                for request in range(segment[3] & 0xFFFF, segment[3] >> 16):
+                    slots[request].append(segment_slots)
+            for (request, partial_slot), parts in zip(
+                item_requests[first : first + count], slots, strict=True
+            ):
+                self._chunks.append(_Chunk(request, partial_slot, torch.cat(parts)))
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer, as `reference.PlanExecution.run` returns it."""
@@ -70,8 +75,8 @@ class InvariantExecution:
         return out, lse
 
 
-def _slots_of(item: list[int], shared_slots: torch.Tensor, step: Step) -> torch.Tensor:
-    _, _, _, kv_request, kv_begin, kv_end = item[:6]
+def _slots_of(segment: list[int], shared_slots: torch.Tensor, step: Step) -> torch.Tensor:
+    kv_request, kv_begin, kv_end, _ = segment
     if kv_request == SHARED_KV:
         return shared_slots[kv_begin:kv_end]
     end = int(step.host_seq_lens[kv_request])

@@ -19,6 +19,7 @@ from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+STEP = 64
 many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -27,7 +28,7 @@ def boundaries(length: int) -> list[int]:
     more: a change of the grid changes results of requests that are stored somewhere."""
     cuts = [0]
     while cuts[-1] < length:
-        position, tokens, end = cuts[-1], 256, 2048
+        position, tokens, end = cuts[-1], 512, 8192
         while position >= end:
             tokens, end = 2 * tokens, 4 * end
         cuts.append(min(position + tokens, length))
@@ -145,16 +146,27 @@ def plan_of(case: ForestCase, scheduler: PackScheduler) -> DecodePlan:
     return copy_plan(scheduler)
 
 
-def ranges_of(plan: DecodePlan, seq_lens: np.ndarray) -> list[list[tuple[int, int]]]:
-    """Per request: the positions that its work items read."""
-    ranges: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
+def positions_of(plan: DecodePlan, segment: list[int], seq_lens: np.ndarray) -> tuple[int, int]:
+    kv_request, begin, end, _ = segment
+    if kv_request != SHARED_KV:
+        return begin, int(seq_lens[kv_request]) if end == OPEN_END else end
     spans = plan.gather_spans
-    for _, count, first, kv_request, begin, end, *_ in plan.work_items.tolist():
-        if kv_request == SHARED_KV:
-            span = spans[np.searchsorted(spans[:, 3], begin, side="right") - 1]
-            begin, end = (position + int(span[1] - span[3]) for position in (begin, end))
-        for request in plan.item_requests[first : first + count, 0].tolist():
-            ranges[request].append((begin, seq_lens[request] if end == OPEN_END else end))
+    span = spans[np.searchsorted(spans[:, 3], begin, side="right") - 1]
+    return begin + int(span[1] - span[3]), end + int(span[1] - span[3])
+
+
+def ranges_of(plan: DecodePlan, seq_lens: np.ndarray) -> list[list[list[tuple[int, int]]]]:
+    """Per request: the positions that its work items read, segment by segment."""
+    ranges: list[list[list[tuple[int, int]]]] = [[] for _ in seq_lens]
+    segments = plan.kv_segments.tolist()
+    for _, count, first, segment_begin, num_segments, *_ in plan.work_items.tolist():
+        of_item: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        for segment in segments[segment_begin : segment_begin + num_segments]:
+            for request in range(segment[3] & 0xFFFF, segment[3] >> 16):
+                of_item[request].append(positions_of(plan, segment, seq_lens))
+        requests = plan.item_requests[first : first + count, 0].tolist()
+        for request, each in zip(requests, of_item, strict=True):
+            ranges[request].append(each)
     return [sorted(each) for each in ranges]
 
 
@@ -165,21 +177,39 @@ def test_work_items_are_the_chunks_of_the_grid(case: ForestCase) -> None:
     ranges = ranges_of(plan, case.seq_lens)
     for length, have in zip(case.seq_lens.tolist(), ranges, strict=True):
         cuts = boundaries(length)
-        assert have == list(pairwise(cuts))
+        assert [(each[0][0], each[-1][1]) for each in have] == list(pairwise(cuts))
+        for chunk in have:
+            for before, after in pairwise(chunk):
+                assert before[1] == after[0], "segments follow one another"
+                assert (after[0] - chunk[0][0]) % STEP == 0, "steps are the same in all segments"
     assert plan.header.num_item_requests == sum(map(num_chunks, case.seq_lens.tolist()))
 
 
-@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 2048, 2049, 8192, 8193, 131_073, 10**9])
+@pytest.mark.parametrize("length", [0, 1, 511, 512, 513, 8192, 8193, 32_769, 131_073, 10**9])
 def test_chunks_are_counted(length: int) -> None:
     assert num_chunks(length) == len(boundaries(length)) - 1
 
 
-def test_a_shared_chunk_is_read_once() -> None:
-    """520 shared tokens are two chunks of 256, and 8 tokens that each request reads."""
-    case = make_case([(-1, 520)], [(0, 100)] * 16)
-    plan = plan_of(case, scheduler_of())
-    assert plan.kv_tokens.planned == 2 * 256 + 16 * (8 + 100)
+def test_shared_steps_are_read_once() -> None:
+    """1,100 shared tokens are two chunks of 512 and a step of 64. 12 tokens are left, which each
+    request reads, and its own. Long ones are in work items of their own."""
+    case = make_case([(-1, 1100)], [(0, 20)] * 16)
+    plan = plan_of(case, scheduler_of(num_workers=1))
+    assert plan.kv_tokens.planned == 1024 + 64 + 16 * (12 + 20)
+    assert plan.header.num_work_items == 3
+    assert plan.header.num_shared_slots == 1024 + 64
+    case = make_case([(-1, 1100)], [(0, 400)] * 16)
+    plan = plan_of(case, scheduler_of(num_workers=1000))
+    assert plan.kv_tokens.planned == 1024 + 16 * (76 + 400)
     assert plan.header.num_work_items == 2 + 16
+
+
+@pytest.mark.parametrize("num_requests", [16, 17, 100])
+def test_a_shared_chunk_is_read_once_per_tile(num_requests: int) -> None:
+    case = make_case([(-1, 512)], [(0, 0)] * num_requests)
+    plan = plan_of(case, scheduler_of())
+    assert plan.header.num_work_items == -(-num_requests // 16)
+    assert plan.header.num_shared_slots == 512
 
 
 @many
@@ -196,7 +226,7 @@ def test_a_reservation_holds_every_plan(case: ForestCase) -> None:
 
 
 def test_one_tile_is_the_largest() -> None:
-    case = make_case([(-1, 520)], [(0, 100)] * 5)
+    case = make_case([(-1, 512)], [(0, 500)] * 5)
     assert set(plan_of(case, scheduler_of()).work_items[:, 0].tolist()) == {0, 1}
     assert set(plan_of(case, scheduler_of(one_tile=True)).work_items[:, 0].tolist()) == {2}
 
