@@ -26,7 +26,7 @@ from forests import ForestCase, make_case
 
 _WORKERS = (1, 5, 33, 264)
 _GRAPH_ROWS = (8, 40)
-_MAX_REQUESTS = 256  # of a plan: room for all chunks of _GRAPH_ROWS[-1] requests
+_MAX_REQUESTS = 1024  # of a plan: room for all chunks of _GRAPH_ROWS[-1] requests
 
 
 def random_forest(random: np.random.Generator) -> ForestCase:
@@ -94,7 +94,7 @@ class World:
                 max_block_q=block_q,
                 max_requests=_MAX_REQUESTS,
                 max_shared_slots=1 << 15,
-                max_partials=16 * _MAX_REQUESTS,
+                max_partials=4 * _MAX_REQUESTS,
                 batch_invariant=True,
             )
             for workers in _WORKERS
