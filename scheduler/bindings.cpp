@@ -318,9 +318,8 @@ PYBIND11_MODULE(_scheduler, m) {
   py::class_<pat::CostModel>(m, "CostModel")
       .def(py::init(&cost_model_from_kwargs))
       .def("values", &cost_dict)
-      .def("__eq__", [](const pat::CostModel& self, const pat::CostModel& other) {
-        return self == other;
-      });
+      .def("__eq__",
+           [](const pat::CostModel& self, const pat::CostModel& other) { return self == other; });
   py::list shipped;
   for (const pat::ShippedCosts& costs : pat::kShippedCosts) {
     shipped.append(py::make_tuple(std::string(costs.gpu), costs.is_measured, costs.cost));

@@ -49,7 +49,8 @@ void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   num_partials_.assign(num_requests, 0);
   kv_tokens_.planned = 0;
   for (const Piece& piece : split.pieces) kv_tokens_.planned += piece.num_tokens;
-  checked_int32(static_cast<int64_t>(split.requests.size()), "item requests");  // hence the partials, which are fewer
+  checked_int32(static_cast<int64_t>(split.requests.size()),
+                "item requests");  // hence the partials, which are fewer
   for (const int32_t request : split.requests) ++num_partials_[request];
 }
 

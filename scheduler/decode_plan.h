@@ -54,8 +54,7 @@ class DecodePlan {
   int32_t assign_partials(const Split& split);
   // Fills work_items, kv_segments and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);
-  KvSegment kv_segment(const Packing& packing, const Segment& segment,
-                       int32_t first_request) const;
+  KvSegment kv_segment(const Packing& packing, const Segment& segment, int32_t first_request) const;
 
   PlanHeader header_{};
   KvTokens kv_tokens_;

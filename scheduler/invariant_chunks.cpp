@@ -61,9 +61,8 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  const int32_t chunk_end = static_cast<int32_t>(
-      std::min<int64_t>(int64_t{begin} + ChunkGrid::chunk_tokens(begin),
-                        std::numeric_limits<int32_t>::max()));
+  const int32_t chunk_end = static_cast<int32_t>(std::min<int64_t>(
+      int64_t{begin} + ChunkGrid::chunk_tokens(begin), std::numeric_limits<int32_t>::max()));
   // What all requests since the last one kept share: of nodes of one path, the uppermost has the smallest index.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
@@ -163,9 +162,9 @@ void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int3
     }
   }
   const int32_t num_rows = piece.num_requests * tiles_.group_size();
-  piece.cost = cost_.split.item + int64_t{cost_.split.query_row} * num_rows +
-               std::max<int64_t>(piece.num_tokens * cost_.split.token[piece.tile],
-                                 cost_.split.shortest);
+  piece.cost =
+      cost_.split.item + int64_t{cost_.split.query_row} * num_rows +
+      std::max<int64_t>(piece.num_tokens * cost_.split.token[piece.tile], cost_.split.shortest);
   packing.packs.push_back({.request_begin = piece.request_begin,
                            .num_requests = piece.num_requests,
                            .segment_begin = 0,

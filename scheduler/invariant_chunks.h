@@ -72,7 +72,8 @@ class InvariantChunks {
   TileSelection tiles_;
 
   std::vector<Holder> holders_;
-  std::vector<int64_t> own_tokens_;  // per holder: of those before it, what each does not share with the one before
+  std::vector<int64_t>
+      own_tokens_;  // per holder: of those before it, what each does not share with the one before
   std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
   std::vector<int32_t> run_begin_;   // per holder: where the last run before it begins
   std::vector<int32_t> candidates_;  // holders at which that run may begin, best first

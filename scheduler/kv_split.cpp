@@ -175,7 +175,8 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
       }
     }
     if (taken + length > fit) {
-      if (border >= 0 && fit - border_taken <= std::max<int64_t>(kCutGranularity, fit / kEmptyPart)) {
+      if (border >= 0 &&
+          fit - border_taken <= std::max<int64_t>(kCutGranularity, fit / kEmptyPart)) {
         cut = cut_at(packing, tile, at, border, 0, border_taken);
         return true;
       }
@@ -248,14 +249,13 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
     segment.first = place_[segment.first - at.first];
     segment.end = place_[segment.end - at.first];
   }
-  out.pieces.push_back(
-      {.tile = tiles_.select(num_requests),
-       .request_begin = request_begin,
-       .num_requests = num_requests,
-       .segment_begin = segment_begin,
-       .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
-       .num_tokens = num_tokens,
-       .cost = cost(num_requests, num_tokens)});
+  out.pieces.push_back({.tile = tiles_.select(num_requests),
+                        .request_begin = request_begin,
+                        .num_requests = num_requests,
+                        .segment_begin = segment_begin,
+                        .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
+                        .num_tokens = num_tokens,
+                        .cost = cost(num_requests, num_tokens)});
 }
 
 // --- little work ---
@@ -384,8 +384,8 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
   const int64_t most_cut_requests = max_cut_requests(config_.num_workers, tiles_);
   while (!shared.is_empty() || !alone.is_empty()) {
     const int64_t left = std::max<int64_t>(total - shared.done - alone.done, 0);
-    const int64_t budget = std::max(left / (kTicketsPerShare * config_.num_workers),
-                                    kCostUnit * kSmallestTicket);
+    const int64_t budget =
+        std::max(left / (kTicketsPerShare * config_.num_workers), kCostUnit * kSmallestTicket);
     const bool is_shared =
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());

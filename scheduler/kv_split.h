@@ -155,7 +155,7 @@ class KvSplitter {
   TileSelection tiles_;
   std::vector<Tile> list_;  // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
-  Split private_;  // pieces of the private packs
+  Split private_;                         // pieces of the private packs
   std::vector<int32_t> private_tickets_;  // indices into Split::tickets
   std::vector<int32_t> place_;            // per request of a tile: its place in the piece
 };

@@ -88,8 +88,7 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     for (const Segment& segment :
          std::span(split.segments).subspan(piece.segment_begin, piece.num_segments)) {
       if (!segment.is_open) continue;
-      LengthRange& range =
-          next_.lengths[split.requests[piece.request_begin + segment.first]];
+      LengthRange& range = next_.lengths[split.requests[piece.request_begin + segment.first]];
       int64_t longest = int64_t{range.planned} + config_.growth_tokens;
       if (config_.batch_invariant) {
         longest = std::min(longest, ChunkGrid::boundary_after(range.planned));

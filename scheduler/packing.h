@@ -16,8 +16,8 @@ namespace pat {
 
 // How requests are divided into packs.
 enum class Policy {
-  kMemory,   // runs of neighbours in the tree, cut where that moves the fewest bytes; see SubtreeTiler
-  kPaper,    // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
+  kMemory,  // runs of neighbours in the tree, cut where that moves the fewest bytes; see SubtreeTiler
+  kPaper,  // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
   kCompute,  // FastTree's cost model: where tiles are padded less, and partials avoided
   kPerNode,  // never: every forest node is a pack of its own
   kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does

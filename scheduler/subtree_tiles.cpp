@@ -64,8 +64,7 @@ void SubtreeTiler::find_common_nodes(const PrefixForest& forest) {
   common_.clear();
   for (size_t place = 0; place < order.size(); ++place) {
     const int32_t anchor = forest.anchor(order[place]);
-    const bool is_first =
-        anchor >= 0 && static_cast<size_t>(nodes[anchor].holder_begin) == place;
+    const bool is_first = anchor >= 0 && static_cast<size_t>(nodes[anchor].holder_begin) == place;
     common_.push_back(is_first ? common_before_[anchor] : anchor);
   }
 }
@@ -118,8 +117,7 @@ int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t b
   KnownSpan& known = known_spans_[bottom];
   if (known.top != top) {
     known.top = top;
-    known.span =
-        out.add_span(request, forest.nodes()[top].kv_begin, forest.nodes()[bottom].kv_end);
+    known.span = out.add_span(request, forest.nodes()[top].kv_begin, forest.nodes()[bottom].kv_end);
   }
   return known.span;
 }

@@ -16,12 +16,14 @@ namespace pat {
 struct Segment {
   static constexpr int32_t kPrivate = -1;
 
-  int32_t span;  // into Packing::spans, or kPrivate: read live from the row of the interval's one request
+  int32_t
+      span;  // into Packing::spans, or kPrivate: read live from the row of the interval's one request
   int32_t kv_begin;  // positions, equal for all requests of the interval
   int32_t kv_end;    // at planning time
   int32_t first;     // requests [first, end) of the pack
   int32_t end;
-  bool is_open;  // it ends where its request does, however long that becomes; a private segment that no cut has ended
+  bool
+      is_open;  // it ends where its request does, however long that becomes; a private segment that no cut has ended
 
   bool is_private() const { return span == kPrivate; }
   int32_t num_tokens() const { return kv_end - kv_begin; }
@@ -89,12 +91,13 @@ class SubtreeTiler {
   TileSelection tiles_;
   int64_t cut_cost_ = 0;
 
-  std::vector<int32_t> depth_;          // per node
-  std::vector<int32_t> common_before_;  // per node: what its first holder shares with the request before
-  std::vector<int32_t> common_;         // per place in tree order; -1: nothing
-  std::vector<int64_t> best_;           // per place: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;      // per place: where the last run before it begins
-  std::vector<int32_t> candidates_;     // places at which that run may begin, best first
+  std::vector<int32_t> depth_;  // per node
+  std::vector<int32_t>
+      common_before_;            // per node: what its first holder shares with the request before
+  std::vector<int32_t> common_;  // per place in tree order; -1: nothing
+  std::vector<int64_t> best_;    // per place: cost of the cheapest cuts before it
+  std::vector<int32_t> run_begin_;   // per place: where the last run before it begins
+  std::vector<int32_t> candidates_;  // places at which that run may begin, best first
   std::vector<int32_t> path_;
   struct KnownSpan {
     int32_t top;  // node at which the span begins; -1: none yet

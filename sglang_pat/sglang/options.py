@@ -53,7 +53,7 @@ def resolved(arguments: Any, name: str) -> Any:
 
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
     """Whether pat is to compute a request alike in any batch: asked for by its own variable, or by
-    SGLang's deterministic inference, which `--rl-on-policy-target` turns on.
+    SGLang's deterministic inference, which a target for on-policy training turns on too.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
