@@ -46,6 +46,12 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
       config.min_piece_tokens >= kCutGranularity && config.min_piece_tokens % kCutGranularity == 0,
       "min_piece_tokens must be a positive multiple of ", kCutGranularity, ", got ",
       config.min_piece_tokens);
+  item_costs_.push_back({.fixed = 0, .token = 0});
+  for (int32_t requests = 1; requests <= tiles.requests_per_tile(); ++requests) {
+    const int64_t rows = int64_t{requests} * tiles.group_size();
+    item_costs_.push_back({.fixed = cost.split.item + cost.split.query_row * rows,
+                           .token = cost.split.token[tiles.select(requests)]});
+  }
 }
 
 // --- tiles ---
@@ -77,13 +83,6 @@ void KvSplitter::list_tiles(const Packing& packing) {
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
 }
 
-int64_t KvSplitter::cost(int32_t num_requests, int64_t num_tokens) const {
-  const SplitCosts& split = cost_.split;
-  const int64_t rows = int64_t{num_requests} * tiles_.group_size();
-  const int64_t tokens = num_tokens * split.token[tiles_.select(num_requests)];
-  return split.item + split.query_row * rows + std::max<int64_t>(tokens, split.shortest);
-}
-
 int64_t KvSplitter::total_cost(size_t begin, size_t end) const {
   int64_t total = 0;
   for (size_t i = begin; i < end; ++i) total += list_[i].whole;
@@ -106,6 +105,7 @@ KvSplitter::Cut KvSplitter::rest(const Tile& tile, const Position& at) const {
   Position end = at;
   end.segment = tile.segment_end;
   end.offset = 0;
+  end.dealt = tile.num_tokens;
   return {.next = end,
           .cost = cost(tile.num_requests - at.first, tile.num_tokens - at.dealt + at.again),
           .last = tile.num_requests,
@@ -155,9 +155,8 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
                           int64_t room, bool forced, Cut& cut) const {
   const int64_t shortest = config_.min_piece_tokens;
   const int32_t num_requests = tile.num_requests - at.first;
-  const int64_t for_tokens = room - cost(num_requests, 0) + cost_.split.shortest;
-  const int64_t fit =
-      for_tokens < 0 ? -1 : for_tokens / cost_.split.token[tiles_.select(num_requests)];
+  const int64_t for_tokens = room - item_costs_[num_requests].fixed;
+  const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item_costs_[num_requests].token;
   const int64_t left = tile.num_tokens - at.dealt + at.again;
   int64_t taken = at.again;
   int32_t border = -1;  // the last segment before which a cut fits
@@ -261,35 +260,37 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
 // --- little work ---
 
 template <typename PieceFn>
-int32_t KvSplitter::deal(const Packing& packing, int64_t budget, int64_t& most,
-                         PieceFn&& piece) const {
+KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, PieceFn&& piece) const {
+  Dealt dealt{.tokens = 0, .uncut = 0, .fits = false};
   int32_t ticket = 0;
   int64_t room = budget;
-  int64_t least_room = budget;
   for (const Tile& tile : list_) {
     if (tile.whole <= room) {  // most tiles: this loop runs once per step of the bisection
       piece(tile, ticket);
       room -= tile.whole;
+      dealt.tokens += tile.num_tokens;
       continue;
     }
     for (Position at = begin_of(tile);;) {
       Cut cut = rest(tile, at);
-      if (cut.cost > room && !find_cut(packing, tile, at, room, room == budget, cut)) {
-        ++ticket;
-        room = budget;
-        continue;
+      const bool fits = cut.cost <= room || find_cut(packing, tile, at, room, room == budget, cut);
+      if (fits) {
+        piece(tile, at, cut, ticket);
+        room -= cut.cost;
+        if (room < 0) {
+          dealt.uncut = cut.cost;
+          return dealt;
+        }
+        dealt.tokens += cut.next.dealt - at.dealt;
+        if (cut.is_end) break;
+        at = cut.next;  // and on with the next ticket: one cut for each at most
       }
-      piece(tile, at, cut, ticket);
-      room -= cut.cost;
-      least_room = std::min(least_room, room);
-      if (cut.is_end) break;
-      at = cut.next;
-      ++ticket;  // one cut for each ticket at most
+      if (++ticket == config_.num_workers) return dealt;
       room = budget;
     }
   }
-  most = budget - std::min<int64_t>(least_room, 0);
-  return ticket + 1;
+  dealt.fits = true;
+  return dealt;
 }
 
 int64_t KvSplitter::smallest_budget(const Packing& packing, int64_t total) const {
@@ -297,20 +298,26 @@ int64_t KvSplitter::smallest_budget(const Packing& packing, int64_t total) const
     void operator()(const Tile&, int32_t) const {}
     void operator()(const Tile&, const Position&, const Cut&, int32_t) const {}
   };
-  int64_t most = 0;
-  const auto fits = [&](int64_t budget) {
-    return deal(packing, budget, most, Count{}) <= config_.num_workers && most <= budget;
-  };
+  int64_t num_tokens = 0;
+  for (const Tile& tile : list_) num_tokens += tile.num_tokens;
+  const auto deal_out = [&](int64_t budget) { return deal(packing, budget, Count{}); };
   int64_t low = (total + config_.num_workers - 1) / config_.num_workers;
-  if (fits(low)) return low;
+  Dealt dealt = deal_out(low);
+  if (dealt.fits) return low;
+  constexpr int64_t kStep = kCostUnit * int64_t{kCutGranularity} / 4;
   int64_t high = low;
   do {
     low = high;
-    high = std::max(most, low + std::max<int64_t>(low / 8, kCostUnit * int64_t{kCutGranularity}));
-  } while (!fits(high));
-  while (high - low > kCostUnit * int64_t{kCutGranularity} / 4 && high - low > low / 256) {
+    // What no cut can shorten; or with so much more, what was not dealt out would have been, too.
+    const double missing = static_cast<double>(num_tokens) / static_cast<double>(dealt.tokens);
+    const int64_t needed =
+        dealt.uncut > 0 ? dealt.uncut : static_cast<int64_t>(static_cast<double>(low) * missing);
+    high = std::max(low + std::max(kStep, low / 64), needed);
+    dealt = deal_out(high);
+  } while (!dealt.fits);
+  while (high - low > kStep && high - low > low / 64) {
     const int64_t middle = low + (high - low) / 2;
-    (fits(middle) ? high : low) = middle;
+    (deal_out(middle).fits ? high : low) = middle;
   }
   return high;
 }
@@ -331,8 +338,7 @@ void KvSplitter::split_evenly(const Packing& packing, int64_t total, Split& out)
     const Packing& packing;
     Split& out;
   };
-  int64_t most = 0;
-  deal(packing, smallest_budget(packing, total), most, Add{*this, packing, out});
+  deal(packing, smallest_budget(packing, total), Add{*this, packing, out});
 }
 
 // --- much work ---
@@ -357,6 +363,7 @@ Ticket KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t b
     add_piece(packing, tile, at, cut, out);
     room -= cut.cost;
     stream.done += cut.cost;
+    stream.cuts += !cut.is_end;
     stream.cut_requests += cut.both_requests;
     if (cut.is_end) {
       if (++stream.tile < stream.end) stream.position = begin_of(list_[stream.tile]);
@@ -377,11 +384,13 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
                   .position = begin < end ? begin_of(list_[begin]) : Position{},
                   .total = total_cost(begin, end),
                   .done = 0,
+                  .cuts = 0,
                   .cut_requests = 0};
   };
   Stream shared = stream_of(0, num_shared_tiles_);
   Stream alone = stream_of(num_shared_tiles_, list_.size());
-  const int64_t most_cut_requests = max_cut_requests(config_.num_workers, tiles_);
+  const int64_t most_cuts = max_cut_requests(config_.num_workers, tiles_);
+  const int64_t most_cut_requests = most_cuts + packing.spare_requests;
   while (!shared.is_empty() || !alone.is_empty()) {
     const int64_t left = std::max<int64_t>(total - shared.done - alone.done, 0);
     const int64_t budget =
@@ -392,7 +401,10 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
     if (!is_shared) private_tickets_.push_back(static_cast<int32_t>(out.tickets.size()));
     out.tickets.push_back(is_shared ? take_ticket(packing, shared, budget, out)
                                     : take_ticket(packing, alone, budget, private_));
-    if (shared.cut_requests + alone.cut_requests > most_cut_requests) return false;
+    if (shared.cuts + alone.cuts > most_cuts ||
+        shared.cut_requests + alone.cut_requests > most_cut_requests) {
+      return false;
+    }
   }
   const auto num_pieces = static_cast<int32_t>(out.pieces.size());
   const auto num_requests = static_cast<int32_t>(out.requests.size());

@@ -2,6 +2,7 @@
 // that the CTAs draw, so that all finish together.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -74,7 +75,7 @@ class KvSplitter {
   double tail(const Split& split) const;
 
   // How many requests all cuts of a split concern at most, counted once per cut: each adds a partial. It bounds the
-  // cuts too.
+  // cuts too. Where requests are in less packs than Packing::spare_requests allows for, their cuts may be more.
   static int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
     return int64_t{num_workers} * tiles.requests_per_tile();
   }
@@ -91,6 +92,10 @@ class KvSplitter {
     bool is_shared;
     int64_t num_tokens;
     int64_t whole;  // cost uncut
+  };
+  struct ItemCost {
+    int64_t fixed;
+    int64_t token;
   };
   // How far the pieces of a tile have been dealt out.
   struct Position {
@@ -110,6 +115,12 @@ class KvSplitter {
     int32_t both_requests;  // requests that the cut concerns
     bool is_end;            // there is nothing behind it
   };
+  struct Dealt {
+    int64_t tokens;  // so far; what is read again not counted
+    int64_t
+        uncut;  // cost of a piece that exceeds the budget, and that no cut can shorten; 0 without
+    bool fits;  // all tiles are dealt out
+  };
   // Part of the list of tiles, and how far its pieces have been dealt out.
   struct Stream {
     size_t tile;
@@ -117,6 +128,7 @@ class KvSplitter {
     Position position;
     int64_t total;  // cost
     int64_t done;
+    int64_t cuts;
     int64_t cut_requests;  // requests that the cuts concern, once per cut
 
     bool is_empty() const { return tile == end; }
@@ -125,7 +137,10 @@ class KvSplitter {
 
   void list_tiles(const Packing& packing);
   int64_t total_cost(size_t begin, size_t end) const;
-  int64_t cost(int32_t num_requests, int64_t num_tokens) const;
+  int64_t cost(int32_t num_requests, int64_t num_tokens) const {
+    const ItemCost& item = item_costs_[num_requests];
+    return item.fixed + std::max<int64_t>(num_tokens * item.token, cost_.split.shortest);
+  }
 
   Position begin_of(const Tile& tile) const;
   Cut rest(const Tile& tile, const Position& at) const;
@@ -139,10 +154,10 @@ class KvSplitter {
                  Split& out);
 
   void split_evenly(const Packing& packing, int64_t total, Split& out);
-  // Deals the tiles out and calls piece(tile, position, cut, ticket), tickets ascending. Returns their number. `most`
-  // becomes the cost of the most expensive ticket.
+  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
+  // Calls piece(tile, position, cut, ticket), or piece(tile, ticket) for a whole tile; tickets ascend.
   template <typename PieceFn>
-  int32_t deal(const Packing& packing, int64_t budget, int64_t& most, PieceFn&& piece) const;
+  Dealt deal(const Packing& packing, int64_t budget, PieceFn&& piece) const;
   int64_t smallest_budget(const Packing& packing, int64_t total) const;
 
   // False, with `out` in no particular state, if that takes more cuts than an even split might: a few tiles of many
@@ -153,7 +168,8 @@ class KvSplitter {
   SplitConfig config_;
   CostModel cost_;
   TileSelection tiles_;
-  std::vector<Tile> list_;  // of the shared packs, then of the private ones
+  std::vector<ItemCost> item_costs_;  // by the number of requests
+  std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
   Split private_;                         // pieces of the private packs
   std::vector<int32_t> private_tickets_;  // indices into Split::tickets

@@ -80,13 +80,17 @@ bool Packer::merging_computes_less(const Edge& edge) const {
 }
 
 void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
-  if (policy_ == Policy::kMemory) return tiler_.pack(forest, seq_lens, out);
+  const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
+  if (policy_ == Policy::kMemory) {
+    tiler_.pack(forest, seq_lens, out);
+    out.spare_requests = most - static_cast<int64_t>(out.requests.size());
+    return;
+  }
   out.clear();
   if (policy_ == Policy::kQueryCentric) {
     state_.clear();
     private_begin_.assign(seq_lens.size(), 0);
   } else {
-    const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
     raised_price_ = 0;
     // Ends: once a partial costs more than any range, all requests leave all packs but one.
     for (int64_t price = kCostUnit; decide(forest, seq_lens) > most;) {
@@ -94,6 +98,7 @@ void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
     }
   }
   emit(forest, seq_lens, out);
+  out.spare_requests = std::max<int64_t>(most - static_cast<int64_t>(out.requests.size()), 0);
 }
 
 int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_lens) {

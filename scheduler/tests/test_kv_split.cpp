@@ -67,7 +67,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   }
   const int64_t packed = static_cast<int64_t>(packing.requests.size());
   const int64_t most_cut = KvSplitter::max_cut_requests(config.num_workers, tiles);
-  CHECK(taken_requests - packed <= most_cut);
+  CHECK(taken_requests - packed <= most_cut + packing.spare_requests);
   CHECK(static_cast<int64_t>(split.segments.size()) <=
         num_uncut_segments(packing, tiles) + KvSplitter::kMaxSegmentsPerCut * most_cut);
   size_t num_pieces = 0;
