@@ -47,7 +47,7 @@ def check_bits(num_worlds: int, num_batches: int, seed: int) -> list[dict[str, o
         if force_mma_sync and not config.tiles_agree:
             continue  # the device's own bodies, which the other variants are about already
         config = replace(config, force_mma_sync=force_mma_sync)
-        kernels = DecodeKernels.load(config)
+        kernels = DecodeKernels(config)
         case = {"name": f"{config.name} {q_heads}/{kv_heads}" + " sinks" * sinks}
         case |= {"worlds": num_worlds, "batches": 0, "requests": 0, "differing": 0}
         for world in range(num_worlds):

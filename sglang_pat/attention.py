@@ -17,8 +17,15 @@ import numpy as np
 import torch
 
 from sglang_pat import support
-from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
+from sglang_pat._scheduler import (
+    MAX_GROUP_SIZE,
+    TILE_TABLE,
+    CostModel,
+    PackScheduler,
+    PrefixForest,
+)
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
+from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.invariant_reference import InvariantExecution
 from sglang_pat.executors.jit import KernelConfig
@@ -151,6 +158,7 @@ class PackAttention:
             growth_tokens=growth_tokens,
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
+            cost=CostModel() if kernels is None else costs_of(self.device),
         )
         sizes = None
         if max_requests is not None:
@@ -398,7 +406,7 @@ class PackAttention:
         if name == "reference" or not on_gpu:
             return None
         config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
-        return DecodeKernels.load(config)
+        return DecodeKernels(config)
 
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
@@ -487,8 +495,9 @@ def new_scheduler(
     growth_tokens: int = GROWTH_TOKENS,
     batch_invariant: bool = False,
     one_tile: bool = False,
+    cost: CostModel | None = None,
 ) -> PackScheduler:
-    """A scheduler with the constants that PackAttention uses."""
+    """A scheduler with the constants that PackAttention uses. cost: None is its own."""
     return PackScheduler(
         group_size=group_size,
         num_workers=num_workers,
@@ -498,6 +507,7 @@ def new_scheduler(
         growth_tokens=growth_tokens,
         batch_invariant=batch_invariant,
         one_tile=one_tile,
+        cost=CostModel() if cost is None else cost,
     )
 
 

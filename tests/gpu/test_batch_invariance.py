@@ -17,7 +17,7 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 def kernels_for(heads: Heads) -> DecodeKernels:
     device = torch.device("cuda")
     config = KernelConfig.for_device(heads.dtype, heads.head_dim, device, heads.v_head_dim)
-    return DecodeKernels.load(config)
+    return DecodeKernels(config)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
