@@ -1,8 +1,8 @@
 """SGLang's own test of deterministic inference, on a server in batch-invariant mode.
 
 On a CPU only pat's part is batch-invariant: SGLang refuses `--enable-deterministic-inference`
-there, and its matrix products depend on the batch. The modes compare texts, which the tiny model has no
-ties in. The third mode, `radix_cache`, compares two prefills, and `p_vs_d` decode with prefill.
+there, and its matrix products depend on the batch. The modes compare texts, which the tiny model
+has no ties in. Mode `radix_cache` compares two prefills, and `p_vs_d` decode with prefill.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from sglang_fakes import (
     server_arguments,
 )
 
+from sglang_pat._scheduler import num_chunks
+
 pytestmark = pytest.mark.usefixtures("server_context")
 
 LENGTHS = [700, 1, 512, 513, 3000, 1025]
@@ -104,7 +106,15 @@ def test_a_row_is_the_same_in_any_batch_and_graph() -> None:
         assert torch.equal(alone, requests.decode([row], graph_rows=2))
 
 
-def test_without_the_mode_it_is_not() -> None:
-    requests = Requests()
-    together = requests.decode(list(range(len(LENGTHS))))
-    assert not torch.equal(requests.decode([4])[0], together[4])
+def test_eager_steps_and_graphs_are_planned_in_chunks() -> None:
+    requests = Requests(enable_deterministic_inference=True)
+    requests.backend.init_cuda_graph_state(8, 8)
+    everyone = list(range(len(LENGTHS)))
+    requests.decode(everyone)
+    requests.decode(everyone, graph_rows=len(everyone))
+    plans = list(requests.backend._pat._microbatches.current.plans())
+    assert len(plans) == 2
+    for each in plans:
+        for attention in each._attentions:
+            chunks = sum(map(num_chunks, LENGTHS))
+            assert attention._plan.header.num_item_requests == chunks > len(LENGTHS)
