@@ -25,8 +25,11 @@ from sglang_pat.executors.kernels import DecodeKernels
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
 
-def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
-    """This package: one of its packing policies, or its tile bodies up to max_block_q only."""
+def pat(
+    policy: str = "memory", max_block_q: int | None = None, *, batch_invariant: bool = False
+) -> Contender:
+    """This package: one of its packing policies, its tile bodies up to max_block_q only, or its
+    batch-invariant mode."""
 
     def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
         config = KernelConfig.for_device(workload.dtype, workload.head_dim, tensors.q.device)
@@ -36,6 +39,7 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
             workload.num_qo_heads,
             workload.num_kv_heads,
             policy=policy,
+            batch_invariant=batch_invariant,
             **options,
         )
         step.write(
@@ -150,4 +154,5 @@ ABLATIONS: dict[str, Contender] = {
     "pat-per-node": pat("per-node"),
     "pat-query-centric": pat("query-centric"),
     "pat-16-rows-only": pat(max_block_q=16),
+    "pat-batch-invariant": pat(batch_invariant=True),
 }

@@ -34,6 +34,7 @@ class PlannedStep:
         max_requests: int = 4096,
         max_shared_slots: int = 1 << 17,
         max_partials: int = 1 << 15,
+        batch_invariant: bool = False,
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         if num_workers is None:
@@ -46,6 +47,8 @@ class PlannedStep:
             min_piece_tokens=min_piece_tokens,
             growth_tokens=GROWTH_TOKENS,
             cost=cost or CostModel(),
+            batch_invariant=batch_invariant,
+            one_tile=batch_invariant and not kernels.config.tiles_agree,
         )
         capacity = PlanCapacity(
             num_tickets=8 * max_requests + num_workers,

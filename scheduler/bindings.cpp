@@ -297,6 +297,15 @@ PYBIND11_MODULE(_scheduler, m) {
            [](const pat::PlanCapacity& self) { return layout_dict(pat::PlanLayout::of(self)); });
 
   m.def(
+      "invariant_plan_bounds",
+      [](int32_t max_requests, int32_t max_seq_len) {
+        const pat::PlanBounds bounds = pat::invariant_plan_bounds(max_requests, max_seq_len);
+        return py::make_tuple(bounds.capacity, bounds.num_partials);
+      },
+      py::arg("max_requests"), py::arg("max_seq_len"));
+  m.def("num_chunks", &pat::ChunkGrid::num_chunks, py::arg("length"));
+
+  m.def(
       "plan_bounds",
       [](int32_t max_requests, int32_t num_workers, int32_t group_size) {
         constexpr int32_t kLargestTile = pat::kTileTable[pat::kNumTiles - 1].block_q;
@@ -334,18 +343,21 @@ PYBIND11_MODULE(_scheduler, m) {
   py::class_<pat::PackScheduler>(m, "PackScheduler")
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens,
-                       const pat::CostModel& cost) {
+                       const pat::CostModel& cost, bool batch_invariant, bool one_tile) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
                                         .policy = pat::policy_from_name(policy),
                                         .min_piece_tokens = min_piece_tokens,
                                         .growth_tokens = growth_tokens,
-                                        .cost = cost});
+                                        .cost = cost,
+                                        .batch_invariant = batch_invariant,
+                                        .one_tile = one_tile});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
            py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"),
-           py::arg("cost") = pat::CostModel{})
+           py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
+           py::arg("one_tile") = false)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())

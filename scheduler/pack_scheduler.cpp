@@ -29,10 +29,11 @@ class Stopwatch {
 
 PackScheduler::PackScheduler(const SchedulerConfig& config)
     : config_(config),
-      tiles_(config.group_size, config.max_block_q),
+      tiles_(config.group_size, config.max_block_q, config.one_tile),
       packer_(config.policy, config.cost.packing, tiles_),
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
-                config.cost, tiles_) {
+                config.cost, tiles_),
+      chunks_(config.num_workers, config.cost, tiles_) {
   config.cost.check();
   PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ",
             config.growth_tokens);
@@ -58,11 +59,17 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
   forest.arrange(seq_lens);
   times_.forest = stopwatch.lap();
 
-  packer_.pack(forest, seq_lens, next_.packing);
-  times_.packing = stopwatch.lap();
+  if (config_.batch_invariant) {
+    chunks_.plan(forest, seq_lens, next_.packing, next_.split);
+    times_.packing = stopwatch.lap();
+    times_.split = 0;
+  } else {
+    packer_.pack(forest, seq_lens, next_.packing);
+    times_.packing = stopwatch.lap();
 
-  splitter_.split(next_.packing, next_.split);
-  times_.split = stopwatch.lap();
+    splitter_.split(next_.packing, next_.split);
+    times_.split = stopwatch.lap();
+  }
 
   next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, next_.packing,
                       next_.split);
@@ -76,13 +83,18 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     lower_bound += seq_len - forest.private_begin(static_cast<int32_t>(request));
     next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
-  for (const Pack& pack : next_.packing.packs) {
-    for (const Segment& segment : next_.packing.segments_of(pack)) {
+  const Split& split = next_.split;
+  for (const Piece& piece : split.pieces) {
+    for (const Segment& segment :
+         std::span(split.segments).subspan(piece.segment_begin, piece.num_segments)) {
       if (!segment.is_open) continue;
-      LengthRange& range =
-          next_.lengths[next_.packing.requests[pack.request_begin + segment.first]];
-      range.longest +=
-          std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
+      LengthRange& range = next_.lengths[split.requests[piece.request_begin + segment.first]];
+      int64_t longest = int64_t{range.planned} + config_.growth_tokens;
+      if (config_.batch_invariant) {
+        longest = std::min(longest, ChunkGrid::boundary_after(range.planned));
+      }
+      range.longest =
+          static_cast<int32_t>(std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));
     }
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
@@ -168,6 +180,23 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
                        .num_gather_spans = static_cast<int32_t>(packed_segments),
                        .num_merges = max_requests},
           .num_partials = static_cast<int32_t>(item_requests)};
+}
+
+PlanBounds invariant_plan_bounds(int32_t max_requests, int32_t max_seq_len) {
+  PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
+  PAT_CHECK(max_seq_len >= 1, "max_seq_len must be at least 1, got ", max_seq_len);
+  // Each chunk of a request is in one work item, and adds at most two segments to it.
+  const int64_t chunks = int64_t{max_requests} * ChunkGrid::num_chunks(max_seq_len);
+  PAT_CHECK(2 * chunks <= std::numeric_limits<int32_t>::max(), "max_requests ", max_requests,
+            " of max_seq_len ", max_seq_len, " are too many: their plan may not fit into int32");
+  const auto count = static_cast<int32_t>(chunks);
+  return {.capacity = {.num_tickets = count,
+                       .num_work_items = count,
+                       .num_kv_segments = 2 * count,
+                       .num_item_requests = count,
+                       .num_gather_spans = 2 * count,
+                       .num_merges = max_requests},
+          .num_partials = count};
 }
 
 }  // namespace pat

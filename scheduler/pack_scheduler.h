@@ -9,6 +9,7 @@
 
 #include "cost_model.h"
 #include "decode_plan.h"
+#include "invariant_chunks.h"
 #include "kv_split.h"
 #include "packing.h"
 #include "prefix_forest.h"
@@ -25,6 +26,9 @@ struct SchedulerConfig {
   // A plan serves until a request is more than this longer than when it was planned.
   int32_t growth_tokens;
   CostModel cost;
+  // Each request's result depends on its own KV alone; policy and min_piece_tokens have no effect then.
+  bool batch_invariant = false;
+  bool one_tile = false;  // all work items are executed in the largest body
 };
 
 // Wall time of the stages of the last plan(), in nanoseconds.
@@ -82,6 +86,7 @@ class PackScheduler {
   TileSelection tiles_;
   Packer packer_;
   KvSplitter splitter_;
+  InvariantChunks chunks_;
 
   PrefixForest forest_;  // of paths that come without one
   StageTimes times_;
@@ -108,5 +113,7 @@ struct PlanBounds {
 
 // Throws std::invalid_argument if max_requests or num_workers is out of range, or the bounds exceed int32.
 PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles);
+// The same of batch-invariant plans, for requests of up to `max_seq_len` tokens.
+PlanBounds invariant_plan_bounds(int32_t max_requests, int32_t max_seq_len);
 
 }  // namespace pat

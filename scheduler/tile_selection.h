@@ -11,7 +11,10 @@ namespace pat {
 class TileSelection {
  public:
   // max_block_q: the largest body that the device has; must be one of the table's.
-  TileSelection(int32_t group_size, int32_t max_block_q) : group_size_(group_size) {
+  // one_tile: everything is executed in that body, so that a row is computed alike in each work item even where the
+  // bodies differ in how they add up.
+  TileSelection(int32_t group_size, int32_t max_block_q, bool one_tile = false)
+      : group_size_(group_size), one_tile_(one_tile) {
     PAT_CHECK(group_size >= 1 && group_size <= kMaxGroupSize, "group_size must be 1 to ",
               kMaxGroupSize, " query heads per KV head, got ", group_size);
     for (int32_t tile = 0; tile < kNumTiles; ++tile) {
@@ -31,13 +34,14 @@ class TileSelection {
   // The smallest tile that holds `num_requests` <= requests_per_tile() requests: anything larger would waste
   // shared memory and tensor core time on padding rows.
   int32_t select(int32_t num_requests) const {
-    int32_t tile = 0;
+    int32_t tile = one_tile_ ? largest_ : 0;
     while (kTileTable[tile].block_q < num_requests * group_size_) ++tile;
     return tile;
   }
 
  private:
   int32_t group_size_;
+  bool one_tile_;
   int32_t largest_ = -1;
 };
 

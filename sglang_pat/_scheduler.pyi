@@ -61,6 +61,12 @@ def plan_bounds(max_requests: int, num_workers: int, group_size: int) -> tuple[P
     bound. ValueError if an argument is out of range.
     """
 
+def invariant_plan_bounds(max_requests: int, max_seq_len: int) -> tuple[PlanCapacity, int]:
+    """The same of batch-invariant plans, for requests of up to `max_seq_len` tokens."""
+
+def num_chunks(length: int) -> int:
+    """Into how many chunks a batch-invariant plan cuts the KV of a request of this length."""
+
 class CostModel:
     """What planning weighs (scheduler/cost_model.h), in tokens. The defaults are an H100's.
 
@@ -153,6 +159,8 @@ class PackScheduler:
         min_piece_tokens: int,
         growth_tokens: int,
         cost: CostModel = ...,
+        batch_invariant: bool = ...,
+        one_tile: bool = ...,
     ) -> None: ...
     @overload
     def plan(self, forest: PrefixForest, seq_lens: _Int32) -> None: ...

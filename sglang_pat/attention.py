@@ -27,10 +27,11 @@ from sglang_pat._scheduler import (
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.cuda import CudaExecutor
+from sglang_pat.executors.invariant_reference import InvariantExecution
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
 from sglang_pat.support import GROWTH_TOKENS
@@ -87,6 +88,8 @@ class PackAttention:
         executor: Literal["auto", "cuda", "reference"] = "auto",
         max_requests: int | None = None,
         max_shared_slots: int = 1 << 20,
+        batch_invariant: bool = False,
+        max_seq_len: int | None = None,
     ) -> None:
         """Refuse what is unsupported, and size everything else from the device.
 
@@ -117,6 +120,12 @@ class PackAttention:
             can be captured in a CUDA graph and replayed with other plans. Default: buffers grow.
         max_shared_slots : int
             With `max_requests`: KV tokens of all shared ranges of a batch, at most.
+        batch_invariant : bool
+            A request's output is bitwise the same alone, in any batch, shared or not: it depends on
+            its own queries and KV, and on the device. `policy` has no effect then.
+        max_seq_len : int, optional
+            With `batch_invariant` and `max_requests`: KV tokens of a request, at most. Required
+            then: partials are reserved for them.
 
         Raises
         ------
@@ -147,9 +156,29 @@ class PackAttention:
             num_workers=num_workers,
             policy=policy,
             growth_tokens=growth_tokens,
+            batch_invariant=batch_invariant,
+            one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
             cost=CostModel() if kernels is None else costs_of(self.device),
         )
-        self._executor = self._make_executor(kernels, num_workers, max_requests, max_shared_slots)
+        sizes = None
+        if max_requests is not None:
+            if max_requests < 1:
+                raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+            group_size = num_qo_heads // num_kv_heads
+            if not batch_invariant:
+                sizes = BufferSizes.for_requests(
+                    max_requests, max_shared_slots, num_workers, group_size
+                )
+            elif max_seq_len is None:
+                raise ValueError("batch_invariant with max_requests needs max_seq_len")
+            else:
+                sizes = BufferSizes.for_invariant(max_requests, max_shared_slots, max_seq_len)
+        self._executor: Executor
+        if kernels is None:
+            execution = InvariantExecution if batch_invariant else PlanExecution
+            self._executor = ReferenceExecutor(self.device, execution)
+        else:
+            self._executor = CudaExecutor(kernels, num_qo_heads, self.device, sizes)
         self._begin()
 
     def _begin(self) -> None:
@@ -379,24 +408,6 @@ class PackAttention:
         config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
         return DecodeKernels(config)
 
-    def _make_executor(
-        self,
-        kernels: DecodeKernels | None,
-        num_workers: int,
-        max_requests: int | None,
-        max_shared_slots: int,
-    ) -> Executor:
-        if max_requests is not None and max_requests < 1:
-            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
-        if kernels is None:
-            return ReferenceExecutor(self.device)
-        reservation = None
-        if max_requests is not None:
-            reservation = BufferSizes.for_requests(
-                max_requests, max_shared_slots, num_workers, self.num_qo_heads // self.num_kv_heads
-            )
-        return CudaExecutor(kernels, self.num_qo_heads, self.device, reservation)
-
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
     ) -> StepKind:
@@ -482,6 +493,8 @@ def new_scheduler(
     num_workers: int,
     policy: str = "memory",
     growth_tokens: int = GROWTH_TOKENS,
+    batch_invariant: bool = False,
+    one_tile: bool = False,
     cost: CostModel | None = None,
 ) -> PackScheduler:
     """A scheduler with the constants that PackAttention uses. cost: None is its own."""
@@ -492,6 +505,8 @@ def new_scheduler(
         policy=policy,
         min_piece_tokens=MIN_PIECE_TOKENS,
         growth_tokens=growth_tokens,
+        batch_invariant=batch_invariant,
+        one_tile=one_tile,
         cost=CostModel() if cost is None else cost,
     )
 

@@ -20,6 +20,7 @@ from sglang_pat._scheduler import (
     TILE_TABLE,
     PackScheduler,
     PlanCapacity,
+    invariant_plan_bounds,
     plan_bounds,
 )
 from sglang_pat.batch import IntArray
@@ -250,6 +251,16 @@ class BufferSizes(NamedTuple):
             A parameter is out of range.
         """
         capacity, num_partials = plan_bounds(max_requests, num_workers, group_size)
+        return cls(capacity, num_partials, num_shared_slots)
+
+    @classmethod
+    def for_invariant(
+        cls, max_requests: int, num_shared_slots: int, max_seq_len: int
+    ) -> BufferSizes:
+        """What the batch-invariant plan of any batch of up to `max_requests` requests, of up to
+        `max_seq_len` KV tokens each, needs. ValueError for a parameter that is out of range.
+        """
+        capacity, num_partials = invariant_plan_bounds(max_requests, max_seq_len)
         return cls(capacity, num_partials, num_shared_slots)
 
     @classmethod

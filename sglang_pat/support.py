@@ -101,11 +101,10 @@ _MATRIX = (
     SupportRow("sliding window", "none", LAYER),
     SupportRow(
         "server options",
-        "all but --speculative-algorithm, --enable-deterministic-inference, "
-        "--enable-two-batch-overlap, --enable-pdmux, --enable-hisparse, "
-        "--enable-kv-cache-sharding, --enable-page-major-kv-layout, --enable-unified-memory, "
-        "--enable-torch-compile, --enable-mis, --dllm-algorithm, --dcp-size, "
-        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        "all but --speculative-algorithm, --enable-two-batch-overlap, --enable-pdmux, "
+        "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
+        "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
+        "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         MODEL,
     ),
     SupportRow(

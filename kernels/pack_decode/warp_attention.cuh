@@ -152,7 +152,8 @@ struct WarpAttention {
         latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 1));
         latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 2));
         rescaling.factor[h] = 1.f;
-        if (latest[h] > maximum[h]) {
+        // Not `> maximum`: what becomes of a row must not depend on the other rows of the warp.
+        if (latest[h] > limit_[h]) {
           rescaling.factor[h] = ptx::exp2((maximum[h] - latest[h]) * scale.outer);
           sum[h] *= rescaling.factor[h];
           maximum[h] = latest[h];

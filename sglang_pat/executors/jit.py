@@ -95,6 +95,13 @@ class KernelConfig:
         return f"{_ELEMENTS[self.dtype][1]}_d{head_dim}_sm{self._arch_number}{suffix}"
 
     @property
+    def tiles_agree(self) -> bool:
+        """Whether a query row's result is bitwise the same in every tile: on Hopper, where one body
+        executes all of them. The bodies on mma.sync split KV over their warps in different ways.
+        """
+        return self.arch == (9, 0) and not self.force_mma_sync
+
+    @property
     def build_options(self) -> str:
         """The options of `sglang-pat build` for this variant."""
         dtype = str(self.dtype).removeprefix("torch.")

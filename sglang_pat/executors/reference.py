@@ -8,8 +8,9 @@ oracle of this oracle is `dense_attention`, which knows no plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -201,17 +202,27 @@ class PlanExecution:
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
+class Execution(Protocol):
+    """One step's execution of a plan."""
+
+    def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class ReferenceExecutor:
     """PackAttention's executor in plain torch. Nothing can be captured."""
 
     name = "reference"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, execution: Callable[..., Execution] = PlanExecution
+    ) -> None:
+        """execution: what a step's plan is executed by. Called with plan, slots and step."""
         self._device = device
+        self._new_execution = execution
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
-        self._execution: PlanExecution | None = None  # of this step, made by its first run()
+        self._execution: Execution | None = None  # of this step, made by its first run()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
         """Take over the scheduler's last plan and gather its shared slots. The following run()s
@@ -224,7 +235,7 @@ class ReferenceExecutor:
 
     def sibling(self) -> ReferenceExecutor:
         """One for other plans. They share nothing."""
-        return ReferenceExecutor(self._device)
+        return ReferenceExecutor(self._device, self._new_execution)
 
     def reuse_plan(self, step: Step) -> None:
         """The last plan serves this step too: its tensors are read from now on."""
@@ -236,7 +247,7 @@ class ReferenceExecutor:
         assert self._plan is not None
         assert self._step is not None
         if self._execution is None:
-            self._execution = PlanExecution(self._plan, self._shared_slots, self._step)
+            self._execution = self._new_execution(self._plan, self._shared_slots, self._step)
         out, lse = self._execution.run(layer)
         layer.out.copy_(out)
         if layer.lse is not None:

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.decoder import PatDecoder
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.options import Reason
+from sglang_pat.sglang.options import Reason, batch_invariant, resolved
 from sglang_pat.sglang.route_reports import report_routes
 from sglang_pat.sglang.routes import Routes
 
@@ -52,6 +52,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     """
     environment = Environment.read()
     routes = Routes.of_runner(model_runner, name)
+    arguments = model_runner.server_args
+    routes.batch_invariant = batch_invariant(arguments, environment)
     pat_class = _subclass(type(default))
     if routes.shapes and not _can_become(default, pat_class):
         routes.delegate_all(Reason("default backend", f"{type(default).__name__}, which is closed"))
@@ -62,6 +64,11 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         default.__class__ = pat_class
         default.take(decoder, strict=environment.strict)
     report_routes(routes, model_runner)
+    if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
+        logger.warning(
+            "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the "
+            "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
+        )
     return default
 
 

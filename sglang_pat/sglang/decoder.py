@@ -21,6 +21,7 @@ from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests, install_hooks
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
+from sglang_pat.sglang.options import batch_invariant
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
@@ -133,7 +134,11 @@ class PatDecoder:
         update of the weights). max_requests: rows of the largest graph."""
         num_slots = len(self.token_to_kv_pool.get_key_buffer(self._layer_id))
         # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
-        self._microbatches.reserve(max_requests=max_requests, max_shared_slots=2 * num_slots)
+        self._microbatches.reserve(
+            max_requests=max_requests,
+            max_shared_slots=2 * num_slots,
+            max_seq_len=self.req_to_token_pool.req_to_token.shape[1],
+        )
 
     # --- once per layer ---
 
@@ -215,6 +220,7 @@ def _new_plans(
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
             growth_tokens=environment.growth_tokens,
+            batch_invariant=batch_invariant(model_runner.server_args, environment),
             **reservation,
         )
         for shape in sorted(set(routes.shapes.values()))

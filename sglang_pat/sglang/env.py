@@ -17,6 +17,7 @@ from sglang_pat.output_file import problem_with
 
 PREFIX = "SGLANG_PAT_"
 _MAX_GROWTH_TOKENS = 1 << 16
+_SWITCHES = ("DEBUG", "STRICT", "BATCH_INVARIANT")  # 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,9 @@ class Environment:
         tokens than this. 1 plans at every other step: to measure what planning costs.
     kernel_cache
         SGLANG_PAT_KERNEL_CACHE. The folder of compiled kernels (`executors/kernel_cache.py`).
+    batch_invariant
+        SGLANG_PAT_BATCH_INVARIANT, 0 or 1. A request's attention is bitwise the same in any batch.
+        On with `--enable-deterministic-inference` too.
     """
 
     policy: str = "memory"
@@ -50,6 +54,7 @@ class Environment:
     stats_file: Path | None = None
     growth_tokens: int = support.GROWTH_TOKENS
     kernel_cache: Path = field(default_factory=lambda: default_cache({}))
+    batch_invariant: bool = False
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -69,26 +74,28 @@ class Environment:
         given = os.environ if variables is None else variables
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}
         policy = ours.pop(PREFIX + "POLICY", "memory")
-        debug = ours.pop(PREFIX + "DEBUG", "0")
-        strict = ours.pop(PREFIX + "STRICT", "0")
+        switches = {name: ours.pop(PREFIX + name, "0") for name in _SWITCHES}
         stats_file = ours.pop(PREFIX + "STATS_FILE", None)
         growth_tokens = ours.pop(PREFIX + "GROWTH_TOKENS", str(support.GROWTH_TOKENS))
         ours.pop(CACHE_VARIABLE, None)
         if ours:
-            names = ("POLICY", "DEBUG", "STRICT", "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
+            names = ("POLICY", *_SWITCHES, "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
             allowed = ", ".join(PREFIX + name for name in names)
             raise ValueError(f"unknown variable {sorted(ours)[0]}; allowed: {allowed}")
         if policy not in support.POLICIES:
             raise _bad_value("POLICY", policy, ", ".join(support.POLICIES))
-        if debug not in ("0", "1"):
-            raise _bad_value("DEBUG", debug, "0, 1")
-        if strict not in ("0", "1"):
-            raise _bad_value("STRICT", strict, "0, 1")
+        for name, value in switches.items():
+            if value not in ("0", "1"):
+                raise _bad_value(name, value, "0, 1")
         if not growth_tokens.isdecimal() or not 1 <= int(growth_tokens) <= _MAX_GROWTH_TOKENS:
             raise _bad_value("GROWTH_TOKENS", growth_tokens, f"1 to {_MAX_GROWTH_TOKENS}")
         path = None if stats_file is None else _stats_file(stats_file)
         return cls(
-            policy, debug == "1", strict == "1", path, int(growth_tokens), default_cache(given)
+            policy=policy,
+            stats_file=path,
+            growth_tokens=int(growth_tokens),
+            kernel_cache=default_cache(given),
+            **{name.lower(): value == "1" for name, value in switches.items()},
         )
 
 

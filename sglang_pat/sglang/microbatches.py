@@ -100,7 +100,7 @@ class Microbatches:
         count : int
             How many batches take turns.
         new_plans : callable
-            Makes a StepPlans; takes `max_requests` and `max_shared_slots`.
+            Makes a StepPlans; takes the arguments of `reserve()`.
         strict : bool
             Whether a path that does not match its request is an error (`BatchReader`).
         """
@@ -130,16 +130,15 @@ class Microbatches:
         self._recent = [found, *(each for each in self._recent if each is not found)]
         return found
 
-    def reserve(self, max_requests: int, max_shared_slots: int) -> None:
+    def reserve(self, **reservation: int) -> None:
         """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs
         are captured once, so a microbatch sends its plan again when another was there in between.
+        reservation: arguments of PackAttention.
         """
         first: StepPlans | None = None
         for each in self._recent:
             if first is None:
-                captured = first = self._new_plans(
-                    max_requests=max_requests, max_shared_slots=max_shared_slots
-                )
+                captured = first = self._new_plans(**reservation)
             else:
                 captured = first.sibling()
             if each.captured is not None:

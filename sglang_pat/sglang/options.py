@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sglang_pat import support
+from sglang_pat.sglang.env import Environment
 
 # Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
 DELEGATED_ARGUMENTS = {
     "speculative_algorithm": "--speculative-algorithm",
-    "enable_deterministic_inference": "--enable-deterministic-inference",
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
     "enable_hisparse": "--enable-hisparse",
@@ -49,6 +49,14 @@ def resolved(arguments: Any, name: str) -> Any:
     except ImportError:  # 0.5.17 writes what it resolves to the field itself
         return getattr(arguments, name, None)
     return resolution_result(arguments, name)
+
+
+def batch_invariant(arguments: Any, environment: Environment) -> bool:
+    """Whether pat is to compute a request alike in any batch: asked for by its own variable, or by
+    SGLang's deterministic inference, which a target for on-policy training turns on too.
+    """
+    deterministic = resolved(arguments, "enable_deterministic_inference")
+    return environment.batch_invariant or bool(deterministic)
 
 
 def server_reason(arguments: Any) -> Reason | None:

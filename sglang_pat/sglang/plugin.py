@@ -18,11 +18,14 @@ _WRAPPED = "_sglang_pat_wrapped"
 
 def register() -> None:
     """Called by SGLang through the entry point group `sglang.srt.plugins`."""
+    from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
+    from sglang.srt.server_args import ServerArgs
 
-    add_attention_backend_choices([BACKEND])
+    server_args.add_attention_backend_choices([BACKEND])
+    server_args.add_deterministic_attention_backend_choices([BACKEND])
+    server_args.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
     for name, factory in list(ATTENTION_BACKENDS.items()):
         if name != BACKEND and not hasattr(factory, _WRAPPED):
             ATTENTION_BACKENDS[name] = _with_pat(name, factory)
@@ -79,12 +82,18 @@ def missing_registrations() -> list[str]:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
     places = {
         "the attention registry": ATTENTION_BACKENDS,
-        "the choices of --attention-backend": ATTENTION_BACKEND_CHOICES,
+        "the choices of --attention-backend": server_args.ATTENTION_BACKEND_CHOICES,
+        "the backends for deterministic inference": (
+            server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+        ),
+        "the backends for deterministic inference with a prefix cache": (
+            server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+        ),
     }
     return [place for place, names in places.items() if BACKEND not in names]
 

@@ -49,6 +49,8 @@ class Routes:
         Layer id -> reason of each layer that the default backend decodes.
     sinks
         Ids of the layers that have attention sinks.
+    batch_invariant
+        Whether pat computes a request alike in any batch.
     """
 
     def __init__(self, default: str) -> None:
@@ -56,6 +58,7 @@ class Routes:
         self.shapes: dict[int, Shape] = {}
         self.delegated: dict[int, Reason] = {}
         self.sinks: frozenset[int] = frozenset()
+        self.batch_invariant = False
         self._whole: Reason | None = None  # holds even for a model without layers
 
     @classmethod
@@ -133,6 +136,7 @@ class Routes:
             "default_backend": self.default,
             "pat_layers": len(self.shapes),
             "default_layers": by_reason,
+            "batch_invariant": self.batch_invariant,
         }
 
     def __str__(self) -> str:
@@ -150,6 +154,8 @@ class Routes:
         with_sinks = len(self.sinks & self.shapes.keys())
         if with_sinks:
             head += f", {with_sinks} of them with attention sinks"
+        if self.batch_invariant:
+            head += ", batch-invariant"
         return "; ".join([head, *groups])
 
     def table(self) -> Iterator[tuple[str, str, str]]:

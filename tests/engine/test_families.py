@@ -70,6 +70,7 @@ def assert_routes(run: Run, family: Family) -> None:
         "default_backend": "torch_native",
         "pat_layers": len(family.pat),
         "default_layers": {reason: len(layers) for reason, layers in family.default.items()},
+        "batch_invariant": False,
     }
 
 

@@ -133,6 +133,7 @@ def assert_routes_are_published(server: Server) -> None:
         "default_backend": "torch_native",
         "pat_layers": num_layers,
         "default_layers": {},
+        "batch_invariant": False,
     }
 
 

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.sglang import plugin
-from sglang_pat.sglang.options import resolved
+from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.options import batch_invariant, resolved
 from sglang_pat.sglang.substitution import around_resolution, is_asked_for
 
 
@@ -148,10 +150,6 @@ def test_modes_that_pat_does_not_serve_are_refused(
 
 STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
     (
-        {"enable_deterministic_inference": True},
-        "pat does not support server options = --enable-deterministic-inference; supported: all",
-    ),
-    (
         {"kv_cache_dtype": "fp8_e4m3"},
         "dtype of queries and KV cache = --kv-cache-dtype fp8_e4m3; supported: float16",
     ),
@@ -172,6 +170,26 @@ def test_in_strict_mode_options_are_refused_before_a_model_is_loaded(
     start(tiny_model, **options)
     with pytest.raises(ValueError, match=message):
         start(tiny_model, decode_attention_backend="pat", **options)
+
+
+@pytest.mark.parametrize(
+    "option", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}]
+)
+def test_deterministic_inference_is_served_with_a_prefix_cache(
+    option: dict[str, Any], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own choice on a GPU stands for it: on a CPU it has none."""
+    monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
+    options = {"attention_backend": "triton", "decode_attention_backend": "pat"} | option
+    arguments = start(tiny_model, **options)
+    assert is_asked_for(arguments)
+    assert batch_invariant(arguments, Environment())
+    assert not resolved(arguments, "disable_radix_cache")
+
+
+def test_pat_is_among_the_backends_for_deterministic_inference() -> None:
+    assert "pat" in server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    assert "pat" in server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -141,11 +141,6 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "--enable-two-batch-overlap",
         "server options = --enable-two-batch-overlap; supported",
     ),
-    "deterministic": (
-        lambda: runner(server_args=server_arguments(enable_deterministic_inference=True)),
-        "--enable-deterministic-inference",
-        "server options = --enable-deterministic-inference; supported",
-    ),
     "fp8 cache": (
         lambda: runner(kv_cache_dtype=torch.float8_e4m3fn),
         "dtype of queries and KV cache torch.float32 and torch.float8_e4m3fn",
@@ -308,6 +303,7 @@ def test_a_table_joins_neighbours() -> None:
         "default_backend": "fa3",
         "pat_layers": 3,
         "default_layers": {"sliding window 16": 2},
+        "batch_invariant": False,
     }
 
 

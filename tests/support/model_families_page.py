@@ -84,11 +84,9 @@ FEATURES = (
     ),
     Feature(
         "Deterministic",
-        "delegated",
-        "the whole model runs on the default backend",
-        (
-            "tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[deterministic]",
-        ),
+        "yes",
+        "decode gives a request the same bits in any batch, prefixes shared or not",
+        ("tests/sglang/test_batch_invariance.py::test_a_row_is_the_same_in_any_batch_and_graph",),
     ),
 )
 

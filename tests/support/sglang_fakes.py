@@ -100,6 +100,8 @@ def layers(count: int = 2, **change: Any) -> torch.nn.ModuleList:
 
 def server_arguments(**change: Any) -> Any:
     defaults = dict.fromkeys(DELEGATED_ARGUMENTS) | {
+        "enable_deterministic_inference": False,
+        "rl_on_policy_target": None,
         "dcp_size": 1,
         "page_size": 1,
         "pp_size": 1,

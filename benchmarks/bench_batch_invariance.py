@@ -1,0 +1,130 @@
+"""Batch-invariant mode: whether bits are equal, and what it costs on the trees of PAT's Figure 10.
+
+    python benchmarks/bench_batch_invariance.py --json FILE
+    python benchmarks/bench_batch_invariance.py --heads 32/8 --worlds 4 --rounds 5
+
+Bits: `invariance.py` says what is compared. Price: time with the mode over time without, both in
+one run, as CUDA graphs; geometric mean over the trees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench_kernels import geomean, measure
+from invariance import World, random_forest
+from metadata import gpu_state, metadata
+from workloads import PAT_HEADS, Workload, pat_suite
+
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kernels import DecodeKernels
+
+MODE = "pat-batch-invariant"
+PRICE_LIMIT = 1.15
+# (query heads, KV heads, head_dim, dtype, mma.sync, sinks)
+VARIANTS = (
+    (8, 2, 128, torch.bfloat16, False, False),
+    (8, 2, 128, torch.bfloat16, True, False),
+    (16, 2, 64, torch.float16, False, True),
+    (5, 1, 64, torch.float16, True, True),
+    (32, 8, 128, torch.float16, False, False),
+)
+
+
+def check_bits(num_worlds: int, num_batches: int, seed: int) -> list[dict[str, object]]:
+    """Per variant of the kernels: batches, requests in them, and those that have other bits."""
+    cases = []
+    for q_heads, kv_heads, head_dim, dtype, force_mma_sync, sinks in VARIANTS:
+        device = torch.device("cuda", torch.cuda.current_device())
+        config = KernelConfig.for_device(dtype, head_dim, device)
+        if force_mma_sync and not config.tiles_agree:
+            continue  # the device's own bodies, which the other variants are about already
+        config = replace(config, force_mma_sync=force_mma_sync)
+        kernels = DecodeKernels(config)
+        case = {"name": f"{config.name} {q_heads}/{kv_heads}" + " sinks" * sinks}
+        case |= {"worlds": num_worlds, "batches": 0, "requests": 0, "differing": 0}
+        for world in range(num_worlds):
+            random = np.random.default_rng((seed, world))
+            torch.manual_seed(seed + world)
+            made = World(kernels, (q_heads, kv_heads), random_forest(random), random, sinks=sinks)
+            for requests, differing in made.differing(num_batches):
+                case["batches"] += 1
+                case["requests"] += requests
+                case["differing"] += differing
+        print(case, flush=True)
+        cases.append(case)
+    return cases
+
+
+def measure_price(suite: list[Workload], rounds: int) -> list[dict[str, object]]:
+    """Per tree: times with the mode and without."""
+    cases = []
+    for workload in suite:
+        case = {"name": workload.name, "shared": workload.tree.is_shared}
+        case |= measure(workload, ["pat", MODE], None, rounds)
+        if len(case["us"]) == 2:
+            case["price"] = case["us"][MODE] / case["us"]["pat"]
+        times = " ".join(f"{case['us'].get(name, 0):9.1f}" for name in ("pat", MODE))
+        print(
+            f"{case['name']:52}{times}{case.get('price', 0):7.3f} {case['failed'] or ''}",
+            flush=True,
+        )
+        cases.append(case)
+        torch.cuda.empty_cache()
+    return cases
+
+
+def gates(bits: list[dict[str, object]], price: list[dict[str, object]]) -> dict[str, object]:
+    """What has to hold."""
+    differing = sum(case["differing"] for case in bits)
+    batches = sum(case["batches"] for case in bits)
+    mean = geomean([case["price"] for case in price if "price" in case])
+    failed = sum(bool(case["failed"]) for case in price)
+    return {
+        "requests with other bits": {"value": differing, "limit": 0, "met": differing == 0},
+        "random batches": {"value": batches, "limit": 1000, "met": batches >= 1000},
+        "wrong results": {"value": failed, "limit": 0, "met": failed == 0},
+        "price on PAT-20": {"value": mean, "limit": PRICE_LIMIT, "met": mean <= PRICE_LIMIT},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", type=int, default=20, help="per variant of the kernels")
+    parser.add_argument("--batches", type=int, default=100, help="per world")
+    parser.add_argument("--heads", help="query heads / KV heads of the trees; default: all four")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    info = metadata() | {"clocks": {"before": gpu_state()}}
+    begun = time.monotonic()
+    bits = check_bits(arguments.worlds, arguments.batches, arguments.seed)
+    print(f"{time.monotonic() - begun:.1f} s for bits")
+    heads = [tuple(map(int, arguments.heads.split("/")))] if arguments.heads else PAT_HEADS
+    suite = [each for each in pat_suite() if (each.num_qo_heads, each.num_kv_heads) in heads]
+    price = measure_price(suite, arguments.rounds)
+    for num_heads in heads:
+        name = "/".join(map(str, num_heads))
+        prices = [c["price"] for c in price if "price" in c and c["name"].endswith(f" {name}")]
+        print(f"price {name}: {geomean(prices):.3f}")
+    info["clocks"]["after"] = gpu_state()
+    result = {"meta": info, "cases": bits + price, "gates": gates(bits, price)}
+    for name, gate in result["gates"].items():
+        met = "ok" if gate["met"] else "NOT MET"
+        print(f"{name}: {gate['value']:.4g} (limit {gate['limit']}) {met}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1))
+    return 0 if all(gate["met"] for gate in result["gates"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+#include "invariant_chunks.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace pat {
+
+namespace {
+
+// As in kv_split.cpp: a ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
+constexpr int64_t kTicketsPerShare = 2;
+constexpr int64_t kSmallestTicket = 384;
+// How much faster than private tickets the shared ones are drawn.
+constexpr double kSharedLead = 2;
+
+}  // namespace
+
+void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                           Packing& packing, Split& split) {
+  packing.clear();
+  split.clear();
+  known_spans_.assign(forest.nodes().size(), {.kv_begin = -1, .kv_end = -1, .span = -1});
+  int64_t total = 0;  // distinct tokens
+  for (const ForestNode& node : forest.nodes()) total += node.kv_end - node.kv_begin;
+  for (const int32_t request : forest.requests_in_tree_order()) {
+    total += seq_lens[request] - forest.private_begin(request);
+  }
+  const int64_t share = total / (kTicketsPerShare * num_workers_);
+  list_requests(forest);
+  for (int64_t begin = 0; begin <= std::numeric_limits<int32_t>::max();) {
+    const auto chunk = static_cast<int32_t>(begin);
+    if (!enter_chunk(forest, seq_lens, chunk)) break;
+    const int32_t chunk_tokens = ChunkGrid::chunk_tokens(chunk);
+    choose_runs(chunk, std::max<int64_t>(share, chunk_tokens));
+    int32_t first = 0;
+    for (const int32_t end : run_ends_) {
+      add_piece(forest, seq_lens, chunk, first, end, packing, split);
+      first = end;
+    }
+    begin += chunk_tokens;
+  }
+  packing.requests = split.requests;
+  deal_tickets(split);
+}
+
+void InvariantChunks::list_requests(const PrefixForest& forest) {
+  const std::vector<ForestNode>& nodes = forest.nodes();
+  holders_.clear();
+  int32_t before = -1;
+  for (const int32_t request : forest.requests_in_tree_order()) {
+    const int32_t anchor = forest.anchor(request);
+    int32_t node = anchor;
+    while (node != before) {  // a parent's index is smaller
+      int32_t& deeper = node > before ? node : before;
+      deeper = nodes[deeper].parent;
+    }
+    holders_.push_back({.request = request, .node = node, .end = 0, .shared_end = 0});
+    before = anchor;
+  }
+}
+
+bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                                  int32_t begin) {
+  const int32_t chunk_end = static_cast<int32_t>(std::min<int64_t>(
+      int64_t{begin} + ChunkGrid::chunk_tokens(begin), std::numeric_limits<int32_t>::max()));
+  // What all requests since the last one kept share: of nodes of one path, the uppermost has the smallest index.
+  int32_t common = std::numeric_limits<int32_t>::max();
+  size_t num_kept = 0;
+  for (Holder holder : holders_) {
+    common = std::min(common, holder.node);
+    if (seq_lens[holder.request] <= begin) continue;
+    holder.node = num_kept == 0 ? -1 : common;
+    common = std::numeric_limits<int32_t>::max();
+    holder.end = std::min(seq_lens[holder.request], chunk_end);
+    const int32_t shared_end =
+        holder.node < 0 ? 0 : std::min(forest.nodes()[holder.node].kv_end, chunk_end);
+    const int32_t shared = std::max(shared_end - begin, 0);
+    holder.shared_end = begin + shared - shared % ChunkGrid::kStepTokens;
+    holders_[num_kept++] = holder;
+  }
+  holders_.resize(num_kept);
+  return num_kept > 0;
+}
+
+void InvariantChunks::choose_runs(int32_t begin, int64_t longest) {
+  const auto count = static_cast<int32_t>(holders_.size());
+  const int32_t most = tiles_.requests_per_tile();
+  best_.assign(count + 1, 0);
+  run_begin_.assign(count + 1, 0);
+  own_tokens_.assign(count + 1, 0);
+  candidates_.resize(count);
+  int32_t front = 0, back = 0;  // the candidates in use; cost and place ascend
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t shared = holders_[i].shared_end - begin;
+    own_tokens_[i + 1] = own_tokens_[i] + (holders_[i].end - holders_[i].shared_end);
+    // best_[i] becomes the cost of all cuts up to here, one at i included.
+    if (shared == 0) front = back = 0;  // no run goes across
+    if (i > 0) best_[i] += cost_.packing.item + int64_t{cost_.packing.reread_token} * shared;
+    while (back > front && best_[candidates_[back - 1]] > best_[i]) --back;
+    candidates_[back++] = i;
+    const auto fits = [&](int32_t first) {
+      const int64_t tokens =
+          own_tokens_[i + 1] - own_tokens_[first] + (holders_[first].shared_end - begin);
+      return first > i - most && tokens <= longest;
+    };
+    while (candidates_[front] < i && !fits(candidates_[front])) ++front;
+    run_begin_[i + 1] = candidates_[front];
+    best_[i + 1] = best_[candidates_[front]];
+  }
+  run_ends_.clear();
+  for (int32_t end = count; end > 0; end = run_begin_[end]) run_ends_.push_back(end);
+  std::reverse(run_ends_.begin(), run_ends_.end());
+}
+
+void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                                int32_t begin, int32_t first, int32_t end, Packing& packing,
+                                Split& split) {
+  Piece piece{.tile = tiles_.select(end - first),
+              .request_begin = static_cast<int32_t>(split.requests.size()),
+              .num_requests = end - first,
+              .segment_begin = static_cast<int32_t>(split.segments.size()),
+              .num_segments = 0,
+              .num_tokens = 0,
+              .cost = 0};
+  const auto add = [&](int32_t span, int32_t kv_begin, int32_t kv_end, int32_t i, int32_t last,
+                       bool is_open) {
+    split.segments.push_back({.span = span,
+                              .kv_begin = kv_begin,
+                              .kv_end = kv_end,
+                              .first = i - first,
+                              .end = last - first + 1,
+                              .is_open = is_open});
+    ++piece.num_segments;
+    piece.num_tokens += kv_end - kv_begin;
+  };
+  for (int32_t i = first; i < end; ++i) {
+    const Holder& holder = holders_[i];
+    split.requests.push_back(holder.request);
+    // KV that no request of the piece before this one has, from its beginning on: first what most others have too.
+    int32_t next = i == first ? begin : holder.shared_end;
+    reaches_.clear();
+    Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};
+    for (int32_t last = i + 1; last < end; ++last) {
+      reach = {.last = last,
+               .end = std::min(reach.end, holders_[last].shared_end),
+               .node = std::min(reach.node, holders_[last].node)};
+      if (reach.end <= next) break;
+      reaches_.push_back(reach);
+    }
+    while (!reaches_.empty()) {
+      const Reach& widest = reaches_.back();
+      if (widest.end > next) {
+        const int32_t span =
+            span_of(forest, widest.node, next, widest.end, holder.request, packing);
+        add(span, next, widest.end, i, widest.last, false);
+        next = widest.end;
+      }
+      reaches_.pop_back();
+    }
+    if (holder.end > next) {
+      add(Segment::kPrivate, next, holder.end, i, i, holder.end == seq_lens[holder.request]);
+    }
+  }
+  const int32_t num_rows = piece.num_requests * tiles_.group_size();
+  piece.cost =
+      cost_.split.item + int64_t{cost_.split.query_row} * num_rows +
+      std::max<int64_t>(piece.num_tokens * cost_.split.token[piece.tile], cost_.split.shortest);
+  packing.packs.push_back({.request_begin = piece.request_begin,
+                           .num_requests = piece.num_requests,
+                           .segment_begin = 0,
+                           .num_segments = 0});
+  split.pieces.push_back(piece);
+}
+
+int32_t InvariantChunks::span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin,
+                                 int32_t kv_end, int32_t request, Packing& packing) {
+  while (forest.nodes()[node].kv_begin >= kv_end) node = forest.nodes()[node].parent;
+  KnownSpan& known = known_spans_[node];
+  if (known.kv_begin != kv_begin || known.kv_end != kv_end) {
+    known = {.kv_begin = kv_begin,
+             .kv_end = kv_end,
+             .span = packing.add_span(request, kv_begin, kv_end)};
+  }
+  return known.span;
+}
+
+void InvariantChunks::deal_tickets(Split& split) const {
+  const auto private_begin =
+      std::stable_partition(split.pieces.begin(), split.pieces.end(),
+                            [](const Piece& piece) { return piece.num_requests > 1; });
+  const auto stream = [&](auto begin, auto end) {
+    Stream made{.next = static_cast<int32_t>(begin - split.pieces.begin()),
+                .end = static_cast<int32_t>(end - split.pieces.begin()),
+                .total = 0,
+                .done = 0};
+    for (auto piece = begin; piece != end; ++piece) made.total += piece->cost;
+    return made;
+  };
+  Stream shared = stream(split.pieces.begin(), private_begin);
+  Stream alone = stream(private_begin, split.pieces.end());
+  const int64_t total = shared.total + alone.total;
+  while (!shared.is_empty() || !alone.is_empty()) {
+    const int64_t left = total - shared.done - alone.done;
+    const int64_t budget =
+        std::max(left / (kTicketsPerShare * num_workers_), kCostUnit * kSmallestTicket);
+    const bool is_shared =
+        alone.is_empty() ||
+        (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
+    Stream& from = is_shared ? shared : alone;
+    Ticket ticket{from.next, from.next};
+    for (int64_t room = budget; !from.is_empty();) {
+      const int64_t next = split.pieces[from.next].cost;
+      if (next > room && from.next > ticket.piece_begin) break;
+      room -= next;
+      from.done += next;
+      ++from.next;
+    }
+    ticket.piece_end = from.next;
+    split.tickets.push_back(ticket);
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,120 @@
+"""Batch-invariant mode in SGLang: what turns it on, and that a decoded row depends on itself."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_fakes import (
+    HEAD_DIM,
+    KV_HEADS,
+    QO_HEADS,
+    KVPool,
+    decode_batch,
+    pat_backend,
+    replay_view,
+    runner,
+    server_arguments,
+)
+
+from sglang_pat._scheduler import num_chunks
+
+pytestmark = pytest.mark.usefixtures("server_context")
+
+LENGTHS = [700, 1, 512, 513, 3000, 1025]
+
+
+def deterministic(**change: Any) -> Any:
+    return server_arguments(enable_deterministic_inference=True, **change)
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name.startswith("sglang_pat")]
+
+
+def test_deterministic_inference_turns_it_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        backend = pat_backend(runner(server_args=deterministic()))
+    assert "pat decodes 2 of 2 layers, batch-invariant" in messages(caplog)
+    assert backend._pat.routes.as_json()["batch_invariant"] is True
+
+
+def test_its_variable_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not pat_backend(runner())._pat.routes.batch_invariant
+    monkeypatch.setenv("SGLANG_PAT_BATCH_INVARIANT", "1")
+    assert pat_backend(runner())._pat.routes.batch_invariant
+
+
+def test_the_bits_of_a_trainer_are_not_promised(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = deterministic(rl_on_policy_target="fsdp")
+    pat_backend(runner(server_args=arguments))
+    assert any("not the bits of the trainer's forward pass" in each for each in messages(caplog))
+
+
+class Requests:
+    """Requests of the lengths above, in rows of the pool, with a query each."""
+
+    def __init__(self, **arguments: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        table = torch.zeros((len(LENGTHS), max(LENGTHS)), dtype=torch.int32)
+        num_slots = 1
+        for row, length in enumerate(LENGTHS):
+            table[row, :length] = torch.arange(num_slots, num_slots + length)
+            num_slots += length
+        pool = KVPool()
+        pool.keys = [random(num_slots, KV_HEADS, HEAD_DIM)] * 2
+        pool.values = [random(num_slots, KV_HEADS, HEAD_DIM)] * 2
+        self._q = random(len(LENGTHS), QO_HEADS * HEAD_DIM)
+        self._runner = runner(
+            token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+            server_args=server_arguments(**arguments),
+        )
+        self.backend = pat_backend(self._runner)
+
+    def decode(self, rows: list[int], *, graph_rows: int = 0) -> torch.Tensor:
+        """The output of the last layer; graph_rows: as for the replay of a graph of that size."""
+        lens, out = [LENGTHS[row] for row in rows], [0] * len(rows)
+        if graph_rows:
+            batch = replay_view(rows, lens, out, graph_rows)
+            self.backend.init_forward_metadata_out_graph(batch)
+        else:
+            batch = decode_batch(rows, lens, out)
+            self.backend.init_forward_metadata(batch)
+        q = self._q[rows + [0] * (batch.batch_size - len(rows))]
+        layer = self._runner.model[1]
+        return self.backend.forward(q, None, None, layer, batch)[: len(rows)]
+
+
+def test_a_row_is_the_same_in_any_batch_and_graph() -> None:
+    requests = Requests(enable_deterministic_inference=True)
+    requests.backend.init_cuda_graph_state(8, 8)
+    everyone = list(range(len(LENGTHS)))
+    together = requests.decode(everyone)
+    replayed = requests.decode(everyone[::-1], graph_rows=8).flip(0)
+    for row in everyone:
+        alone = requests.decode([row])
+        assert torch.equal(alone[0], together[row])
+        assert torch.equal(alone[0], replayed[row])
+        assert torch.equal(alone, requests.decode([row], graph_rows=2))
+
+
+def test_eager_steps_and_graphs_are_planned_in_chunks() -> None:
+    requests = Requests(enable_deterministic_inference=True)
+    requests.backend.init_cuda_graph_state(8, 8)
+    everyone = list(range(len(LENGTHS)))
+    requests.decode(everyone)
+    requests.decode(everyone, graph_rows=len(everyone))
+    plans = list(requests.backend._pat._microbatches.current.plans())
+    assert len(plans) == 2
+    for each in plans:
+        for attention in each._attentions:
+            chunks = sum(map(num_chunks, LENGTHS))
+            assert attention._plan.header.num_item_requests == chunks > len(LENGTHS)
