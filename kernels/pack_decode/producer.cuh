@@ -7,6 +7,7 @@
 
 #include "decode_params.h"
 #include "index_array.cuh"
+#include "pack_decode/kv_stages.cuh"
 #include "pack_decode/ticket_queue.cuh"
 #include "pack_decode/work_queue.cuh"
 
@@ -78,34 +79,6 @@ struct SlotBatch {
   }
 };
 
-// Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
-// turn probability 0 into NaN.
-template <int kColumns, bool kWholeStage>
-__device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
-                                           int32_t lane_slot, int num_tokens,
-                                           const RowCopy<kColumns>& copy) {
-  using Copy = RowCopy<kColumns>;
-  uint32_t offsets[Copy::kPeriod];
-#pragma unroll
-  for (int i = 0; i < Copy::kPeriod; ++i) {
-    offsets[i] = shared + swizzled_offset(kStageTokens, copy.row(i), copy.chunk(i));
-  }
-#pragma unroll
-  for (int i = 0; i < Copy::copies(kStageTokens); ++i) {
-    const int token = copy.row(i);
-    const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
-    const char* source = cache + static_cast<uint64_t>(slot) * slot_bytes;
-    if constexpr (!Copy::kWholeRows) source += copy.chunk(i) * kChunkBytes;
-    const uint32_t target =
-        offsets[i % Copy::kPeriod] + i / Copy::kPeriod * Copy::kPeriodRows * kPanelRowBytes;
-    if constexpr (kWholeStage) {
-      ptx::copy_async_16(target, source);
-    } else {
-      ptx::copy_async_16_or_zero(target, source, token < num_tokens);
-    }
-  }
-}
-
 // Loads one operand of every item of a CTA; the K producer also draws the tickets, loads queries and writes the
 // records.
 template <typename T, typename Dims, bool kIsKey>
@@ -122,7 +95,7 @@ class Producer {
         num_q_heads_(params.num_q_heads),
         copy_{lane},
         tickets_(params, storage, lane),
-        slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
+        stages_(params, storage, lane) {}
 
   __device__ __forceinline__ void run() {
     batch_ = tickets_.first();
@@ -148,6 +121,7 @@ class Producer {
       }
       source = next;
     }
+    stages_.finish();
     if constexpr (kIsKey) {
       publish_end();
       tickets_.end();
@@ -169,7 +143,7 @@ class Producer {
   // to fill.
   __device__ __forceinline__ ItemSource prefetch_next() {
     if (++index_ == batch_.count) {
-      batch_ = tickets_.after(batch_);
+      batch_ = tickets_.after(batch_, stages_);
       lane_source_ = load_batch();
       index_ = 0;
     }
@@ -184,9 +158,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void set_head(int kv_head) {
-    const void* base = kIsKey ? params_.k_cache : params_.v_cache;
-    cache_ = static_cast<const char*>(base) + kv_head * Copy::kChunks * kChunkBytes;
-    if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
+    stages_.set_head(params_, kv_head);
     first_head_ = kv_head * params_.rows.group_size;
   }
 
@@ -194,22 +166,8 @@ class Producer {
   __device__ __forceinline__ void fill_stages(SlotBatch slots, int num_tokens) {
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
     for (int token = 0; token < min(num_tokens, SlotBatch::kTokens); token += kStageTokens) {
-      fill_stage(slots.pop_front(), num_tokens - token);
+      stages_.fill(slots.pop_front(), num_tokens - token);
     }
-  }
-
-  __device__ __forceinline__ void fill_stage(int32_t lane_slot, int num_tokens) {
-    const int stage = ring_.stage;
-    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
-    const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
-    if (num_tokens >= kStageTokens) {
-      copy_stage<kColumns, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
-    } else {
-      copy_stage<kColumns, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
-    }
-    ptx::barrier_arrive_after_copies(ptx::shared_address(&storage_.kv_full[stage]));
-    ring_.advance();
   }
 
   // The request of each query row of an item: lane l holds rows l and 32 + l.
@@ -232,7 +190,7 @@ class Producer {
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
       const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
-      ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
+      stages_.wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
       // A skipped unit is handed back at once, in the consumers' place: the item's own last units may be the
       // next lap of it.
       for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
@@ -307,15 +265,13 @@ class Producer {
   const int lane_;
   const int num_q_heads_;
   const Copy copy_;
-  const uint32_t slot_bytes_;
   TicketQueue<Storage, kIsKey> tickets_;
+  KvStages<T, Dims, kIsKey> stages_;
   ItemBatch batch_;
   ItemSource lane_source_;  // this lane's item of the batch
   int index_ = 0;           // in the batch, of the item whose slots were loaded last
-  const char* cache_;       // of the present item's KV head and this lane's chunk, slot 0
   int first_head_;          // query heads of the KV head: first_head_ to first_head_ + group_size
   SlotBatch next_slots_;
-  RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;
   int2 requests_[2] = {};  // of this lane's rows of the item to be published next
 };

@@ -43,12 +43,14 @@ class TicketQueue {
     is_drawn_ = true;
   }
 
-  __device__ __forceinline__ ItemBatch after(const ItemBatch& batch) {
+  // stages: what the warp is filling meanwhile.
+  template <typename Stages>
+  __device__ __forceinline__ ItemBatch after(const ItemBatch& batch, Stages& stages) {
     const int next = batch.first_item + batch.count;
     if (next < batch.ticket_end) {
       return {next, min(32, batch.ticket_end - next), batch.ticket_end, batch.kv_head};
     }
-    const int draw = next_draw();
+    const int draw = next_draw(stages);
     return draw < num_draws_ ? batch_of(draw) : none();
   }
 
@@ -77,7 +79,8 @@ class TicketQueue {
     return num_draws_ <= static_cast<int>(gridDim.x);
   }
 
-  __device__ __forceinline__ int next_draw() {
+  template <typename Stages>
+  __device__ __forceinline__ int next_draw(Stages& stages) {
     if (all_drawn_at_once()) return num_draws_;
     int32_t& place = storage_.drawn[handed_on_ % kDrawsAhead];
     const uint32_t full = ptx::shared_address(&storage_.drawn_full[handed_on_ % kDrawsAhead]);
@@ -89,12 +92,12 @@ class TicketQueue {
       draw_ahead();
       is_drawn_ = false;
       draw = static_cast<int>(gridDim.x) + __shfl_sync(kFullWarp, drawn_, 0);
-      ptx::barrier_wait(empty, parity ^ 1);
+      stages.wait(empty, parity ^ 1);
       if (lane_ == 0) place = draw;
       __syncwarp();
       ptx::barrier_arrive(full);
     } else {
-      ptx::barrier_wait(full, parity);
+      stages.wait(full, parity);
       draw = place;
       ptx::barrier_arrive(empty);
     }

@@ -1,6 +1,7 @@
 // Shared memory of pack_decode and the positions in its rings: what the producer warps hand to the consumers.
 //
 //   KV ring     kStages stages of 32 tokens, K and V. It runs on across work items, so loads never drain.
+//   landing     what the producers have asked for and not yet converted, where the cache has another type
 //   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
@@ -118,21 +119,30 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
+template <typename Dims>
+constexpr int landing_stages(int room) {
+  if constexpr (Dims::kConverts) return std::max(1, room * 2 / 5 / Dims::kLandingBytes);
+  return 0;
+}
+
 // One CTA per SM has as long a ring as fits.
 template <typename Dims>
 struct SharedStorage : SharedState<Dims> {
   static constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-  static constexpr int kStages = kCtasPerSm<Dims> == 2
-                                     ? kRingBytes / Dims::kStageBytes
-                                     : std::min(kMaxStages, kRoom / Dims::kStageBytes);
-  static_assert(kStages >= 1 && kStages <= kMaxStages);
-  static_assert(kStages * Dims::kStageBytes <= kRoom);
+  static constexpr int kKvRoom = kCtasPerSm<Dims> == 2 ? kRingBytes : kRoom;
+  // Stages in flight. Where the ring has no other data in flight, they get two fifths of the room.
+  static constexpr int kLanding = landing_stages<Dims>(kKvRoom);
+  static constexpr int kStages =
+      std::min(kMaxStages, (kKvRoom - kLanding * Dims::kLandingBytes) / Dims::kStageBytes);
+  static constexpr int kKvBytes = kStages * Dims::kStageBytes + kLanding * Dims::kLandingBytes;
+  static_assert(kStages >= 1 && kKvBytes <= kRoom);
   // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
   static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||
-                2 * (kStages * Dims::kStageBytes + sizeof(SharedState<Dims>) + 1024) <=
-                    kMaxSharedBytes + 1024);
+                2 * (kKvBytes + sizeof(SharedState<Dims>) + 1024) <= kMaxSharedBytes + 1024);
 
   alignas(kSharedAlignment) uint8_t kv[kStages][Dims::kStageBytes];  // K, then V
+  // K, then V. One byte where nothing lands, which is never used.
+  alignas(16) uint8_t landing[kLanding * Dims::kLandingBytes + !Dims::kConverts];
 };
 
 // A stage of the KV ring and how often the ring has been passed through.

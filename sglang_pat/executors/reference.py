@@ -133,7 +133,7 @@ class PlanExecution:
         LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
         float64 inputs). Does not write the layer's `out` and `lse`.
         """
-        q, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks = layer
+        q, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
         v_head_dim = v_cache.shape[2]
@@ -151,12 +151,12 @@ class PlanExecution:
                     k_cache[group.slots[i : i + step]].to(dtype),
                     v_cache[group.slots[i : i + step]].to(dtype),
                     group.token_mask[i : i + step],
-                    sm_scale,
+                    sm_scale * k_scale,
                     logit_cap,
                 )
                 for i in range(0, len(group.slots), step)
             ]
-            item_out = torch.cat([r[0] for r in results])
+            item_out = torch.cat([r[0] for r in results]) * v_scale
             item_lse = torch.cat([r[1] for r in results])
             item, column = group.direct.unbind(1)
             out[group.requests[item, column]] = item_out[item, column]

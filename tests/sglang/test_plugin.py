@@ -133,10 +133,6 @@ STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
         "pat does not support server options = --enable-deterministic-inference; supported: all",
     ),
     (
-        {"kv_cache_dtype": "fp8_e4m3"},
-        "dtype of queries and KV cache = --kv-cache-dtype fp8_e4m3; supported: float16",
-    ),
-    (
         {"speculative_algorithm": "NGRAM"},
         "server options = --speculative-algorithm NGRAM; supported: all but",
     ),
@@ -155,7 +151,7 @@ def test_in_strict_mode_options_are_refused_before_a_model_is_loaded(
         start(tiny_model, decode_attention_backend="pat", **options)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
 def test_in_strict_mode_other_options_are_not(
     dtype: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
