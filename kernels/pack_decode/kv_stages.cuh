@@ -88,7 +88,8 @@ class KvStages {
 };
 
 // Of a cache with one byte per element. A stage is asked for when fill() is called, and converted kLanding stages
-// later, or as soon as the warp would otherwise stand still: consumers may wait for it.
+// later, or as soon as the warp would otherwise stand still: consumers may wait for it. Without a landing ring it is
+// converted from registers at once.
 template <typename T, typename Dims, bool kIsKey>
 class KvStages<T, Dims, kIsKey, true> {
  public:
@@ -101,8 +102,7 @@ class KvStages<T, Dims, kIsKey, true> {
       : storage_(storage),
         copy_{lane},
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes),
-        landing_(ptx::shared_address(storage.landing) + (kIsKey ? 0 : Dims::kLandingKeyBytes) +
-                 lane * kChunkBytes) {}
+        landing_(landing_of(storage, lane)) {}
 
   __device__ __forceinline__ void set_head(const DecodeParams& params, int kv_head) {
     const void* base = kIsKey ? params.k_cache : params.v_cache;
@@ -110,24 +110,32 @@ class KvStages<T, Dims, kIsKey, true> {
     if constexpr (Copy::kWholeRows) cache_ += copy_.column_group(0) * kChunkBytes;
   }
 
+  // Zeros are zeros in every type.
   __device__ __forceinline__ void fill(int32_t lane_slot, int num_tokens) {
-    if (num_pending_ == kLanding) {
-      ptx::wait_for_copies<kLanding - 1>();
-      convert<Copy::kCopies>();
-    }
-    const uint32_t target = landing_ + newest_ * Dims::kLandingBytes;
+    if constexpr (kLanding == 0) {
+      uint4 bytes[Copy::kCopies];
 #pragma unroll
-    for (int i = 0; i < Copy::kCopies; ++i) {
-      const int token = copy_.row(i);
-      const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
-      const char* source = cache_ + static_cast<uint64_t>(slot) * slot_bytes_;
-      if constexpr (!Copy::kWholeRows) source += copy_.column_group(i) * kChunkBytes;
-      // Zeros are zeros in every type.
-      ptx::copy_async_16_or_zero(target + i * kCopyBytes, source, token < num_tokens);
+      for (int i = 0; i < Copy::kCopies; ++i) {
+        const char* source = source_of(i, lane_slot);
+        bytes[i] = {};
+        if (copy_.row(i) < num_tokens) bytes[i] = __ldcg(reinterpret_cast<const uint4*>(source));
+      }
+      convert<Copy::kCopies>([&](int i) { return bytes[i]; });
+    } else {
+      if (num_pending_ == kLanding) {
+        ptx::wait_for_copies<kLanding - 1>();
+        convert_landed<Copy::kCopies>();
+      }
+      const uint32_t target = landing_ + newest_ * Dims::kLandingBytes;
+#pragma unroll
+      for (int i = 0; i < Copy::kCopies; ++i) {
+        const char* source = source_of(i, lane_slot);
+        ptx::copy_async_16_or_zero(target + i * kCopyBytes, source, copy_.row(i) < num_tokens);
+      }
+      ptx::commit_copies();
+      newest_ = newest_ + 1 == kLanding ? 0 : newest_ + 1;
+      ++num_pending_;
     }
-    ptx::commit_copies();
-    newest_ = newest_ + 1 == kLanding ? 0 : newest_ + 1;
-    ++num_pending_;
   }
 
   __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
@@ -142,22 +150,47 @@ class KvStages<T, Dims, kIsKey, true> {
  private:
   static constexpr int kCopyBytes = 32 * kChunkBytes;  // of all lanes
 
-  __device__ __forceinline__ void convert_early() {
-    ptx::wait_for_copies<0>();
-    convert<1>();
+  __device__ __forceinline__ static uint32_t landing_of(Storage& storage, int lane) {
+    if constexpr (kLanding == 0) {
+      return 0;
+    } else {
+      return ptx::shared_address(storage.landing) + (kIsKey ? 0 : Dims::kLandingKeyBytes) +
+             lane * kChunkBytes;
+    }
   }
 
-  // The oldest stage in the landing ring, kUnroll copies at once. Each lane converts what it has copied.
+  // Where this lane's copy i of a stage lies. lane_slot: as in fill().
+  __device__ __forceinline__ const char* source_of(int i, int32_t lane_slot) const {
+    const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, copy_.row(i));
+    const char* source = cache_ + static_cast<uint64_t>(slot) * slot_bytes_;
+    if constexpr (!Copy::kWholeRows) source += copy_.column_group(i) * kChunkBytes;
+    return source;
+  }
+
+  __device__ __forceinline__ void convert_early() {
+    ptx::wait_for_copies<0>();
+    convert_landed<1>();
+  }
+
+  // The oldest stage in the landing ring. Each lane converts what it has copied.
   template <int kUnroll>
-  __device__ __forceinline__ void convert() {
+  __device__ __forceinline__ void convert_landed() {
+    const uint32_t source = landing_ + oldest_ * Dims::kLandingBytes;
+    convert<kUnroll>([&](int i) { return ptx::load_shared_16(source + i * kCopyBytes); });
+    oldest_ = oldest_ + 1 == kLanding ? 0 : oldest_ + 1;
+    --num_pending_;
+  }
+
+  // The next stage of the KV ring, kUnroll copies at once. load(i): the 16 bytes of copy i.
+  template <int kUnroll, typename Load>
+  __device__ __forceinline__ void convert(const Load& load) {
     const int stage = ring_.stage;
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
     const uint32_t target =
         ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
-    const uint32_t source = landing_ + oldest_ * Dims::kLandingBytes;
 #pragma unroll kUnroll
     for (int i = 0; i < Copy::kCopies; ++i) {
-      const uint4 bytes = ptx::load_shared_16(source + i * kCopyBytes);
+      const uint4 bytes = load(i);
       const uint32_t offset = copy_.stage_offset(i);
       const uint2 words[4] = {
           fp8::convert<T, Dims::kKv>(bytes.x), fp8::convert<T, Dims::kKv>(bytes.y),
@@ -170,8 +203,6 @@ class KvStages<T, Dims, kIsKey, true> {
     if constexpr (kUsesWgmma) ptx::fence_shared_writes();
     ptx::barrier_arrive(ptx::shared_address(&storage_.kv_full[stage]));
     ring_.advance();
-    oldest_ = oldest_ + 1 == kLanding ? 0 : oldest_ + 1;
-    --num_pending_;
   }
 
   Storage& storage_;

@@ -119,30 +119,42 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
+// Of `room` bytes for KV, stages in flight. The others hold what has been converted: two fifths and three fifths. 0 where
+// there is no room beside a single stage.
 template <typename Dims>
 constexpr int landing_stages(int room) {
-  if constexpr (Dims::kConverts) return std::max(1, room * 2 / 5 / Dims::kLandingBytes);
+  if constexpr (Dims::kConverts) {
+    const int wanted = std::max(1, room * 2 / 5 / Dims::kLandingBytes);
+    return room - wanted * Dims::kLandingBytes >= Dims::kStageBytes ? wanted : 0;
+  }
   return 0;
 }
 
+template <typename Dims>
+inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
 // One CTA per SM has as long a ring as fits.
 template <typename Dims>
-struct SharedStorage : SharedState<Dims> {
-  static constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-  static constexpr int kKvRoom = kCtasPerSm<Dims> == 2 ? kRingBytes : kRoom;
-  // Stages in flight. Where the ring has no other data in flight, they get two fifths of the room.
-  static constexpr int kLanding = landing_stages<Dims>(kKvRoom);
+inline constexpr int kKvRoom = kCtasPerSm<Dims> == 2 ? kRingBytes : kRoom<Dims>;
+
+template <typename Dims, int kStages>
+struct LandingRing {
+  alignas(kSharedAlignment) uint8_t landing[kStages][Dims::kLandingBytes];  // K, then V
+};
+template <typename Dims>
+struct LandingRing<Dims, 0> {};
+
+template <typename Dims>
+struct SharedStorage : SharedState<Dims>, LandingRing<Dims, landing_stages<Dims>(kKvRoom<Dims>)> {
+  static constexpr int kLanding = landing_stages<Dims>(kKvRoom<Dims>);
   static constexpr int kStages =
-      std::min(kMaxStages, (kKvRoom - kLanding * Dims::kLandingBytes) / Dims::kStageBytes);
+      std::min(kMaxStages, (kKvRoom<Dims> - kLanding * Dims::kLandingBytes) / Dims::kStageBytes);
   static constexpr int kKvBytes = kStages * Dims::kStageBytes + kLanding * Dims::kLandingBytes;
-  static_assert(kStages >= 1 && kKvBytes <= kRoom);
+  static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
   // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
   static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||
                 2 * (kKvBytes + sizeof(SharedState<Dims>) + 1024) <= kMaxSharedBytes + 1024);
 
   alignas(kSharedAlignment) uint8_t kv[kStages][Dims::kStageBytes];  // K, then V
-  // K, then V. One byte where nothing lands, which is never used.
-  alignas(16) uint8_t landing[kLanding * Dims::kLandingBytes + !Dims::kConverts];
 };
 
 // A stage of the KV ring and how often the ring has been passed through.
