@@ -108,28 +108,34 @@ int32_t DecodePlan::assign_partials(const Packing& packing, const Split& split) 
 }
 
 void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
-  sections_.work_items.clear();
-  sections_.ticket_begin.assign(1, 0);
+  auto& [ticket_begin, work_items, kv_segments, item_requests, gather_spans, merges] = sections_;
+  work_items.clear();
+  kv_segments.clear();
+  ticket_begin.assign(1, {});
   for (const Ticket& ticket : split.tickets) {
     for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      sections_.work_items.push_back(work_item(packing, split.pieces[p], request_begin_[p]));
+      const Piece& piece = split.pieces[p];
+      work_items.push_back({.tile = piece.tile,
+                            .num_requests = piece.num_requests,
+                            .request_begin = request_begin_[p],
+                            .segment_begin = static_cast<int32_t>(kv_segments.size()),
+                            .num_segments = 1,
+                            .reserved = {}});
+      kv_segments.push_back(kv_segment(packing, piece));
     }
-    sections_.ticket_begin.push_back(static_cast<int32_t>(sections_.work_items.size()));
+    ticket_begin.push_back({.work_item = static_cast<int32_t>(work_items.size()),
+                            .kv_segment = static_cast<int32_t>(kv_segments.size())});
   }
 }
 
-WorkItem DecodePlan::work_item(const Packing& packing, const Piece& piece,
-                               int32_t request_begin) const {
+KvSegment DecodePlan::kv_segment(const Packing& packing, const Piece& piece) const {
   const Pack& pack = packing.packs[piece.pack];
   const bool open = pack.is_private && piece.kv_end == pack.kv_end;
   const int32_t shift = pack.is_private ? 0 : slot_begin_[piece.pack] - pack.kv_begin;
-  return {.tile = piece.tile,
-          .num_requests = piece.num_requests,
-          .request_begin = request_begin,
-          .kv_request = pack.is_private ? packing.requests[pack.request_begin] : kSharedKv,
+  return {.kv_request = pack.is_private ? packing.requests[pack.request_begin] : kSharedKv,
           .kv_begin = piece.kv_begin + shift,
           .kv_end = open ? kOpenEnd : piece.kv_end + shift,
-          .reserved = {}};
+          .requests = KvSegment::interval(0, piece.num_requests)};
 }
 
 bool DecodePlan::write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,

@@ -54,9 +54,9 @@ class DecodePlan {
   void count_partials(int32_t num_requests, const Packing& packing, const Split& split);
   // Fills merges and item_requests, the latter in the order of the pieces. Returns the number of partials.
   int32_t assign_partials(const Packing& packing, const Split& split);
-  // Fills work_items and tickets, in the order in which they are drawn.
+  // Fills work_items, each with one segment, and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);
-  WorkItem work_item(const Packing& packing, const Piece& piece, int32_t request_begin) const;
+  KvSegment kv_segment(const Packing& packing, const Piece& piece) const;
 
   PlanHeader header_{};
   KvTokens kv_tokens_;

@@ -160,6 +160,7 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
             "max_requests ", max_requests, " is too large: their plan may not fit into int32");
   return {.capacity = {.num_tickets = static_cast<int32_t>(work_items),
                        .num_work_items = static_cast<int32_t>(work_items),
+                       .num_kv_segments = static_cast<int32_t>(work_items),  // one each
                        .num_item_requests = static_cast<int32_t>(item_requests),
                        .num_gather_spans = static_cast<int32_t>(shared_packs),
                        .num_merges = max_requests},

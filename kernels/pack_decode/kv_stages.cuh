@@ -46,6 +46,7 @@ class KvStages {
 
   __device__ KvStages(const DecodeParams& params, Storage& storage, int lane)
       : storage_(storage),
+        lane_(lane),
         copy_{lane},
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
@@ -56,18 +57,24 @@ class KvStages {
     if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
   }
 
-  // The next stage: up to kStageTokens of num_tokens tokens. lane_slot: the slot of token `lane`.
-  __device__ __forceinline__ void fill(int32_t lane_slot, int num_tokens) {
+  // The next stage. lane_slot: the slot of token `lane`.
+  __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const int stage = ring_.stage;
+    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
+    if (kIsKey && lane_ == 0) {
+      storage_.stage_records[stage] = record;
+      ptx::barrier_arrive(full);
+    }
     const uint32_t target =
         ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
-    if (num_tokens >= kStageTokens) {
+    const int num_tokens = record.num_tokens();
+    if (num_tokens == kStageTokens) {
       copy_stage<kColumns, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     } else {
       copy_stage<kColumns, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     }
-    ptx::barrier_arrive_after_copies(ptx::shared_address(&storage_.kv_full[stage]));
+    ptx::barrier_arrive_after_copies(full);
     ring_.advance();
   }
 
@@ -81,14 +88,15 @@ class KvStages {
 
  private:
   Storage& storage_;
+  const int lane_;
   const Copy copy_;
   const uint32_t slot_bytes_;
   const char* cache_;  // of the KV head and this lane's chunk, slot 0
   RingPosition<Storage::kStages> ring_;
 };
 
-// Of a cache with one byte per element. A stage is asked for when fill() is called, and converted kLanding stages
-// later, or as soon as the warp would otherwise stand still: consumers may wait for it. Without a landing ring it is
+// Of a cache with one byte per element. A stage is asked for when fill() is called, and converted once it has landed:
+// before another stage is asked for, and while the warp would otherwise stand still: consumers may wait for it. Without a landing ring it is
 // converted from registers at once.
 template <typename T, typename Dims, bool kIsKey>
 class KvStages<T, Dims, kIsKey, true> {
@@ -100,6 +108,7 @@ class KvStages<T, Dims, kIsKey, true> {
 
   __device__ KvStages(const DecodeParams& params, Storage& storage, int lane)
       : storage_(storage),
+        lane_(lane),
         copy_{lane},
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes),
         landing_(landing_of(storage, lane)) {}
@@ -111,44 +120,47 @@ class KvStages<T, Dims, kIsKey, true> {
   }
 
   // Zeros are zeros in every type.
-  __device__ __forceinline__ void fill(int32_t lane_slot, int num_tokens) {
+  __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
+    const int num_tokens = record.num_tokens();
     if constexpr (kLanding == 0) {
-      uint4 bytes[Copy::kCopies];
-#pragma unroll
-      for (int i = 0; i < Copy::kCopies; ++i) {
+      convert<kBatch, true>(record, [&](int i) {
         const char* source = source_of(i, lane_slot);
-        bytes[i] = {};
-        if (copy_.row(i) < num_tokens) bytes[i] = __ldcg(reinterpret_cast<const uint4*>(source));
-      }
-      convert<Copy::kCopies>([&](int i) { return bytes[i]; });
+        uint4 bytes{};
+        if (copy_.row(i) < num_tokens) bytes = __ldcg(reinterpret_cast<const uint4*>(source));
+        return bytes;
+      });
     } else {
-      if (num_pending_ == kLanding) {
-        ptx::wait_for_copies<kLanding - 1>();
-        convert_landed<Copy::kCopies>();
-      }
-      const uint32_t target = landing_ + newest_ * Dims::kLandingBytes;
+      while (num_pending_ == kLanding || is_ready()) convert_landed<true>();
+      const uint32_t target = landing_ + newest_.stage * Dims::kLandingBytes;
 #pragma unroll
       for (int i = 0; i < Copy::kCopies; ++i) {
         const char* source = source_of(i, lane_slot);
         ptx::copy_async_16_or_zero(target + i * kCopyBytes, source, copy_.row(i) < num_tokens);
       }
-      ptx::commit_copies();
-      newest_ = newest_ + 1 == kLanding ? 0 : newest_ + 1;
+      ptx::barrier_arrive_after_copies(landed(newest_.stage));
+      if (kIsKey && lane_ == 0) storage_.landing_records[newest_.stage] = record;
+      newest_.advance();
       ++num_pending_;
     }
   }
 
   __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-    while (num_pending_ > 0 && !ptx::barrier_is_past(barrier, parity)) convert_early();
+    while (num_pending_ > 0 && !ptx::barrier_is_past(barrier, parity)) {
+      if (is_ready()) convert_landed<false>();
+    }
     ptx::barrier_wait(barrier, parity);
   }
 
   __device__ __forceinline__ void finish() {
-    while (num_pending_ > 0) convert_early();
+    while (num_pending_ > 0) convert_landed<false>();
   }
 
  private:
   static constexpr int kCopyBytes = 32 * kChunkBytes;  // of all lanes
+  // Copies in registers at once.
+  static constexpr int kBatch = Copy::kCopies <= 8 ? Copy::kCopies : Copy::kCopies % 8 == 0 ? 8 : 6;
+  // Where the warp waits for something else: there are several copies of that code.
+  static constexpr int kSmallBatch = Copy::kCopies % 4 == 0 ? 4 : Copy::kCopies;
 
   __device__ __forceinline__ static uint32_t landing_of(Storage& storage, int lane) {
     if constexpr (kLanding == 0) {
@@ -167,52 +179,80 @@ class KvStages<T, Dims, kIsKey, true> {
     return source;
   }
 
-  __device__ __forceinline__ void convert_early() {
-    ptx::wait_for_copies<0>();
-    convert_landed<1>();
+  __device__ __forceinline__ uint32_t landed(int stage) const {
+    return ptx::shared_address(&storage_.landed[kIsKey ? 0 : 1][stage]);
   }
 
-  // The oldest stage in the landing ring. Each lane converts what it has copied.
-  template <int kUnroll>
+  // Whether the oldest stage can be converted without waiting.
+  __device__ __forceinline__ bool is_ready() const {
+    if (num_pending_ == 0) return false;
+    const uint32_t empty = ptx::shared_address(&storage_.kv_empty[ring_.stage]);
+    return ptx::barrier_is_past(landed(oldest_.stage), oldest_.parity) &&
+           ptx::barrier_is_past(empty, ring_.parity ^ 1);
+  }
+
+  // The oldest stage in the landing ring, once it has landed. Each lane converts what it has copied.
+  template <bool kUnrolled>
   __device__ __forceinline__ void convert_landed() {
-    const uint32_t source = landing_ + oldest_ * Dims::kLandingBytes;
-    convert<kUnroll>([&](int i) { return ptx::load_shared_16(source + i * kCopyBytes); });
-    oldest_ = oldest_ + 1 == kLanding ? 0 : oldest_ + 1;
+    ptx::barrier_wait(landed(oldest_.stage), oldest_.parity);
+    const uint32_t source = landing_ + oldest_.stage * Dims::kLandingBytes;
+    StageRecord record{};
+    if constexpr (kIsKey && kLanding > 0) {
+      if (lane_ == 0) record = storage_.landing_records[oldest_.stage];
+    }
+    convert<kUnrolled ? kBatch : kSmallBatch, kUnrolled>(
+        record, [&](int i) { return ptx::load_shared_16(source + i * kCopyBytes); });
+    oldest_.advance();
     --num_pending_;
   }
 
-  // The next stage of the KV ring, kUnroll copies at once. load(i): the 16 bytes of copy i.
-  template <int kUnroll, typename Load>
-  __device__ __forceinline__ void convert(const Load& load) {
+  // The next stage of the KV ring. record: in lane 0. load(i): the 16 bytes of copy i, of which kBatch are loaded at
+  // once.
+  template <int kBatch, bool kUnrolled, typename Load>
+  __device__ __forceinline__ void convert(const StageRecord& record, const Load& load) {
+    static_assert(Copy::kCopies % kBatch == 0);
     const int stage = ring_.stage;
+    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
+    if (kIsKey && lane_ == 0) {
+      storage_.stage_records[stage] = record;
+      ptx::barrier_arrive(full);
+    }
     const uint32_t target =
         ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
-#pragma unroll kUnroll
-    for (int i = 0; i < Copy::kCopies; ++i) {
-      const uint4 bytes = load(i);
-      const uint32_t offset = copy_.stage_offset(i);
-      const uint2 words[4] = {
-          fp8::convert<T, Dims::kKv>(bytes.x), fp8::convert<T, Dims::kKv>(bytes.y),
-          fp8::convert<T, Dims::kKv>(bytes.z), fp8::convert<T, Dims::kKv>(bytes.w)};
-      ptx::store_shared_16(target + offset,
-                           make_uint4(words[0].x, words[0].y, words[1].x, words[1].y));
-      ptx::store_shared_16(target + (offset ^ kChunkBytes),
-                           make_uint4(words[2].x, words[2].y, words[3].x, words[3].y));
+    constexpr int kBatches = kUnrolled ? Copy::kCopies / kBatch : 1;
+#pragma unroll kBatches
+    for (int first = 0; first < Copy::kCopies; first += kBatch) {
+      uint4 bytes[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) bytes[i] = load(first + i);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) store(target + copy_.stage_offset(first + i), bytes[i]);
     }
     if constexpr (kUsesWgmma) ptx::fence_shared_writes();
-    ptx::barrier_arrive(ptx::shared_address(&storage_.kv_full[stage]));
+    ptx::barrier_arrive(full);
     ring_.advance();
   }
 
+  // 16 numbers, converted. target: of the first 8.
+  __device__ __forceinline__ static void store(uint32_t target, const uint4& bytes) {
+    const uint2 first = fp8::convert<T, Dims::kKv>(bytes.x);
+    const uint2 second = fp8::convert<T, Dims::kKv>(bytes.y);
+    const uint2 third = fp8::convert<T, Dims::kKv>(bytes.z);
+    const uint2 fourth = fp8::convert<T, Dims::kKv>(bytes.w);
+    ptx::store_shared_16(target, make_uint4(first.x, first.y, second.x, second.y));
+    ptx::store_shared_16(target ^ kChunkBytes, make_uint4(third.x, third.y, fourth.x, fourth.y));
+  }
+
   Storage& storage_;
+  const int lane_;
   const Copy copy_;
   const uint32_t slot_bytes_;
   const uint32_t landing_;  // this lane's part of the ring
   const char*
       cache_;  // of the KV head and, where it is always the same, this lane's columns, slot 0
-  int oldest_ = 0;
-  int newest_ = 0;  // where the next stage lands
+  RingPosition<kLanding> oldest_;
+  RingPosition<kLanding> newest_;  // where the next stage lands
   int num_pending_ = 0;
   RingPosition<Storage::kStages> ring_;
 };

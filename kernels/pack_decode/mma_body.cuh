@@ -79,7 +79,6 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
 
   // Anew per item: three bodies' lane addresses do not fit in registers.
   const uint32_t lane = ptx::lane_id();
-  const int num_tokens = consumer.record().num_tokens;
   const int num_rows = consumer.record().num_rows;
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
   const int kv_warp = consumer.warp % Layout::kKvWarps;
@@ -91,27 +90,35 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
   const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
   int stage_of_step = 0;
-  for (int token = 0; token < num_tokens; token += kStageTokens) {
+  uint32_t parts = 0;  // bit w: KV warp w of each row group has been given tokens
+  bool is_last;
+  do {
     const uint32_t keys = consumer.wait_for_stage();
-    const int num_valid = num_tokens - token - first_token;
-    if (stage_of_step == own_stage && num_valid > 0) {
+    const StageRecord record = consumer.stage_record();
+    is_last = record.is_last();
+    const RowInterval rows = record.rows(first_row);
+    const int num_valid = record.num_tokens() - first_token;
+    if constexpr (Layout::kKvWarps > 1) {
+      const int num_parts = (record.num_tokens() + kTokens - 1) / kTokens;
+      parts |= ((1u << num_parts) - 1) << stage_of_step * Layout::kWarpsPerStage;
+    }
+    if (stage_of_step == own_stage && num_valid > 0 && rows.any()) {
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
-      part.template weigh<kTokens>(scores, num_valid, params.logit_scale, lane);
+      part.rescale(part.template weigh<kTokens>(scores, rows, num_valid, params.logit_scale, lane));
       const uint32_t values = keys + Dims::kKeyBytes;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
     consumer.release_stage();
     stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
-  }
+  } while (!is_last);
 
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
     store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
   } else {
-    const int num_parts = (num_tokens + kTokens - 1) / kTokens;
     combine_and_store_item<T, Dims, kSoftCap, Layout::kKvWarps>(
-        part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
+        part, consumer.storage, params, parts, num_rows, consumer.warp, lane);
   }
 }
 

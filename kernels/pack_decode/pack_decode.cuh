@@ -28,12 +28,16 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Storage::kStages; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kProducerWarps * 32);
-      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * 32);
+      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
+                        kProducerWarps * 32 + 1);  // copies, record
+      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * kStageArrivals);
     }
     for (int i = 0; i < kQueryUnits; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
       ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
+    }
+    for (int i = 0; i < 2 * Storage::kLanding; ++i) {
+      ptx::barrier_init(ptx::shared_address(&storage.landed[i % 2][i / 2]), 32);
     }
     for (int i = 0; i < kDrawsAhead; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);

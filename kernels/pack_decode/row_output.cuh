@@ -95,12 +95,12 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
   }
 }
 
-// A tile whose KV is split across the kKvWarps warps of a row group, of which the first num_parts have read
+// A tile whose KV is split across the kKvWarps warps of a row group, of which those with a bit in `parts` may have read
 // something. Every warp gathers its share of the columns. All consumer warps call it together.
 template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,
-                                                       const DecodeParams& params, int num_parts,
+                                                       const DecodeParams& params, uint32_t parts,
                                                        int num_rows, int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
   constexpr int kSyncThreads = kConsumerWarps * 32;
   const int kv_warp = warp % kKvWarps;
   const int first_warp = warp - kv_warp;
-  const bool has_part = kv_warp < num_parts;
+  const bool has_part = parts >> kv_warp & 1;
   const int state_row = lane / 4;
   const RowTarget* targets = storage.row_targets[warp];
 
@@ -136,7 +136,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
       states[other] = make_float2(-INFINITY, 0.f);
-      if (other < num_parts)
+      if (parts >> other & 1)
         states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
       maximum = fmaxf(maximum, states[other].x);
     }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
 #pragma unroll
     for (int rank = 0; rank < kOthers; ++rank) {
       const int sender = rank + (rank >= kv_warp);
-      if (sender >= num_parts) continue;
+      if (!(parts >> sender & 1)) continue;
 #pragma unroll
       for (int tile = 0; tile < kOwnTiles; ++tile) {
         if (kMayEnd && kv_warp * kOwnTiles + tile >= kTiles) continue;

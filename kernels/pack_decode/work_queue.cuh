@@ -1,6 +1,7 @@
 // Shared memory of pack_decode and the positions in its rings: what the producer warps hand to the consumers.
 //
-//   KV ring     kStages stages of 32 tokens, K and V. It runs on across work items, so loads never drain.
+//   KV ring     kStages stages of 32 tokens, K and V, of one segment each, and what the consumers must know of them. It
+//               runs on across work items, so loads never drain.
 //   landing     what the producers have asked for and not yet converted, where the cache has another type
 //   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
 //   records     what the consumers must know of an item, one per query ring item
@@ -37,6 +38,9 @@ inline constexpr bool kUsesWgmma = true;
 #else
 inline constexpr bool kUsesWgmma = false;
 #endif
+
+// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
+inline constexpr int kStageArrivals = kUsesWgmma ? 1 : 32;
 
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
@@ -79,11 +83,38 @@ inline constexpr int32_t kNoMoreItems = -1;
 
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
-  int32_t tile;        // or kNoMoreItems
-  int32_t num_rows;    // query rows in use
-  int32_t num_tokens;  // of the item's KV range, 0 if it is empty
-  int32_t reserved;
+  int32_t tile;      // or kNoMoreItems
+  int32_t num_rows;  // query rows in use
   RowTarget targets[kMaxTileRows];
+};
+
+// Rows of a warp, counted from its first, for which a stage counts.
+struct RowInterval {
+  int first;
+  int end;
+
+  __device__ __forceinline__ bool any() const { return first < kUnitRows && end > 0; }
+  __device__ __forceinline__ bool all() const { return first <= 0 && end >= kUnitRows; }
+  __device__ __forceinline__ bool holds(int row) const { return row >= first && row < end; }
+};
+
+// Written by the K producer before a stage of an item, read by all consumer warps. An item has at least one stage: the
+// only one of an item without KV is empty.
+struct StageRecord {
+  uint32_t packed;
+
+  // The rows of the item from first_row on, and to kMaxTileRows where they are its last: rows that it does not have
+  // mask nothing.
+  __device__ __forceinline__ static StageRecord of(uint32_t first_row, uint32_t end_row,
+                                                   uint32_t num_tokens, bool is_last) {
+    return {first_row | end_row << 8 | num_tokens << 16 | uint32_t{is_last} << 24};
+  }
+  __device__ __forceinline__ int num_tokens() const { return packed >> 16 & 0xff; }
+  __device__ __forceinline__ bool is_last() const { return packed >> 24 != 0; }  // of its item
+  __device__ __forceinline__ RowInterval rows(int first_row_of_warp) const {
+    return {static_cast<int>(packed & 0xff) - first_row_of_warp,
+            static_cast<int>(packed >> 8 & 0xff) - first_row_of_warp};
+  }
 };
 
 // The swizzle is one of addresses: its pattern repeats after this many bytes.
@@ -110,7 +141,11 @@ struct SharedState {
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
+  StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
+  // Where the cache is converted, of the landing ring: from the K producer to itself, and the copies of K and V.
+  StageRecord landing_records[Dims::kConverts ? kMaxStages : 1];
+  alignas(8) uint64_t landed[2][Dims::kConverts ? kMaxStages : 1];
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_empty[kMaxStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
@@ -119,22 +154,16 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
-// Of `room` bytes for KV, stages in flight. The others hold what has been converted: two fifths and three fifths. 0 where
-// there is no room beside a single stage.
-template <typename Dims>
-constexpr int landing_stages(int room) {
-  if constexpr (Dims::kConverts) {
-    const int wanted = std::max(1, room * 2 / 5 / Dims::kLandingBytes);
-    return room - wanted * Dims::kLandingBytes >= Dims::kStageBytes ? wanted : 0;
-  }
-  return 0;
-}
-
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-// One CTA per SM has as long a ring as fits.
+// Of KV. One CTA per SM has as long rings as fit.
 template <typename Dims>
-inline constexpr int kKvRoom = kCtasPerSm<Dims> == 2 ? kRingBytes : kRoom<Dims>;
+inline constexpr int kKvRoom =
+    kCtasPerSm<Dims> == 2 ? kRingBytes + (Dims::kConverts && kHas228Kb ? 8192 : 0) : kRoom<Dims>;
+// Of which a landing ring takes a quarter, or whatever a whole number of stages leaves.
+template <typename Dims>
+inline constexpr int kStagesThatFit = std::max(
+    1, kKvRoom<Dims> / (Dims::kConverts ? 4 : 1) * (Dims::kConverts ? 3 : 1) / Dims::kStageBytes);
 
 template <typename Dims, int kStages>
 struct LandingRing {
@@ -144,10 +173,18 @@ template <typename Dims>
 struct LandingRing<Dims, 0> {};
 
 template <typename Dims>
-struct SharedStorage : SharedState<Dims>, LandingRing<Dims, landing_stages<Dims>(kKvRoom<Dims>)> {
-  static constexpr int kLanding = landing_stages<Dims>(kKvRoom<Dims>);
-  static constexpr int kStages =
-      std::min(kMaxStages, (kKvRoom<Dims> - kLanding * Dims::kLandingBytes) / Dims::kStageBytes);
+constexpr int landing_stages() {
+  if constexpr (Dims::kConverts) {
+    return std::min(kMaxStages, (kKvRoom<Dims> - kStagesThatFit<Dims> * Dims::kStageBytes) /
+                                    Dims::kLandingBytes);
+  }
+  return 0;
+}
+
+template <typename Dims>
+struct SharedStorage : SharedState<Dims>, LandingRing<Dims, landing_stages<Dims>()> {
+  static constexpr int kStages = std::min(kMaxStages, kStagesThatFit<Dims>);
+  static constexpr int kLanding = landing_stages<Dims>();  // 0: no room
   static constexpr int kKvBytes = kStages * Dims::kStageBytes + kLanding * Dims::kLandingBytes;
   static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
   // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.

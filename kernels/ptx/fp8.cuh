@@ -52,19 +52,21 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
   }
 }
 
-// Two numbers of fp16 that have at most 7 bits of mantissa, in bf16.
+// Two numbers of fp16 that have at most 7 bits of mantissa, in bf16: the upper halves of those in fp32.
 __device__ __forceinline__ uint32_t to_bfloat16(uint32_t halves) {
-  float low, high;
+  uint32_t low, high, packed;
   asm("{\n"
       ".reg .b16 low, high;\n"
       "mov.b32 {low, high}, %2;\n"
-      "cvt.f32.f16 %0, low;\n"
-      "cvt.f32.f16 %1, high;\n"
+      ".reg .f32 a, b;\n"
+      "cvt.f32.f16 a, low;\n"
+      "cvt.f32.f16 b, high;\n"
+      "mov.b32 %0, a;\n"
+      "mov.b32 %1, b;\n"
       "}"
-      : "=f"(low), "=f"(high)
+      : "=r"(low), "=r"(high)
       : "r"(halves));
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(packed) : "r"(low), "r"(high));
   return packed;
 }
 

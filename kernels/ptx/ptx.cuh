@@ -35,17 +35,6 @@ __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const voi
                : "memory");
 }
 
-// Ends a group of copies of this thread.
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until all of this thread's groups but the last kGroups have landed.
-template <int kGroups>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
