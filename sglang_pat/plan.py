@@ -218,8 +218,8 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> st
 class BufferSizes(NamedTuple):
     """What the buffers of a plan can hold.
 
-    plan: entries of the plan's sections. num_partials: partial slots, of 4 * num_qo_heads *
-    (head_dim + 1) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
+    plan: entries of the plan's sections. num_partials: partial slots, of 2 * num_qo_heads *
+    (v_head_dim + 2) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
     """
 
     plan: PlanCapacity = PlanCapacity()

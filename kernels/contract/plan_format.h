@@ -21,7 +21,8 @@
 // item's requests attend to, next to one another in the item. A work item is a tile of query rows that runs through
 // its segments in order, with one online softmax per row: the levels of a tree above a few requests, and their
 // private tails, need no partials between them.
-// partial: normalised fp32 output and natural-log LSE of one query head over the KV of one work item.
+// partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head over the KV of
+// one work item.
 #pragma once
 
 #include <cstdint>

@@ -62,9 +62,9 @@ class KvStages {
     const int stage = ring_.stage;
     const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
-    if (kIsKey && lane_ == 0) {
-      storage_.stage_records[stage] = record;
-      ptx::barrier_arrive(full);
+    if constexpr (kIsKey) {
+      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
+                            full, lane_ == 0);
     }
     const uint32_t target =
         ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
@@ -96,8 +96,8 @@ class KvStages {
 };
 
 // Of a cache with one byte per element. A stage is asked for when fill() is called, and converted once it has landed:
-// before another stage is asked for, and while the warp would otherwise stand still: consumers may wait for it. Without a landing ring it is
-// converted from registers at once.
+// before another stage is asked for, and while the warp would otherwise stand still, since consumers may wait for it.
+// Without a landing ring it is converted from registers at once.
 template <typename T, typename Dims, bool kIsKey>
 class KvStages<T, Dims, kIsKey, true> {
  public:
@@ -214,9 +214,9 @@ class KvStages<T, Dims, kIsKey, true> {
     const int stage = ring_.stage;
     const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
-    if (kIsKey && lane_ == 0) {
-      storage_.stage_records[stage] = record;
-      ptx::barrier_arrive(full);
+    if constexpr (kIsKey) {
+      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
+                            full, lane_ == 0);
     }
     const uint32_t target =
         ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
@@ -250,7 +250,7 @@ class KvStages<T, Dims, kIsKey, true> {
   const uint32_t slot_bytes_;
   const uint32_t landing_;  // this lane's part of the ring
   const char*
-      cache_;  // of the KV head and, where it is always the same, this lane's columns, slot 0
+      cache_;  // of the KV head and, as far as they are the same in all copies, this lane's columns, slot 0
   RingPosition<kLanding> oldest_;
   RingPosition<kLanding> newest_;  // where the next stage lands
   int num_pending_ = 0;

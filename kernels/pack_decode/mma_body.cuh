@@ -89,36 +89,31 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
 
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
   const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
-  int stage_of_step = 0;
-  uint32_t parts = 0;  // bit w: KV warp w of each row group has been given tokens
-  bool is_last;
+  int num_stages = 0;
+  StageRecord record;
   do {
     const uint32_t keys = consumer.wait_for_stage();
-    const StageRecord record = consumer.stage_record();
-    is_last = record.is_last();
-    const RowInterval rows = record.rows(first_row);
-    const int num_valid = record.num_tokens() - first_token;
-    if constexpr (Layout::kKvWarps > 1) {
-      const int num_parts = (record.num_tokens() + kTokens - 1) / kTokens;
-      parts |= ((1u << num_parts) - 1) << stage_of_step * Layout::kWarpsPerStage;
-    }
-    if (stage_of_step == own_stage && num_valid > 0 && rows.any()) {
+    record = consumer.stage_record();
+    if (num_stages % Layout::kStagesPerStep == own_stage && record.num_tokens() > first_token &&
+        record.counts_for(first_row / kUnitRows)) {
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
-      part.rescale(part.template weigh<kTokens>(scores, rows, num_valid, params.logit_scale, lane));
+      part.rescale(part.template weigh<kTokens>(scores, record, first_row, first_token,
+                                                params.logit_scale, lane));
       const uint32_t values = keys + Dims::kKeyBytes;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
     consumer.release_stage();
-    stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
-  } while (!is_last);
+    ++num_stages;
+  } while (!record.is_last());
 
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
     store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
   } else {
+    const int num_parts = min(num_stages, Layout::kStagesPerStep) * Layout::kWarpsPerStage;
     combine_and_store_item<T, Dims, kSoftCap, Layout::kKvWarps>(
-        part, consumer.storage, params, parts, num_rows, consumer.warp, lane);
+        part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
   }
 }
 

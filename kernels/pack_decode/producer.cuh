@@ -188,8 +188,8 @@ class Producer {
     left_ = segment.num_tokens;
     const int group_size = params_.rows.group_size;
     const int first = segment.requests & 0xffff, end = segment.requests >> 16;
-    first_row_ = first * group_size;
-    end_row_ = end == item_.num_requests ? kMaxTileRows : end * group_size;
+    record_ =
+        StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size);
     return true;
   }
 
@@ -203,7 +203,7 @@ class Producer {
       } else if (!is_complete_) {
         // Without any KV, or what follows after the lanes' last segments is empty.
         next_.slots[0] = 0;
-        next_.records[0] = StageRecord::of(0, 0, 0, true);
+        next_.records[0] = StageRecord::empty();
         next_.count = 1;
         is_complete_ = true;
         return;
@@ -214,18 +214,40 @@ class Producer {
         return;
       }
     }
-    next_.count = 0;
+    // Where the loads are from comes first: then they are all on their way at once.
+    const int32_t* sources[StageBatch::kStages];
+    int tokens[StageBatch::kStages];
+    if (left_ > StageBatch::kStages * kStageTokens) {
+#pragma unroll
+      for (int i = 0; i < StageBatch::kStages; ++i) {
+        sources[i] = slots_ + i * kStageTokens;
+        tokens[i] = kStageTokens;
+        next_.records[i] = record_;
+      }
+      next_.count = StageBatch::kStages;
+      slots_ += StageBatch::kStages * kStageTokens;
+      left_ -= StageBatch::kStages * kStageTokens;
+      if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * kStageTokens;
+    } else {
+      next_.count = 0;
+#pragma unroll
+      for (int i = 0; i < StageBatch::kStages; ++i) {
+        sources[i] = slots_;
+        tokens[i] = 0;
+        if (!has_stage()) continue;
+        sources[i] = slots_;
+        tokens[i] = min(left_, kStageTokens);
+        slots_ += kStageTokens;
+        left_ -= kStageTokens;
+        if constexpr (kIsKey) tokens_left_ -= tokens[i];
+        is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
+        next_.records[i] = record_.with_tokens(tokens[i]).as_last(is_complete_);
+        ++next_.count;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
-      if (!has_stage()) break;
-      next_.slots[i] = lane_ < left_ ? slots_[lane_] : 0;
-      const int num_tokens = min(left_, kStageTokens);
-      slots_ += kStageTokens;
-      left_ -= kStageTokens;
-      if constexpr (kIsKey) tokens_left_ -= num_tokens;
-      is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
-      next_.records[i] = StageRecord::of(first_row_, end_row_, num_tokens, is_complete_);
-      ++next_.count;
+      next_.slots[i] = lane_ < tokens[i] ? sources[i][lane_] : 0;
     }
   }
 
@@ -355,8 +377,7 @@ class Producer {
   uint32_t pending_ = 0;     // lanes whose segments of the item are to come
   const int32_t* slots_;     // of the present segment's next stage
   int left_ = 0;             // its tokens from there on
-  int first_row_;            // its rows in the item
-  int end_row_;
+  StageRecord record_;       // of its whole stages
   StageBatch next_;
 
   int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size

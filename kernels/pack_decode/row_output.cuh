@@ -14,22 +14,14 @@ template <typename T, int kColumns, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row, int column,
                                               const float2 (&values)[kTiles], float scale) {
   if (row == kNoTarget) return;
-  if (row >= 0) {
-    float* target = params.partial_out + static_cast<int64_t>(row) * kColumns + column;
+  const bool is_partial = row >= 0;
+  T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
+              static_cast<int64_t>(is_partial ? row : ~row) * kColumns + column;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (kMayEnd && column + tile * 8 >= kColumns) continue;
-      *reinterpret_cast<float2*>(target + tile * 8) =
-          make_float2(values[tile].x * scale, values[tile].y * scale);
-    }
-  } else {
-    T* target = static_cast<T*>(params.out) + static_cast<int64_t>(~row) * kColumns + column;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (kMayEnd && column + tile * 8 >= kColumns) continue;
-      *reinterpret_cast<uint32_t*>(target + tile * 8) =
-          ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
-    }
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (kMayEnd && column + tile * 8 >= kColumns) continue;
+    *reinterpret_cast<uint32_t*>(target + tile * 8) =
+        ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
   }
 }
 
@@ -95,12 +87,12 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
   }
 }
 
-// A tile whose KV is split across the kKvWarps warps of a row group, of which those with a bit in `parts` may have read
-// something. Every warp gathers its share of the columns. All consumer warps call it together.
+// A tile whose KV is split across the kKvWarps warps of a row group, of which only the first num_parts can have
+// read something. Every warp gathers its share of the columns. All consumer warps call it together.
 template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,
-                                                       const DecodeParams& params, uint32_t parts,
+                                                       const DecodeParams& params, int num_parts,
                                                        int num_rows, int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
@@ -109,7 +101,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
   constexpr int kSyncThreads = kConsumerWarps * 32;
   const int kv_warp = warp % kKvWarps;
   const int first_warp = warp - kv_warp;
-  const bool has_part = parts >> kv_warp & 1;
+  const bool has_part = kv_warp < num_parts;
   const int state_row = lane / 4;
   const RowTarget* targets = storage.row_targets[warp];
 
@@ -136,7 +128,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
       states[other] = make_float2(-INFINITY, 0.f);
-      if (parts >> other & 1)
+      if (other < num_parts)
         states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
       maximum = fmaxf(maximum, states[other].x);
     }
@@ -171,7 +163,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
 #pragma unroll
     for (int rank = 0; rank < kOthers; ++rank) {
       const int sender = rank + (rank >= kv_warp);
-      if (!(parts >> sender & 1)) continue;
+      if (sender >= num_parts) continue;
 #pragma unroll
       for (int tile = 0; tile < kOwnTiles; ++tile) {
         if (kMayEnd && kv_warp * kOwnTiles + tile >= kTiles) continue;

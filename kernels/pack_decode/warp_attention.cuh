@@ -49,12 +49,14 @@ struct WarpAttention {
     float factor[2];
   };
 
-  // Scores of kTokens tokens, of which the first num_valid count (at least one), and for these rows, to unnormalised
-  // probabilities. rescale() must follow before these are multiplied with values: `out` may be in use until then.
+  // Scores of kTokens tokens of a stage, from first_token on, to unnormalised probabilities. The stage counts for some
+  // row of the warp, whose first is row first_row of the item, and at least one of the tokens does. rescale() must
+  // follow before these are multiplied with values: `out` may be in use until then.
   template <int kTokens>
   __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
-                                             const RowInterval& rows, int num_valid,
-                                             const LogitScale& scale, uint32_t lane) {
+                                             const StageRecord& stage, int first_row,
+                                             int first_token, const LogitScale& scale,
+                                             uint32_t lane) {
     if constexpr (kSoftCap) {
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
@@ -62,23 +64,16 @@ struct WarpAttention {
         for (int i = 0; i < 4; ++i) scores[tile][i] = ptx::tanh(scores[tile][i] * scale.inner);
       }
     }
-    if (num_valid < kTokens) {
+    if (!stage.is_whole(first_row / kUnitRows)) {
 #pragma unroll
-      for (int tile = 0; tile < kTokens / 8; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = tile * 8 + lane % 4 * 2 + i % 2;
-          if (column >= num_valid) scores[tile][i] = -INFINITY;
-        }
-      }
-    }
-    if (!rows.all()) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (rows.holds(lane / 4 + 8 * h)) continue;
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + lane / 4 + i / 2 * 8;
+        const bool counts = row >= stage.first_row() && row < stage.end_row();
+        const int num_valid = counts ? stage.num_tokens() - first_token : 0;
 #pragma unroll
         for (int tile = 0; tile < kTokens / 8; ++tile) {
-          scores[tile][2 * h] = scores[tile][2 * h + 1] = -INFINITY;
+          const int column = tile * 8 + lane % 4 * 2 + i % 2;
+          if (column >= num_valid) scores[tile][i] = -INFINITY;
         }
       }
     }
@@ -169,8 +164,8 @@ struct WarpAttention {
     return rescaling;
   }
 
-  float shift_
-      [2];  // maximum as an exponent; 0 before the first: a masked row's weights are 0, not NaN
+  // The maximum as an exponent; 0 before the first, so that weights of a row that no token has counted for are 0, not NaN.
+  float shift_[2];
   float limit_[2];  // scores above it need a new maximum
 };
 

@@ -71,10 +71,9 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   StageWeights weights;
   const auto weigh = [&](const StageRecord& record) {
     typename Attention::Rescaling rescaling{};
-    const RowInterval rows = record.rows(first_row);
-    if (has_rows && rows.any()) {
-      rescaling = part.template weigh<kStageTokens>(scores, rows, record.num_tokens(),
-                                                    params.logit_scale, lane);
+    if (record.counts_for(consumer.warp)) {
+      rescaling =
+          part.template weigh<kStageTokens>(scores, record, first_row, 0, params.logit_scale, lane);
     } else {
 #pragma unroll
       for (int tile = 0; tile < kStageTokens / 8; ++tile) {

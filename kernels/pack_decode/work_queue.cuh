@@ -88,32 +88,44 @@ struct ItemRecord {
   RowTarget targets[kMaxTileRows];
 };
 
-// Rows of a warp, counted from its first, for which a stage counts.
-struct RowInterval {
-  int first;
-  int end;
-
-  __device__ __forceinline__ bool any() const { return first < kUnitRows && end > 0; }
-  __device__ __forceinline__ bool all() const { return first <= 0 && end >= kUnitRows; }
-  __device__ __forceinline__ bool holds(int row) const { return row >= first && row < end; }
-};
-
-// Written by the K producer before a stage of an item, read by all consumer warps. An item has at least one stage: the
+// What the consumers must know of a stage, written by the K producer. A unit of 16 rows, which is a warp's, learns from
+// two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage: the
 // only one of an item without KV is empty.
 struct StageRecord {
+  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kAny = 24, kWhole = 28;  // first bits
+
   uint32_t packed;
 
-  // The rows of the item from first_row on, and to kMaxTileRows where they are its last: rows that it does not have
-  // mask nothing.
-  __device__ __forceinline__ static StageRecord of(uint32_t first_row, uint32_t end_row,
-                                                   uint32_t num_tokens, bool is_last) {
-    return {first_row | end_row << 8 | num_tokens << 16 | uint32_t{is_last} << 24};
+  // Of whole stages for rows [first_row, end_row) of num_rows.
+  __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows) {
+    const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
+    // Rows that the item does not have mask nothing.
+    if (end_row == num_rows) end_row = kMaxTileRows;
+    const uint32_t whole = (1u << end_row / kUnitRows) - 1 & -(1u << units(first_row));
+    return {static_cast<uint32_t>(first_row | end_row << kEndRow | kStageTokens << kTokens) |
+            any << kAny | whole << kWhole};
   }
-  __device__ __forceinline__ int num_tokens() const { return packed >> 16 & 0xff; }
-  __device__ __forceinline__ bool is_last() const { return packed >> 24 != 0; }  // of its item
-  __device__ __forceinline__ RowInterval rows(int first_row_of_warp) const {
-    return {static_cast<int>(packed & 0xff) - first_row_of_warp,
-            static_cast<int>(packed >> 8 & 0xff) - first_row_of_warp};
+  __device__ __forceinline__ static StageRecord empty() { return {1u << kLast}; }
+
+  __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
+    if (num_tokens == kStageTokens) return *this;
+    constexpr uint32_t kOthers = (1u << kTokens) - 1 | 15u << kAny;
+    return {packed & kOthers | static_cast<uint32_t>(num_tokens) << kTokens};
+  }
+  __device__ __forceinline__ StageRecord as_last(bool is_last) const {
+    return {packed | uint32_t{is_last} << kLast};
+  }
+
+  __device__ __forceinline__ int first_row() const { return packed & 0x7f; }
+  __device__ __forceinline__ int end_row() const { return packed >> kEndRow & 0x7f; }
+  __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x3f; }
+  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
+  __device__ __forceinline__ bool counts_for(int unit) const { return packed >> kAny >> unit & 1; }
+  __device__ __forceinline__ bool is_whole(int unit) const { return packed >> kWhole >> unit & 1; }
+
+ private:
+  __device__ __forceinline__ static int units(int rows) {
+    return (rows + kUnitRows - 1) / kUnitRows;
   }
 };
 

@@ -64,8 +64,10 @@ class DeviceBuffers(NamedTuple):
         Entries of each section.
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
-    partial_out, partial_lse : torch.Tensor
-        float32 `[num_partials, num_qo_heads, v_head_dim]` and `[num_partials, num_qo_heads]`.
+    partial_out : torch.Tensor
+        `[num_partials, num_qo_heads, v_head_dim]`, in the dtype of the kernels.
+    partial_lse : torch.Tensor
+        float32 `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
         int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
         count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
@@ -331,7 +333,7 @@ class DecodeKernels:
             raise ValueError(f"plan must be aligned to {_ALIGNMENT} bytes, got {plan.data_ptr()}")
         _check_type(buffers.shared_slots, "shared_slots", torch.int32, 1)
         _check_contiguous(buffers.shared_slots, "shared_slots", plan)
-        _check_type(buffers.partial_out, "partial_out", torch.float32, 3)
+        _check_type(buffers.partial_out, "partial_out", self.config.dtype, 3)
         _check_contiguous(buffers.partial_out, "partial_out", plan)
         rows = buffers.partial_out.shape[:2]
         _check_shape(buffers.partial_out, "partial_out", (*rows, self.config.v_head_dim))
