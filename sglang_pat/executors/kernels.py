@@ -15,7 +15,7 @@ import torch
 from sglang_pat._launch_params import DecodeArgument, GatherArgument, SinkType
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.batch import IntArray, Step
-from sglang_pat.executors.jit import KernelConfig, build
+from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, load_kernels
 from sglang_pat.plan import PlanHeader
@@ -128,14 +128,11 @@ class DecodeKernels:
         self._buffers: DeviceBuffers | None = None
         self._step: Step | None = None
 
-    @classmethod
-    def load(cls, config: KernelConfig) -> DecodeKernels:
-        """The kernels of `config`, compiled if need be (`jit.py`)."""
-        build(config)
-        return cls(config)
-
     def num_ctas(self, device: torch.device) -> int:
-        """How many CTAs of pack_decode the device runs at the same time: as many are launched."""
+        """How many CTAs of pack_decode the device runs at the same time: as many are launched.
+
+        Loads the kernels, compiled if need be (`jit.py`), if that has not been done.
+        """
         with torch.cuda.device(device):
             return self._kernels().num_ctas
 
