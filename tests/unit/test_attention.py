@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,8 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 72), {}, "head_dim = 72; supported: 64, 80, 96, 128, 192/128, 256"),
         ((8, 2, 128), {"v_head_dim": 64}, "head_dim = 128/64; supported: 64, 80"),
         ((8, 2, 64), {"dtype": torch.float64}, "float64; supported: float16"),
+        ((8, 2, 64), {"kv_dtype": torch.int8}, "torch.float32 and torch.int8; supported: float16"),
+        ((8, 2, 64), {"kv_dtype": torch.float16}, "torch.float32 and torch.float16; supported"),
         ((8, 2, 64), {"policy": "greedy"}, "packing policy = greedy; supported: memory"),
         ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
         ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
@@ -325,6 +328,13 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("sinks", torch.zeros(8, device="meta"), "sinks must be on cpu, got meta"),
         ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
         ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
+        ("k_scale", 0.0, "k_scale and v_scale must be positive, got 0.0 and 1.0"),
+        ("v_scale", math.inf, "k_scale and v_scale must be positive, got 1.0 and inf"),
+        (
+            "v_cache",
+            torch.zeros(9, 2, 64, dtype=torch.float8_e5m2),
+            "v_cache must be torch.float32, got torch.float8_e5m2",
+        ),
     ],
 )
 def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
