@@ -5,7 +5,7 @@ each is compared with float64 before it is timed. KV slots are scattered over th
 server that has run for a while. Times are per layer. The suites are in workloads.py; what has to
 hold is in kernel_gates.py.
 
-    python benchmarks/bench_kernels.py --quick
+    python benchmarks/bench_kernels.py --quick --seconds 110 --no-compile
     python benchmarks/bench_kernels.py --suite rank unshared --json FILE
     python benchmarks/bench_kernels.py --suite hybrid
     python benchmarks/bench_kernels.py --tree 1,64_8192,256 --heads 32/8 --contenders pat fa3
@@ -18,9 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -134,6 +136,7 @@ def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
         "heads_q": workload.num_qo_heads,
         "heads_kv": workload.num_kv_heads,
         "head_dim": workload.head_dim,
+        "dtype": str(workload.dtype).removeprefix("torch."),
         "sinks": workload.with_sinks,
         "shared": forest.is_shared,
         "requests": forest.num_requests,
@@ -147,23 +150,26 @@ def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
 def main() -> int:
     begin = time.perf_counter()
     args = _arguments()
+    if args.no_compile:  # before FlashInfer is imported
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     names = args.contenders or [*CONTENDERS, *(ABLATIONS if args.ablations else ())]
-    if args.tree:
-        heads = [int(count) for count in args.heads.split("/")]
-        workloads = [Workload(Forest.of_tree(args.tree), *heads)]
-    else:
-        workloads = [case for name in args.suite for case in suite(name, quick=args.quick)]
-
+    if args.quick and not args.contenders:
+        names.remove("cascade")
     copy_bandwidth = timing.copy_bandwidth()
     info = metadata() | {"copy_gbps": copy_bandwidth / 1e9, "clocks": {"before": gpu_state()}}
     print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
+    workloads = _workloads(args)
     free, _ = torch.cuda.mem_get_info()
     pool = KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
-    print(f"ready after {time.perf_counter() - begin:.0f} s")
+    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
     header = f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}"
     cases: list[dict[str, object]] = []
+    left_out: list[str] = []
     for workload in workloads:
+        if args.seconds is not None and time.perf_counter() - begin > args.seconds:
+            left_out.append(f"{workload.suite}: {workload.name}")
+            continue
         if not cases or cases[-1]["suite"] != workload.suite:
             print(f"{workload.suite:54}{header}")
         case = _described(workload, copy_bandwidth)
@@ -171,17 +177,36 @@ def main() -> int:
         cases.append(case)
         print(report_line(case, names), flush=True)
         for name, message in case["failed"].items():
-            print(f"    {name}: {message}")
+            print(f"    {name}: {message}", flush=True)
+        info["seconds"] = time.perf_counter() - begin
+        # Each time: a run that is ended early loses nothing.
+        found = gates(cases) if "pat" in names and not args.tree else []
+        _write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
         torch.cuda.empty_cache()
     info["clocks"]["after"] = gpu_state()
-    info["seconds"] = time.perf_counter() - begin
-    found = gates(cases) if "pat" in names and not args.tree else []
     print("\n".join([*summary(cases, names), *map(str, found)]))
     print(f"clocks after {info['clocks']['after']}, {info['seconds']:.0f} s")
-    if args.json:
-        result = {"meta": info, "cases": cases, "gates": as_json(found)}
-        args.json.write_text(json.dumps(result, indent=1))
+    for name in left_out:
+        print(f"left out after {args.seconds} s: {name}")
+    result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
+    _write(args.json, result)
     return 1 if any("pat" in case["failed"] for case in cases) else 0
+
+
+def _workloads(args: argparse.Namespace) -> list[Workload]:
+    if args.tree:
+        heads = [int(count) for count in args.heads.split("/")]
+        chosen = [Workload(Forest.of_tree(args.tree), *heads)]
+    else:
+        chosen = [
+            case for name in SUITES if name in args.suite for case in suite(name, quick=args.quick)
+        ]
+    return [replace(case, dtype=getattr(torch, args.dtype)) for case in chosen]
+
+
+def _write(path: Path | None, result: dict[str, object]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
@@ -189,10 +214,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
     )
-    parser.add_argument("--quick", action="store_true", help="a few cases of each suite")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few cases of each suite, without cascade"
+    )
+    parser.add_argument(
+        "--seconds", type=int, metavar="N", help="begin no case later; what is left out is named"
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
+    )
     parser.add_argument("--tree", help="one tree instead, e.g. 1,4,64_1024,256,64")
     parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
     parser.add_argument(
         "--rounds", type=int, help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick"

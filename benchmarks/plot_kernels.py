@@ -60,7 +60,8 @@ def draw(result: dict[str, Any], suite: str, picture: Path) -> None:
     axes[-1, 0].set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=7)
     meta = result["meta"]
     figure.suptitle(
-        f"Decode attention, {meta['gpu']}, float16, head_dim 128: lower is better, 1 is the floor",
+        f"Decode attention, {meta['gpu']}, {cases[0]['dtype']}, head_dim {cases[0]['head_dim']}: "
+        "lower is better, 1 is the floor",
         fontsize=11,
     )
     figure.tight_layout()
