@@ -67,15 +67,8 @@ class CostModel:
     ValueError if a cost is negative or above 2**20, or rows_at_ridge below 1.
     """
 
-    def __init__(
-        self,
-        *,
-        partial_row: int = ...,
-        piece: int = ...,
-        query_row: int = ...,
-        shortest: int = ...,
-        rows_at_ridge: int = ...,
-    ) -> None: ...
+    def __init__(self, **costs: float) -> None: ...
+    def values(self) -> dict[str, float]: ...
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.

@@ -156,7 +156,9 @@ class PackAttention:
             num_workers=num_workers,
             policy=policy,
             growth_tokens=growth_tokens,
-            cost=CostModel() if kernels is None else costs_of(self.device),
+            cost=costs_of_tokens(
+                CostModel() if kernels is None else costs_of(self.device), kv_dtype.itemsize
+            ),
         )
         self._executor = self._make_executor(kernels, num_workers, max_requests, max_shared_slots)
         self._begin()
@@ -525,6 +527,18 @@ def new_scheduler(
         growth_tokens=growth_tokens,
         cost=CostModel() if cost is None else cost,
     )
+
+
+def costs_of_tokens(cost: CostModel, itemsize: int) -> CostModel:
+    """The costs for KV of `itemsize` bytes per number. The unit of packing is a token that is read
+    from device memory; what partials and work items cost does not shrink with it.
+    """
+    if itemsize >= 2:
+        return cost
+    values = cost.values()
+    for name in ("partial_row", "packed_item"):
+        values[name] *= 2 / itemsize
+    return CostModel(**values)
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             head_dim,
             arch,
             v_head_dim,
-            kv_dtype and getattr(torch, kv_dtype),
+            None if kv_dtype is None else getattr(torch, kv_dtype),
         )
         for arch, dtype, kv_dtype, (head_dim, v_head_dim) in product(
             archs,

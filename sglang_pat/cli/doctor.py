@@ -441,7 +441,7 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
                 head_dim,
                 capability,
                 v_head_dim,
-                kv_dtype and getattr(torch, kv_dtype),
+                None if kv_dtype is None else getattr(torch, kv_dtype),
             )
             image = kernel_cache.find(cache, jit.cache_key(config))
             if image is not None:
