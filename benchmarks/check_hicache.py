@@ -23,11 +23,13 @@ from check_logits import (
     FLOAT32_LIMIT,
     ON_CPU,
     ON_GPU,
+    STRICT,
     Run,
     Setup,
     answer_all,
     largest_and_mean,
     parsed_arguments,
+    problems_of_comparing,
     prompts,
 )
 from serving.answers import agreement
@@ -35,7 +37,7 @@ from serving.latency import difference, read_ratio
 from serving.results import report
 from serving.tables import console
 
-from sglang_pat.bench.server import Server, contender, running_server, sampling_of
+from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
@@ -106,6 +108,7 @@ def judge(
             if error > limit:
                 failures.append(f"{when}: {name} difference of logits {error:.3g} > {limit:.3g}")
         failures += [f"{when}: other tokens: {error}" for error in greedy.errors]
+        failures += [f"{when}: {problem}" for problem in problems_of_comparing(greedy, limits)]
     ratio = read_ratio(counted)
     if not on_host:
         failures.append("nothing came back from the host")
@@ -123,27 +126,27 @@ def judge(
 
 def run_all(setup: Setup, backends: Sequence[str], folder: Path) -> dict[str, Any]:
     model = setup.model.write(folder / "model")
-    others = {}
+    starts = {}
     for name in backends:
-        console.print(f"starting the server with {name}")
-        arguments = COMMON | setup.arguments
+        arguments, environment = COMMON | setup.arguments, {}
         if name == "pat":
             arguments |= TIERS | {"max_total_tokens": pool_tokens(setup)}
+            environment = {"SGLANG_PAT_DEBUG": "1", **STRICT}
             if not cuda_driver_is_present():
                 arguments |= TIERS_ON_CPU
-        debug = {"SGLANG_PAT_DEBUG": "1"}
-        with running_server(
-            contender(name), model, folder, environment=debug, **arguments
-        ) as server:
-            first = answer_all(server, setup)
-            if name != "pat":
-                others[name] = first
-                continue
-            drive_out(server, setup)
-            before, on_host = server.stats(), found_on_host(server, setup)
-            drive_out(server, setup)
-            second = answer_all(server, setup, flush=False)
-            pat, counted = (first, second), difference(server.stats(), before)
+        starts[name] = Start(contender(name), arguments, environment)
+    console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
+    with running_servers(starts, model, folder) as servers:
+        server = servers["pat"]
+        first = answer_all(server, setup)
+        drive_out(server, setup)
+        before, on_host = server.stats(), found_on_host(server, setup)
+        drive_out(server, setup)
+        second = answer_all(server, setup, flush=False)
+        pat, counted = (first, second), difference(server.stats(), before)
+        others = {
+            name: answer_all(other, setup) for name, other in servers.items() if name != "pat"
+        }
     return judge(pat, others, on_host, counted)
 
 

@@ -3,7 +3,8 @@
     python benchmarks/check_logits.py [--backends pat fa3 triton] [--json FILE]
 
 A model whose logits are not flat, 32 requests over a three-level prefix tree, 64 tokens each, one
-server per backend. The last backend is the yardstick.
+server per backend; all start at the same moment. The last backend is the yardstick. pat must have
+decoded all layers (SGLANG_PAT_STRICT=1), planned every step, and shared what is common.
 
 Forced: a bias of its own makes every request answer one token again and again, whatever the
 backend, so that all positions of all requests can be compared. What is compared are the logits of
@@ -25,16 +26,18 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.answers import Answer, agreement, with_candidates
+from serving.answers import Agreement, Answer, agreement, with_candidates
+from serving.latency import read_ratio
 from serving.tables import console
 
-from sglang_pat.bench.server import Server, contender, running_server, sampling_of
+from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
@@ -43,6 +46,8 @@ NUM_TOKENS = 64
 PROBES = 64
 CANDIDATES = 64  # whose scores are known; some 40 tokens lie within bfloat16's noise of the best
 BIAS = 80.0  # several times any logit
+LARGEST_RATIO = 0.9  # of KV that pat plans, to what attention for each request alone reads
+STRICT = {"SGLANG_PAT_STRICT": "1"}  # layers that the default backend decodes would compare nothing
 # Where no other backend gives the measure: float32 sums in another order.
 FLOAT32_LIMIT = 1e-3
 
@@ -145,8 +150,34 @@ def largest_and_mean(left: Logits, right: Logits) -> tuple[float, float]:
     return float(differences.max()), float(differences.mean())
 
 
-def judge(runs: dict[str, tuple[Run, Run]]) -> dict[str, Any]:
-    """Each backend against the last, and its two runs with each other. `passed` is about pat."""
+def problems_of_decoding(stats: dict[str, Any]) -> list[str]:
+    """Why pat's counters show that it did not decode the requests of a check, or shared nothing."""
+    steps = stats.get("plans_built", 0) + stats.get("plans_reused", 0)
+    ratio = read_ratio(stats) if steps else None
+    found = []
+    if steps < NUM_TOKENS - 1:
+        found.append(f"pat planned {steps} steps, of at least {NUM_TOKENS - 1}")
+    if ratio is None or ratio > LARGEST_RATIO:
+        found.append(f"pat shared too little: KV read ratio {ratio}")
+    return found
+
+
+def problems_of_comparing(greedy: Agreement, limits: Sequence[float]) -> list[str]:
+    """Why an agreement of answers, or limits, would let anything pass."""
+    found = []
+    compared = greedy.positions + len(greedy.partings)
+    if compared < greedy.requests:
+        found.append(f"{compared} tokens of {greedy.requests} requests were compared")
+    if not np.isfinite(limits).all():
+        found.append(f"SGLang's own backends differ without bound: {[*limits]}")
+    return found
+
+
+def judge(runs: dict[str, tuple[Run, Run]], problems: Sequence[str]) -> dict[str, Any]:
+    """Each backend against the last, and its two runs with each other. `passed` is about pat.
+
+    problems: why the runs say nothing about pat (`problems_of_decoding`).
+    """
     *names, yardstick = runs
     off = {
         name: largest_and_mean(runs[name][0].logits, runs[yardstick][0].logits) for name in names
@@ -167,8 +198,11 @@ def judge(runs: dict[str, tuple[Run, Run]]) -> dict[str, Any]:
             largest, mean = off[name]
             backends[name] |= {"max": largest, "mean": mean, "greedy": greedy.as_dict()}
     pat = backends["pat"]
+    greedy = agreement(runs["pat"][0].greedy, runs[yardstick][0].greedy, max_limit)
+    problems = [*problems, *problems_of_comparing(greedy, (max_limit, mean_limit))]
     passed = (
-        pat["max"] <= max_limit
+        not problems
+        and pat["max"] <= max_limit
         and pat["mean"] <= mean_limit
         and not pat["greedy"]["errors"]
         and pat["same_tokens_again"]
@@ -179,6 +213,7 @@ def judge(runs: dict[str, tuple[Run, Run]]) -> dict[str, Any]:
         "spread_of_logits": float(runs[yardstick][0].logits.std()),
         "limit": {"max": max_limit, "mean": mean_limit, "gap_of_a_tie": max_limit},
         "backends": backends,
+        "problems": problems,
         "passed": passed,
     }
 
@@ -216,6 +251,8 @@ def show(verdict: dict[str, Any]) -> None:
     largest, mean, gap = (f"{limit[name]:.3g}" for name in ("max", "mean", "gap_of_a_tie"))
     table.add_row("limit", largest, mean, "", "", gap, "0", "")
     console.print(table)
+    for problem in verdict["problems"]:
+        console.print(problem, style="bold red")
     spread = f"logits spread by {verdict['spread_of_logits']:.3g}"
     console.print(f"{'passed' if verdict['passed'] else '[bold red]FAILED[/]'}; {spread}")
 
@@ -238,16 +275,18 @@ def main() -> int:
     runs = {}
     with tempfile.TemporaryDirectory(prefix="check-logits-") as folder:
         model = setup.model.write(Path(folder, "model"))
-        for name in args.backends:
-            console.print(f"starting the server with {name}")
-            arguments = COMMON | setup.arguments
-            with running_server(contender(name), model, Path(folder), **arguments) as server:
+        arguments = COMMON | setup.arguments
+        starts = {name: Start(contender(name), arguments, STRICT) for name in args.backends}
+        console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
+        with running_servers(starts, model, Path(folder)) as servers:
+            for name, server in servers.items():
                 runs[name] = answer_all(server, setup), answer_all(server, setup)
-    verdict = judge(runs)
-    show(verdict)
+            stats = servers["pat"].stats()
+    verdict = judge(runs, problems_of_decoding(stats))
     if args.json:
         meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
         args.json.write_text(json.dumps({"meta": meta, **verdict}, indent=1) + "\n")
+    show(verdict)
     return 0 if verdict["passed"] else 1
 
 

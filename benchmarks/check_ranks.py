@@ -28,10 +28,12 @@ from check_logits import (
     NUM_TOKENS,
     ON_CPU,
     ON_GPU,
+    STRICT,
     Run,
     Setup,
     answer_all,
     largest_and_mean,
+    problems_of_comparing,
 )
 from serving.answers import agreement
 from serving.cpu_ranks import environment_of_ranks
@@ -39,7 +41,7 @@ from serving.qwen3 import write_qwen3
 from serving.results import report
 from serving.tables import console
 
-from sglang_pat.bench.server import contender, running_server
+from sglang_pat.bench.server import Start, contender, running_servers
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LAYOUTS = ("tp", "pp", "dp")
@@ -100,6 +102,7 @@ def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[s
     failures = [f"logits moved by {largest:.3g}, more than {max_limit:.3g}"] * (largest > max_limit)
     failures += [f"on average by {mean:.3g}, more than {mean_limit:.3g}"] * (mean > mean_limit)
     failures += [f"other tokens: {error}" for error in greedy.errors]
+    failures += problems_of_comparing(greedy, (max_limit, mean_limit))
     failures += plans.failures(layout)
     return {
         "layout": layout,
@@ -126,25 +129,25 @@ def run_all(
     write = write_qwen3 if layout == "dp" else type(setup.model).write
     model = write(setup.model, folder / "model")
     on_cpu = setup.arguments.get("device") == "cpu"
-    runs, plans = {}, None
+    starts = {}
     for name in backends:
-        of_backend = []
         for size in (1, ranks):
-            console.print(f"starting the server with {name} on {size} rank(s), {layout}")
-            layout_arguments = arguments_of(layout, size) if size > 1 else {}
-            environment = {"SGLANG_PAT_DEBUG": "1"}
+            environment = {
+                "SGLANG_PAT_DEBUG": "1",
+                # SGLang would take the other servers on a GPU for a fault.
+                "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+                **STRICT,
+            }
             if on_cpu and size > 1:
                 sizes = {"pp_size": size} if layout == "pp" else {"tp_size": size}
                 environment |= environment_of_ranks(**sizes)
-            arguments = COMMON | setup.arguments | layout_arguments
-            with running_server(
-                contender(name), model, folder, environment=environment, **arguments
-            ) as server:
-                of_backend.append(answer_all(server, setup))
-                if name == "pat" and size > 1:
-                    plans = Plans.of(server.stats())
-        runs[name] = of_backend[0], of_backend[1]
-    assert plans is not None
+            arguments = COMMON | setup.arguments | (arguments_of(layout, size) if size > 1 else {})
+            starts[f"{name}-{size}"] = Start(contender(name), arguments, environment)
+    console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
+    with running_servers(starts, model, folder) as servers:
+        answers = {name: answer_all(server, setup) for name, server in servers.items()}
+        plans = Plans.of(servers[f"pat-{ranks}"].stats())
+    runs = {name: (answers[f"{name}-1"], answers[f"{name}-{ranks}"]) for name in backends}
     return runs, plans
 
 

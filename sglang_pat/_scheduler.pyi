@@ -62,13 +62,27 @@ def plan_bounds(max_requests: int, num_workers: int, group_size: int) -> tuple[P
     """
 
 class CostModel:
-    """What the scheduler weighs (scheduler/cost_model.h). The defaults are its own.
+    """What the scheduler weighs (scheduler/cost_model.h), in KV tokens. The defaults are its own.
 
-    ValueError if a cost is negative or above 2**20, or rows_at_ridge below 1.
+    There is a `token_N` for each body of the kernel, N its query rows. ValueError names a cost that
+    is unknown or out of range.
     """
 
-    def __init__(self, **costs: float) -> None: ...
+    def __init__(
+        self,
+        *,
+        reread_token: float = ...,
+        partial_row: float = ...,
+        packed_item: float = ...,
+        item: float = ...,
+        query_row: float = ...,
+        shortest: float = ...,
+        **token: float,
+    ) -> None: ...
     def values(self) -> dict[str, float]: ...
+
+SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
+"""(part of the GPU's name, whether measured, its costs)."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from metadata import metadata
+from rich.table import Table
+from rich.text import Text
 
 from serving.cases import floor_ms
 from serving.models import ModelShape
@@ -138,9 +140,16 @@ def identical(answers: dict[str, list[str]]) -> dict[str, float]:
 
 
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:
-    """Print what a check found, and write it to `path` if given. Returns the exit status: 1 if it
-    names failures."""
-    console.print_json(data=verdict)
+    """Write what a check found to `path` if given, and print it, the verdict last. Returns the exit
+    status: 1 if it names failures."""
     if path is not None:
         path.write_text(json.dumps({"meta": metadata(), **verdict}, indent=1) + "\n")
+    table = Table(show_header=False)
+    for name, found in verdict.items():
+        if name != "failures":
+            table.add_row(name, Text(json.dumps(found)))
+    for failure in verdict["failures"]:
+        table.add_row("FAILED", Text(failure))
+    table.add_row("verdict", "FAILED" if verdict["failures"] else "passed")
+    console.print(table)
     return 1 if verdict["failures"] else 0

@@ -34,10 +34,6 @@ POOL_BYTES = 8 << 30  # at most
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_SIZE = NUM_QO_HEADS // NUM_KV_HEADS
 POLICIES = ("per-node", "query-centric")
-_COST_UNIT = 64  # of CostModel.query_row
-_SHORTEST = 48  # CostModel.shortest: not fitted
-_LARGEST_COST = 1 << 20
-_RIDGE_FROM = 1.15  # a body is bound by its arithmetic if a token costs so much more than in others
 
 
 class CalibrationError(RuntimeError):
@@ -233,18 +229,18 @@ class Fit:
     def worst(self) -> float:
         return float(np.abs(self.errors).max())
 
-    def costs(self) -> dict[str, int]:
-        """Arguments of CostModel: in tokens from memory."""
+    def costs(self) -> dict[str, float]:
+        """Arguments of CostModel: in tokens from memory. Latencies of a CTA (`item`, `shortest`)
+        do not show in throughput and stay what they are."""
         us = self.microseconds
-        bound = [rows / rate for rows, rate in self.bodies.items() if rate > _RIDGE_FROM]
-        ridge = sum(bound) / len(bound) if bound else max(self.bodies)
-        return {
-            "partial_row": _cost(us.partial_row / us.token),
-            "piece": _cost(us.item / us.token),
-            "query_row": _cost(_COST_UNIT * us.query_row / us.token),
-            "shortest": _SHORTEST,
-            "rows_at_ridge": max(1, _cost(ridge)),
+        costs = {
+            "reread_token": us.reread / us.token,
+            "partial_row": us.partial_row / us.token,
+            "packed_item": us.item / us.token,
+            "query_row": us.query_row / us.token,
+            **{f"token_{rows}": rate for rows, rate in self.bodies.items()},
         }
+        return {name: round(value, 3) for name, value in costs.items()}
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
@@ -324,7 +320,3 @@ def _rate(measured: Measurement, microseconds: Features) -> float:
     tokens = measured.features.token
     rest = measured.us - costs.sum() + costs[Features._fields.index("token")]
     return max(1.0, float(rest / (tokens * microseconds.token)))
-
-
-def _cost(value: float) -> int:
-    return min(round(value), _LARGEST_COST)

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import requests
 
-from sglang_pat.bench.http_server import HttpServer, running_process
+from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_all
 from sglang_pat.sglang.sinks import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
@@ -196,3 +196,33 @@ def running_server(
         LAUNCH, arguments, log, flags=flags, start_seconds=seconds, environment=variables
     ) as process:
         yield Server(process, stats_file)
+
+
+class Start(NamedTuple):
+    """How a server of several is started: as `running_server` takes it."""
+
+    contender: Contender
+    arguments: dict[str, Any]
+    environment: dict[str, str]
+
+
+@contextlib.contextmanager
+def running_servers(
+    starts: Mapping[str, Start], model: Path, folder: Path
+) -> Iterator[dict[str, Server]]:
+    """Servers of one model, by name, until the block ends: all start at the same moment.
+
+    They share the device, so each one's `max_total_tokens` must be given: SGLang would size its
+    pool by what the others happen to leave. Raises what `running_server` does.
+    """
+    for name, start in starts.items():
+        if "max_total_tokens" not in start.arguments:
+            raise ValueError(f"{name}: servers that share a device need max_total_tokens")
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name, (contender, arguments, environment) in starts.items():
+            options = {**arguments, "environment": environment, "name": name, "wait": False}
+            server = running_server(contender, model, folder, **options)
+            servers[name] = stack.enter_context(server)
+        wait_for_all({name: server.process for name, server in servers.items()}, START_SECONDS)
+        yield servers

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(1, str(error))
     for name, us in found.microseconds.items():
         print(f"{name:14}{us:12.6f}" + (" of a token" if name.startswith("body") else " us"))
-    costs = ", ".join(f"{name} {value}" for name, value in found.costs.items())
+    costs = ", ".join(f"{name} {value:g}" for name, value in found.costs.items())
     print(f"in tokens: {costs}")
     print(
         f"fitted to {found.num_plans} plans, off by {found.error:.1%}, at most {found.worst:.1%}; "

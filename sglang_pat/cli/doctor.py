@@ -382,10 +382,11 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
             checks.append(Check("calibration", "failed", *_found_and_advice(error)))
             continue
         if found is None:
-            text = f"{name}: not measured, planning takes the values it comes with"
+            _, origin = calibration.shipped_costs(name)
+            text = f"{name}: not measured, the costs of planning are {origin}"
             checks.append(Check("calibration", "ok", f"{text} (`sglang-pat calibrate` measures)"))
         else:
-            costs = ", ".join(f"{each} {value}" for each, value in found.costs.items())
+            costs = ", ".join(f"{each} {value:g}" for each, value in found.costs.items())
             text = f"{name}: measured, off by {found.error:.1%}; in tokens: {costs}"
             checks.append(Check("calibration", "ok", text))
     return checks

@@ -1,7 +1,7 @@
 """What planning weighs on a GPU: the file that `sglang-pat calibrate` writes, and who reads it.
 
 One file per GPU, driver and kernels, in the folder of compiled kernels. All ranks of a server read
-the same file, so they come to the same plans. Without a file the scheduler's own values hold.
+the same file, so they come to the same plans. Without a file those hold that come with the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat._scheduler import CostModel
+from sglang_pat._scheduler import SHIPPED_COSTS, CostModel
 from sglang_pat.executors import jit, kernel_cache
 
 FOLDER = "calibration"
@@ -62,7 +62,7 @@ class Calibration:
     """
 
     machine: Machine
-    costs: Mapping[str, int]
+    costs: Mapping[str, float]
     microseconds: Mapping[str, float]
     error: float
     worst: float
@@ -102,9 +102,19 @@ def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
 
 
 def costs_of(device: torch.device) -> CostModel:
-    """Those measured on this machine, else the scheduler's own. KernelCacheError as in `load`."""
-    found = load(_machine(device))
-    return CostModel() if found is None else found.cost_model
+    """Those measured on this machine, else those shipped for its GPU. KernelCacheError as in
+    `load`."""
+    machine = _machine(device)
+    found = load(machine)
+    return shipped_costs(machine.gpu)[0] if found is None else found.cost_model
+
+
+def shipped_costs(gpu: str) -> tuple[CostModel, str]:
+    """What comes with the package for a GPU, and where that is from."""
+    for name, is_measured, costs in SHIPPED_COSTS:
+        if name in gpu:
+            return costs, f"measured on the {name}" if is_measured else f"estimates for the {name}"
+    return CostModel(), "those of the H100"
 
 
 def driver_version() -> str:

@@ -88,13 +88,16 @@ def test_made_up_times_are_found_again(planned: list[tuple[Design, Features]]) -
     assert found.bodies[largest] == pytest.approx(2.0, rel=0.01)
     small = [rate for rows, rate in found.bodies.items() if rows < largest]
     assert small == pytest.approx([1.0] * len(small), abs=0.01)
-    assert found.costs() == {
-        "partial_row": 2,
-        "piece": 24,
-        "query_row": 96,
-        "shortest": 48,
-        "rows_at_ridge": round(largest / 2),
-    }
+    assert found.costs() == pytest.approx(
+        {
+            "reread_token": 0.467,
+            "partial_row": 2.2,
+            "packed_item": 24.0,
+            "query_row": 1.5,
+            **{f"token_{rows}": rate for rows, rate in found.bodies.items()},
+        },
+        abs=0.01,
+    )
     CostModel(**found.costs())
 
 
@@ -170,7 +173,7 @@ def test_another_machine_has_another_file(field: str, made: Calibration, tmp_pat
     ("change", "problem"),
     [
         ({"format": 9}, "not in format 1"),
-        ({"costs": {"piece": -1}}, "cost piece must be"),
+        ({"costs": {"packed_item": -1}}, "packed_item"),
         ({"costs": {"nonsense": 1}}, "nonsense"),
         ({"machine": {"gpu": "x", "driver": "y", "kernels": "z"}}, "made for"),
         ({"machine": {"gpu": "x"}}, "missing"),
@@ -199,11 +202,26 @@ def test_planning_takes_the_costs_of_the_file(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(calibration, "_machine", lambda _: MACHINE)
-    replace(made, costs=dict(made.costs) | {"piece": 77}).save()
-    seen = {}
-    monkeypatch.setattr(calibration, "CostModel", lambda **costs: seen.update(costs))
-    costs_of(torch.device("cuda", 0))
-    assert seen["piece"] == 77
+    replace(made, costs=dict(made.costs) | {"packed_item": 77.0}).save()
+    assert costs_of(torch.device("cuda", 0)).values()["packed_item"] == 77
+
+
+@pytest.mark.parametrize(
+    ("gpu", "origin"),
+    [
+        ("NVIDIA H100 80GB HBM3", "measured on the H100"),
+        ("NVIDIA A100-SXM4-80GB", "estimates for the A100"),
+        ("NVIDIA GeForce RTX 4090", "those of the H100"),
+    ],
+)
+def test_without_a_file_the_costs_that_are_shipped_hold(
+    gpu: str, origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(calibration, "_machine", lambda _: replace(MACHINE, gpu=gpu))
+    shipped, words = calibration.shipped_costs(gpu)
+    assert words == origin
+    assert costs_of(torch.device("cuda", 0)) == shipped
 
 
 def test_the_driver_has_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +266,7 @@ def test_the_command_keeps_its_result_unless_it_is_told_not_to(
     assert main.main(["calibrate", *flags]) == 0
     printed = capsys.readouterr().out
     assert f"fitted to {len(planned)} plans, off by" in printed
-    assert "piece 2" in printed
+    assert "packed_item 2" in printed
     found = load(MACHINE, tmp_path)
     assert (found is None) == bool(flags)
     (check,) = doctor.check_calibration([Gpu(MACHINE.gpu, (9, 0), "")], tmp_path)

@@ -62,7 +62,7 @@ def test_greedy_tokens_part_rightly_within_twice_the_noise_of_others() -> None:
         triton = run_of(0.0, [4])
         triton.greedy[0].candidates[0][:] = [Candidate(0.0, 4), Candidate(-gap, 9)]
         runs = {"pat": run_of(0.0, [9]), "fa3": run_of(0.1, [4]), "triton": triton}
-        return check_logits.judge({name: (run, run) for name, run in runs.items()})
+        return check_logits.judge({name: (run, run) for name, run in runs.items()}, ())
 
     assert verdict(0.19)["passed"]
     assert verdict(0.19)["limit"]["gap_of_a_tie"] == pytest.approx(0.2)
@@ -87,7 +87,7 @@ def test_pat_may_be_off_by_twice_what_others_are() -> None:
             "fa3": (run_of(0.1, [4, 5]), run_of(0.1, [4, 5])),
             "triton": (run_of(0.0, [4, 5]), run_of(0.0, [4, 5])),
         }
-        return check_logits.judge(runs)
+        return check_logits.judge(runs, ())
 
     assert verdict(0.19)["passed"]
     assert not verdict(0.21)["passed"]
@@ -98,9 +98,9 @@ def test_pat_may_be_off_by_twice_what_others_are() -> None:
 def test_pat_must_answer_the_same_tokens() -> None:
     own = run_of(0.0, [4, 5])
     off = run_of(0.0, [4, 8])
-    assert check_logits.judge({"pat": (own, own), "triton": (own, own)})["passed"]
-    assert not check_logits.judge({"pat": (off, off), "triton": (own, own)})["passed"]
-    assert not check_logits.judge({"pat": (own, off), "triton": (own, own)})["passed"]
+    assert check_logits.judge({"pat": (own, own), "triton": (own, own)}, ())["passed"]
+    assert not check_logits.judge({"pat": (off, off), "triton": (own, own)}, ())["passed"]
+    assert not check_logits.judge({"pat": (own, off), "triton": (own, own)}, ())["passed"]
 
 
 GOOD_PLANS = check_ranks.Plans(
@@ -241,3 +241,19 @@ def test_only_what_pat_adds_is_a_failure() -> None:
     )
     pat = {"steps": 24.0, "cudaEventSynchronize": 1.0, "cudaMemcpy": 1.0}
     assert profile_steps.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]
+
+
+def test_a_check_that_compared_nothing_does_not_pass() -> None:
+    empty = run_of(0.0, [])
+    verdict = check_logits.judge({"pat": (empty, empty), "triton": (empty, empty)}, ())
+    assert not verdict["passed"]
+    counted = {
+        "plans_built": 30,
+        "plans_reused": 40,
+        "kv_tokens_planned": 4,
+        "kv_tokens_query_centric": 10,
+    }
+    assert check_logits.problems_of_decoding(counted) == []
+    assert check_logits.problems_of_decoding(counted | {"plans_reused": 0})
+    assert check_logits.problems_of_decoding(counted | {"kv_tokens_planned": 10})
+    assert check_logits.problems_of_decoding({})
