@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "sglang_pat" / jit.SHIPPED
 # Of these GPUs the wheels hold the kernels; on others they are compiled when they are first used.
 ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+# dtype of queries -> others of the KV cache. What else is supported adds 2 MB each and is rare:
+# it is compiled when it is first used.
+CONVERTED = {"bfloat16": ("float8_e4m3fn",)}
 
 
 def main() -> int:
@@ -49,10 +52,13 @@ def main() -> int:
 def add_kernels() -> None:
     """Compile every variant, and put the images where the package looks for them."""
     configs = [
-        jit.KernelConfig(getattr(torch, dtype), head_dim, arch, v_head_dim)
+        jit.KernelConfig(
+            getattr(torch, dtype), head_dim, arch, v_head_dim, getattr(torch, kv_dtype)
+        )
         for arch, dtype, (head_dim, v_head_dim) in itertools.product(
             ARCHITECTURES, support.KERNEL_DTYPES, support.HEAD_DIMS
         )
+        for kv_dtype in (dtype, *CONVERTED.get(dtype, ()))
     ]
     images = jit.build_all(configs, cache=ROOT / "build" / "cubins")
     shutil.rmtree(SHIPPED, ignore_errors=True)

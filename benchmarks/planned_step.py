@@ -90,7 +90,13 @@ class PlannedStep:
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Run the last plan written."""
         scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        self.executor.run(LayerInputs(q, k_cache, v_cache, out, out_lse, scale, logit_cap, sinks))
+        self.executor.run(
+            LayerInputs(
+                q, k_cache, v_cache, out, out_lse, scale, logit_cap, sinks, k_scale, v_scale
+            )
+        )

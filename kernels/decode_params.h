@@ -88,7 +88,8 @@ struct DecodeParams {
   int32_t num_q_heads;
   int32_t num_kv_heads;
   QueryRows rows;
-  LogitScale logit_scale;
+  LogitScale logit_scale;  // times the scale of the keys in the cache
+  float v_scale;           // of the values in the cache
   SinkArray sinks;
 };
 

@@ -1,7 +1,7 @@
 // What is compiled: the kernels of one variant, under plain names, and how the host must launch them.
 //
-// PAT_ELEMENT (__half or __nv_bfloat16), PAT_HEAD_DIM, PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90)
-// choose the variant. Compiled by NVRTC: nvrtc/ stands in for the standard library.
+// PAT_ELEMENT (__half or __nv_bfloat16), PAT_KV_TYPE (of the cache: kAsQueries, kE4m3 or kE5m2), PAT_HEAD_DIM,
+// PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90) choose the variant. Compiled by NVRTC: nvrtc/ stands in for the standard library.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -10,15 +10,17 @@
 #include "merge_partials.cuh"
 #include "pack_decode/pack_decode.cuh"
 
-#if !defined(PAT_ELEMENT) || !defined(PAT_HEAD_DIM) || !defined(PAT_V_HEAD_DIM)
-#error "PAT_ELEMENT must be __half or __nv_bfloat16; PAT_HEAD_DIM and PAT_V_HEAD_DIM columns"
+#if !defined(PAT_ELEMENT) || !defined(PAT_KV_TYPE) || !defined(PAT_HEAD_DIM) || \
+    !defined(PAT_V_HEAD_DIM)
+#error \
+    "PAT_ELEMENT must be __half or __nv_bfloat16; PAT_KV_TYPE a KvType; PAT_HEAD_DIM and PAT_V_HEAD_DIM columns"
 #endif
 
 namespace pat {
 namespace {
 
 using Element = PAT_ELEMENT;
-using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM>;
+using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE>;
 
 }  // namespace
 

@@ -71,6 +71,8 @@ class DecodeArgument:
         out_lse: int,
         sm_scale: float,
         logit_cap: float,
+        k_scale: float,
+        v_scale: float,
         sinks: int,
         sink_type: SinkType,
         /,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Hashable
 from functools import partial
@@ -81,6 +82,7 @@ class PackAttention:
         *,
         dtype: torch.dtype,
         v_head_dim: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         policy: str = "memory",
         num_workers: int | None = None,
@@ -100,9 +102,11 @@ class PackAttention:
         head_dim : int
             Of queries and keys, and of values unless `v_head_dim` is given.
         dtype : torch.dtype
-            Of queries and KV.
+            Of queries and outputs.
         v_head_dim : int, optional
             Of values and outputs. Default: `head_dim`.
+        kv_dtype : torch.dtype, optional
+            Of the KV cache: float8_e4m3fn, float8_e5m2 or `dtype`, which is the default.
         device : torch.device or str
             Of all tensors.
         policy : str
@@ -138,6 +142,10 @@ class PackAttention:
             raise support.unsupported("head_dim", support.head_dim_name(head_dim, v_head_dim))
         if str(dtype).removeprefix("torch.") not in support.DTYPES:
             raise support.unsupported("dtype of queries and KV cache", dtype)
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        kv_name = str(kv_dtype).removeprefix("torch.")
+        if kv_dtype != dtype and kv_name not in support.CONVERTED_KV_DTYPES:
+            raise support.unsupported("dtype of queries and KV cache", f"{dtype} and {kv_dtype}")
         if policy not in support.POLICIES:
             raise support.unsupported("packing policy", policy)
         self.num_qo_heads = num_qo_heads
@@ -145,6 +153,7 @@ class PackAttention:
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim
         self.dtype = dtype
+        self.kv_dtype = kv_dtype
         self.device = _canonical_device(device)
         self.policy = policy
         kernels = self._load_kernels(executor)
@@ -158,7 +167,9 @@ class PackAttention:
             growth_tokens=growth_tokens,
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
-            cost=CostModel() if kernels is None else costs_of(self.device),
+            cost=costs_of_tokens(
+                CostModel() if kernels is None else costs_of(self.device), kv_dtype.itemsize
+            ),
         )
         sizes = None
         if max_requests is not None:
@@ -278,6 +289,8 @@ class PackAttention:
         sm_scale: float | None = ...,
         logit_cap: float = ...,
         sinks: torch.Tensor | None = ...,
+        k_scale: float = ...,
+        v_scale: float = ...,
         return_lse: Literal[False] = ...,
     ) -> torch.Tensor: ...
 
@@ -292,6 +305,8 @@ class PackAttention:
         sm_scale: float | None = ...,
         logit_cap: float = ...,
         sinks: torch.Tensor | None = ...,
+        k_scale: float = ...,
+        v_scale: float = ...,
         return_lse: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -305,11 +320,13 @@ class PackAttention:
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the last plan.
 
-        Tensors are of dtype `dtype` on `device`.
+        Tensors are of dtype `dtype`, or `kv_dtype` for the caches, on `device`.
 
         Parameters
         ----------
@@ -328,6 +345,8 @@ class PackAttention:
             Attention sinks, float32, bfloat16 or float16 `[num_qo_heads]`: one more logit per head,
             which no value belongs to. It is neither scaled nor capped. The kernels read it in
             each run(), so that a captured graph sees weights that are updated in place.
+        k_scale, v_scale : float
+            What the numbers in the caches are multiplied with. A captured graph keeps them.
         return_lse : bool
             Whether to return the LSE too. Results over disjoint KV can be merged with it.
 
@@ -349,8 +368,9 @@ class PackAttention:
             raise RuntimeError("run() needs a plan: call plan() first")
         num_requests = self._num_requests
         self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
-        self._check_tensor("k_cache", k_cache, (None, self.num_kv_heads, self.head_dim))
-        self._check_tensor("v_cache", v_cache, (None, self.num_kv_heads, self.v_head_dim))
+        kv_dtype = self.kv_dtype
+        self._check_tensor("k_cache", k_cache, (None, self.num_kv_heads, self.head_dim), kv_dtype)
+        self._check_tensor("v_cache", v_cache, (None, self.num_kv_heads, self.v_head_dim), kv_dtype)
         if k_cache.shape[0] != v_cache.shape[0]:
             raise ValueError(
                 f"k_cache and v_cache must have as many slots, got {list(k_cache.shape)} and "
@@ -361,6 +381,8 @@ class PackAttention:
             self._check_tensor("out", out, out_shape)
         if logit_cap < 0:
             raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
+        if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
+            raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
         if sinks is not None:
             self._check_sinks(sinks)
         scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
@@ -368,7 +390,9 @@ class PackAttention:
         lse = None
         if return_lse:
             lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
-        self._executor.run(LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap, sinks))
+        self._executor.run(
+            LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap, sinks, k_scale, v_scale)
+        )
         return out if lse is None else (out, lse)
 
     def sibling(self) -> PackAttention:
@@ -405,7 +429,9 @@ class PackAttention:
             name = "reference"
         if name == "reference" or not on_gpu:
             return None
-        config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
+        config = KernelConfig.for_device(
+            self.dtype, self.head_dim, self.device, self.v_head_dim, self.kv_dtype
+        )
         return DecodeKernels(config)
 
     def _build(
@@ -474,15 +500,22 @@ class PackAttention:
         if sinks.device != self.device:
             raise ValueError(f"sinks must be on {self.device}, got {sinks.device}")
 
-    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    def _check_tensor(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        shape: tuple[int | None, ...],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        dtype = self.dtype if dtype is None else dtype
         matches = tensor.ndim == len(shape) and all(
             want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
         )
         if not matches:
             expected = ", ".join("num_slots" if want is None else str(want) for want in shape)
             raise ValueError(f"{name} must have shape [{expected}], got {list(tensor.shape)}")
-        if tensor.dtype != self.dtype:
-            raise ValueError(f"{name} must be {self.dtype}, got {tensor.dtype}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
 
@@ -509,6 +542,18 @@ def new_scheduler(
         one_tile=one_tile,
         cost=CostModel() if cost is None else cost,
     )
+
+
+def costs_of_tokens(cost: CostModel, itemsize: int) -> CostModel:
+    """The costs for KV of `itemsize` bytes per number. The unit of packing is a token that is read
+    from device memory; what partials and work items cost does not shrink with it.
+    """
+    if itemsize >= 2:
+        return cost
+    values = cost.values()
+    for name in ("partial_row", "packed_item"):
+        values[name] *= 2 / itemsize
+    return CostModel(**values)
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:

@@ -257,8 +257,6 @@ def _refusal(
     """Why SGLang's default backend runs this layer of attention, if it does."""
     if config.get("is_encoder_decoder"):
         return Refusal("attention", "an encoder-decoder model")
-    if _has_float8_cache(config):
-        return Refusal("dtype of queries and KV cache", "float8_e4m3fn")
     if kind == WINDOW:
         return Refusal("sliding window", config.get("sliding_window") or "of unknown length")
     if kind == CHUNK:
@@ -272,9 +270,9 @@ def _refusal(
     return None
 
 
-def _has_float8_cache(config: Mapping[str, Any]) -> bool:
+def has_float8_cache(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint asks for it. SGLang's `--kv-cache-dtype auto` then obeys."""
     quantisation = config.get("quantization_config")
     if not isinstance(quantisation, Mapping):
         return False
-    return any(quantisation.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+    return str(quantisation.get("kv_cache_quant_algo")).upper() == "FP8"

@@ -15,6 +15,8 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
+# Of the KV cache, besides that of the queries.
+CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 # Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
@@ -96,7 +98,11 @@ _MATRIX = (
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", LAYER),
-    SupportRow("dtype of queries and KV cache", _any_of(DTYPES), LAYER),
+    SupportRow(
+        "dtype of queries and KV cache",
+        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}",
+        LAYER,
+    ),
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
     SupportRow("sliding window", "none", LAYER),
     SupportRow(

@@ -36,6 +36,9 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
       ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
       ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
     }
+    for (int i = 0; i < 2 * Storage::kLanding; ++i) {
+      ptx::barrier_init(ptx::shared_address(&storage.landed[i % 2][i / 2]), 32);
+    }
     for (int i = 0; i < kDrawsAhead; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
       ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);

@@ -7,6 +7,7 @@
 
 #include "decode_params.h"
 #include "index_array.cuh"
+#include "pack_decode/kv_stages.cuh"
 #include "pack_decode/ticket_queue.cuh"
 #include "pack_decode/work_queue.cuh"
 
@@ -85,34 +86,6 @@ struct StageBatch {
   }
 };
 
-// Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
-// turn probability 0 into NaN.
-template <int kColumns, bool kWholeStage>
-__device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
-                                           int32_t lane_slot, int num_tokens,
-                                           const RowCopy<kColumns>& copy) {
-  using Copy = RowCopy<kColumns>;
-  uint32_t offsets[Copy::kPeriod];
-#pragma unroll
-  for (int i = 0; i < Copy::kPeriod; ++i) {
-    offsets[i] = shared + swizzled_offset(kStageTokens, copy.row(i), copy.chunk(i));
-  }
-#pragma unroll
-  for (int i = 0; i < Copy::copies(kStageTokens); ++i) {
-    const int token = copy.row(i);
-    const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
-    const char* source = cache + static_cast<uint64_t>(slot) * slot_bytes;
-    if constexpr (!Copy::kWholeRows) source += copy.chunk(i) * kChunkBytes;
-    const uint32_t target =
-        offsets[i % Copy::kPeriod] + i / Copy::kPeriod * Copy::kPeriodRows * kPanelRowBytes;
-    if constexpr (kWholeStage) {
-      ptx::copy_async_16(target, source);
-    } else {
-      ptx::copy_async_16_or_zero(target, source, token < num_tokens);
-    }
-  }
-}
-
 // Loads one operand of every item of a CTA; the K producer also draws the tickets, loads queries and writes the
 // records.
 template <typename T, typename Dims, bool kIsKey>
@@ -129,7 +102,7 @@ class Producer {
         num_q_heads_(params.num_q_heads),
         copy_{lane},
         tickets_(params, storage, lane),
-        slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
+        stages_(params, storage, lane) {}
 
   __device__ __forceinline__ void run() {
     if (begin_ticket(tickets_.first())) prefetch();
@@ -143,6 +116,7 @@ class Producer {
       prefetch();
       fill_stages(batch);
     }
+    stages_.finish();
     if constexpr (kIsKey) {
       publish_end();
       tickets_.end();
@@ -183,7 +157,7 @@ class Producer {
   // The next item becomes the present one. false: there is none.
   __device__ __forceinline__ bool begin_item() {
     if (next_item_ == ticket_.end_item) {
-      if (!begin_ticket(tickets_.next())) return false;
+      if (!begin_ticket(tickets_.next(stages_))) return false;
     } else if (next_item_ == first_lane_item_ + 32) {
       load_items();
     }
@@ -278,9 +252,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void set_head(int kv_head) {
-    const void* base = kIsKey ? params_.k_cache : params_.v_cache;
-    cache_ = static_cast<const char*>(base) + kv_head * Copy::kChunks * kChunkBytes;
-    if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
+    stages_.set_head(params_, kv_head);
     first_head_ = kv_head * params_.rows.group_size;
   }
 
@@ -288,28 +260,8 @@ class Producer {
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
     for (int i = 0; i < batch.count; ++i) {
       const StageRecord record = batch.records[0];
-      fill_stage(batch.pop_front(), record);
+      stages_.fill(batch.pop_front(), record);
     }
-  }
-
-  __device__ __forceinline__ void fill_stage(int32_t lane_slot, const StageRecord& record) {
-    const int stage = ring_.stage;
-    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
-    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
-    if constexpr (kIsKey) {
-      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
-                            full, lane_ == 0);
-    }
-    const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
-    const int num_tokens = record.num_tokens();
-    if (num_tokens == kStageTokens) {
-      copy_stage<kColumns, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
-    } else {
-      copy_stage<kColumns, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
-    }
-    ptx::barrier_arrive_after_copies(full);
-    ring_.advance();
   }
 
   // The request of each query row of the item: lane l holds rows l and 32 + l.
@@ -332,7 +284,7 @@ class Producer {
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
       const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
-      ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
+      stages_.wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
       // A skipped unit is handed back at once, in the consumers' place: the item's own last units may be the
       // next lap of it.
       for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
@@ -406,8 +358,8 @@ class Producer {
   const int lane_;
   const int num_q_heads_;
   const Copy copy_;
-  const uint32_t slot_bytes_;
   TicketQueue<Storage, kIsKey> tickets_;
+  KvStages<T, Dims, kIsKey> stages_;
 
   // Where prefetch() is: up to four stages ahead of what is filled.
   TicketRange ticket_;
@@ -428,9 +380,7 @@ class Producer {
   StageRecord record_;       // of its whole stages
   StageBatch next_;
 
-  const char* cache_;  // of the present item's KV head and this lane's chunk, slot 0
-  int first_head_;     // query heads of the KV head: first_head_ to first_head_ + group_size
-  RingPosition<Storage::kStages> ring_;
+  int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size
   QueryPosition queries_;
   int2 requests_[2] = {};  // of this lane's rows of the item
 };

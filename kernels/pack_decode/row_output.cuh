@@ -59,7 +59,8 @@ __device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget 
                                           const float2 (&values)[kTiles], float maximum,
                                           float total, bool with_lse) {
   const bool empty = total == 0.f;
-  float scale = empty ? 0.f : ptx::reciprocal(total);
+  // Partials are outputs as well: merge_partials need not know of the scale of the values.
+  float scale = empty ? 0.f : ptx::reciprocal(total) * params.v_scale;
   float log2_sum = empty ? -INFINITY : maximum * params.logit_scale.outer + ptx::log2(total);
   if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {
     add_sink(params.sinks, ~row % params.num_q_heads, scale, log2_sum);

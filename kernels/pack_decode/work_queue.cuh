@@ -2,6 +2,7 @@
 //
 //   KV ring     kStages stages of 32 tokens, K and V, of one segment each, and what the consumers must know of them. It
 //               runs on across work items, so loads never drain.
+//   landing     what the producers have asked for and not yet converted, where the cache has another type
 //   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
@@ -154,6 +155,9 @@ struct SharedState {
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
+  // Where the cache is converted, of the landing ring: from the K producer to itself, and the copies of K and V.
+  StageRecord landing_records[Dims::kConverts ? kMaxStages : 1];
+  alignas(8) uint64_t landed[2][Dims::kConverts ? kMaxStages : 1];
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_empty[kMaxStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
@@ -162,19 +166,42 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
-// One CTA per SM has as long a ring as fits.
 template <typename Dims>
-struct SharedStorage : SharedState<Dims> {
-  static constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-  static constexpr int kStages = kCtasPerSm<Dims> == 2
-                                     ? kRingBytes / Dims::kStageBytes
-                                     : std::min(kMaxStages, kRoom / Dims::kStageBytes);
-  static_assert(kStages >= 1 && kStages <= kMaxStages);
-  static_assert(kStages * Dims::kStageBytes <= kRoom);
+inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
+// Of KV. One CTA per SM has as long rings as fit.
+template <typename Dims>
+inline constexpr int kKvRoom =
+    kCtasPerSm<Dims> == 2 ? kRingBytes + (Dims::kConverts && kHas228Kb ? 8192 : 0) : kRoom<Dims>;
+// Of which a landing ring takes a quarter, or whatever a whole number of stages leaves.
+template <typename Dims>
+inline constexpr int kStagesThatFit = std::max(
+    1, kKvRoom<Dims> / (Dims::kConverts ? 4 : 1) * (Dims::kConverts ? 3 : 1) / Dims::kStageBytes);
+
+template <typename Dims, int kStages>
+struct LandingRing {
+  alignas(kSharedAlignment) uint8_t landing[kStages][Dims::kLandingBytes];  // K, then V
+};
+template <typename Dims>
+struct LandingRing<Dims, 0> {};
+
+template <typename Dims>
+constexpr int landing_stages() {
+  if constexpr (Dims::kConverts) {
+    return std::min(kMaxStages, (kKvRoom<Dims> - kStagesThatFit<Dims> * Dims::kStageBytes) /
+                                    Dims::kLandingBytes);
+  }
+  return 0;
+}
+
+template <typename Dims>
+struct SharedStorage : SharedState<Dims>, LandingRing<Dims, landing_stages<Dims>()> {
+  static constexpr int kStages = std::min(kMaxStages, kStagesThatFit<Dims>);
+  static constexpr int kLanding = landing_stages<Dims>();  // 0: no room
+  static constexpr int kKvBytes = kStages * Dims::kStageBytes + kLanding * Dims::kLandingBytes;
+  static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
   // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
   static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||
-                2 * (kStages * Dims::kStageBytes + sizeof(SharedState<Dims>) + 1024) <=
-                    kMaxSharedBytes + 1024);
+                2 * (kKvBytes + sizeof(SharedState<Dims>) + 1024) <= kMaxSharedBytes + 1024);
 
   alignas(kSharedAlignment) uint8_t kv[kStages][Dims::kStageBytes];  // K, then V
 };

@@ -24,6 +24,7 @@ class DecodeTensors(NamedTuple):
     req_to_token: torch.Tensor  # int32 [num_requests, at least the longest length]
     seq_lens: torch.Tensor  # int64 [num_requests]
     sinks: torch.Tensor | None = None  # [num_qo_heads]
+    kv_dtype: torch.dtype | None = None  # None: that of the queries
 
 
 def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> Layer:
@@ -39,7 +40,9 @@ def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> La
     if workspace is None:
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=step.q.device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_tensor_cores=num_qo_heads > step.num_kv_heads
+        workspace,
+        "NHD",
+        use_tensor_cores=num_qo_heads > step.num_kv_heads or step.kv_dtype is not None,
     )
     lens = step.seq_lens.cpu()
     columns = torch.arange(step.req_to_token.shape[1], device=step.q.device)
@@ -54,7 +57,7 @@ def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> La
         head_dim,
         1,
         q_data_type=step.q.dtype,
-        kv_data_type=step.q.dtype,
+        kv_data_type=step.kv_dtype or step.q.dtype,
     )
     out = torch.empty_like(step.q)
 
@@ -68,14 +71,18 @@ def flashinfer(step: DecodeTensors, workspace: torch.Tensor | None = None) -> La
 
 
 def fa3(step: DecodeTensors) -> Layer:
-    """FA3 as SGLang calls it on Hopper: sglang-kernel, page table in tokens."""
+    """FA3 as SGLang calls it on Hopper: sglang-kernel, page table in tokens.
+
+    Over a KV cache of another type the queries are converted to that type, in every layer.
+    """
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-    q = step.q.unsqueeze(1)
+    queries = step.q.unsqueeze(1)
     lengths = step.seq_lens.int()
     sinks = {} if step.sinks is None else {"sinks": step.sinks}
 
     def run(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        q = queries if step.kv_dtype is None else queries.to(step.kv_dtype)
         result: torch.Tensor = flash_attn_with_kvcache(
             q,
             k_cache.unsqueeze(1),

@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         action="append",
         choices=support.KERNEL_DTYPES,
-        help=f"of queries and KV cache; may be repeated (default: {DEFAULT_DTYPE})",
+        help=f"of the queries; may be repeated (default: {DEFAULT_DTYPE})",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        action="append",
+        choices=support.CONVERTED_KV_DTYPES,
+        help="of the KV cache; may be repeated (default: that of the queries)",
     )
     parser.add_argument(
         "--head-dim",
@@ -76,10 +82,17 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return _fail(2, str(error))
     configs = [
-        jit.KernelConfig(getattr(torch, dtype), head_dim, arch, v_head_dim)
-        for arch, dtype, (head_dim, v_head_dim) in product(
+        jit.KernelConfig(
+            getattr(torch, dtype),
+            head_dim,
+            arch,
+            v_head_dim,
+            None if kv_dtype is None else getattr(torch, kv_dtype),
+        )
+        for arch, dtype, kv_dtype, (head_dim, v_head_dim) in product(
             archs,
             arguments.dtype or [DEFAULT_DTYPE],
+            arguments.kv_dtype or [None],
             arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)],
         )
     ]

@@ -7,6 +7,7 @@ so they are imported by the checks, not by this module.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -433,12 +434,19 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
     for capability in sorted({gpu.capability for gpu in gpus}):
         if capability < support.OLDEST_CAPABILITY:
             continue
-        for dtype in support.KERNEL_DTYPES:
-            for head_dim, v_head_dim in support.HEAD_DIMS:
-                config = jit.KernelConfig(getattr(torch, dtype), head_dim, capability, v_head_dim)
-                image = kernel_cache.find(cache, jit.cache_key(config))
-                if image is not None:
-                    found.append(f"{config.name} ({jit.compiler_of(image)})")
+        for dtype, kv_dtype, (head_dim, v_head_dim) in itertools.product(
+            support.KERNEL_DTYPES, (None, *support.CONVERTED_KV_DTYPES), support.HEAD_DIMS
+        ):
+            config = jit.KernelConfig(
+                getattr(torch, dtype),
+                head_dim,
+                capability,
+                v_head_dim,
+                None if kv_dtype is None else getattr(torch, kv_dtype),
+            )
+            image = kernel_cache.find(cache, jit.cache_key(config))
+            if image is not None:
+                found.append(f"{config.name} ({jit.compiler_of(image)})")
     return found
 
 

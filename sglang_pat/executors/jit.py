@@ -30,6 +30,11 @@ _ELEMENTS = {
     torch.float16: ("__half", "fp16"),
     torch.bfloat16: ("__nv_bfloat16", "bf16"),
 }
+# dtype of a KV cache that is converted -> KvType of kernels/kv_type.h, short name
+_CONVERTED = {
+    torch.float8_e4m3fn: ("kE4m3", "e4m3"),
+    torch.float8_e5m2: ("kE5m2", "e5m2"),
+}
 # Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
 _DIGITS = 16  # of a hash
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
@@ -42,13 +47,15 @@ class KernelConfig:
     Attributes
     ----------
     dtype
-        Of queries and KV cache: float16 or bfloat16.
+        Of queries and outputs: float16 or bfloat16.
     head_dim
         Of queries and keys.
     arch
         Compute capability, 8.0 or newer.
     v_head_dim
         Of values. 0 becomes `head_dim`.
+    kv_dtype
+        Of the KV cache: float8_e4m3fn or float8_e5m2. `dtype` becomes None, which means the same.
     force_mma_sync
         On Hopper too, the bodies that other architectures run: for their tests.
 
@@ -62,14 +69,22 @@ class KernelConfig:
     head_dim: int
     arch: tuple[int, int]
     v_head_dim: int = 0
+    kv_dtype: torch.dtype | None = None
     force_mma_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
             object.__setattr__(self, "v_head_dim", self.head_dim)
+        if self.kv_dtype == self.dtype:
+            object.__setattr__(self, "kv_dtype", None)
         if self.dtype not in _ELEMENTS:
             allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
             raise ValueError(f"the CUDA kernels support dtype {allowed}; got {self.dtype}")
+        if self.kv_dtype not in (None, *_CONVERTED):
+            allowed = ", ".join(str(dtype) for dtype in (self.dtype, *_CONVERTED))
+            raise ValueError(
+                f"the CUDA kernels support a KV cache of {allowed}; got {self.kv_dtype}"
+            )
         if (self.head_dim, self.v_head_dim) not in support.HEAD_DIMS:
             raise support.unsupported("head_dim", self._head_dim_name)
         if self.arch < support.OLDEST_CAPABILITY:
@@ -80,19 +95,33 @@ class KernelConfig:
 
     @classmethod
     def for_device(
-        cls, dtype: torch.dtype, head_dim: int, device: torch.device, v_head_dim: int = 0
+        cls,
+        dtype: torch.dtype,
+        head_dim: int,
+        device: torch.device,
+        v_head_dim: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> KernelConfig:
         """The variant that a CUDA device runs."""
-        return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim)
+        return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim, kv_dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        return self.kv_dtype or self.dtype
 
     @property
     def name(self) -> str:
         """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
-        where values have another head_dim than keys.
+        where values have another head_dim than keys; `bf16_e4m3_d128_sm90` where the KV cache has
+        another type than the queries.
         """
+        dtypes = _ELEMENTS[self.dtype][1]
+        if self.kv_dtype is not None:
+            dtypes += f"_{_CONVERTED[self.kv_dtype][1]}"
         suffix = "_mma" if self.force_mma_sync else ""
         head_dim = self._head_dim_name.replace("/", "v")
-        return f"{_ELEMENTS[self.dtype][1]}_d{head_dim}_sm{self._arch_number}{suffix}"
+        return f"{dtypes}_d{head_dim}_sm{self._arch_number}{suffix}"
 
     @property
     def tiles_agree(self) -> bool:
@@ -106,7 +135,10 @@ class KernelConfig:
         """The options of `sglang-pat build` for this variant."""
         dtype = str(self.dtype).removeprefix("torch.")
         arch = f"{self.arch[0]}.{self.arch[1]}"
-        return f"--arch {arch} --dtype {dtype} --head-dim {self._head_dim_name}"
+        options = f"--arch {arch} --dtype {dtype} --head-dim {self._head_dim_name}"
+        if self.kv_dtype is not None:
+            options += " --kv-dtype " + str(self.kv_dtype).removeprefix("torch.")
+        return options
 
     @property
     def options(self) -> list[str]:
@@ -118,6 +150,7 @@ class KernelConfig:
             "--device-as-default-execution-space",
             "--ptxas-options=--verbose",
             f"-DPAT_ELEMENT={_ELEMENTS[self.dtype][0]}",
+            f"-DPAT_KV_TYPE={_CONVERTED[self.kv_dtype][0] if self.kv_dtype else 'kAsQueries'}",
             f"-DPAT_HEAD_DIM={self.head_dim}",
             f"-DPAT_V_HEAD_DIM={self.v_head_dim}",
             f"-DPAT_TARGET_ARCH={self._arch_number}",

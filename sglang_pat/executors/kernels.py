@@ -237,11 +237,12 @@ class DecodeKernels:
         self._step = step
 
     def _set_layer(self, buffers: DeviceBuffers, layer: LayerInputs) -> None:
-        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks = layer
+        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
         plan, loaded, dtype = buffers.plan, buffers.loaded, self.config.dtype
+        kv_dtype = self.config.cache_dtype
         head_dim, v_head_dim = self.config.head_dim, self.config.v_head_dim
         _check_type(q, "q", dtype, 3)
-        _check_type(k_cache, "k_cache", dtype, 3)
+        _check_type(k_cache, "k_cache", kv_dtype, 3)
         num_requests, num_q_heads, num_kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
         group_size = num_q_heads // num_kv_heads if num_kv_heads else 0
         if num_q_heads != group_size * num_kv_heads or not 1 <= group_size <= MAX_GROUP_SIZE:
@@ -250,8 +251,8 @@ class DecodeKernels:
                 f"and {num_kv_heads}"
             )
         chunks = _check_rows(q, "q", dtype, num_q_heads, head_dim, plan) // _ALIGNMENT
-        k_slot_bytes = _check_rows(k_cache, "k_cache", dtype, num_kv_heads, head_dim, plan)
-        v_slot_bytes = _check_rows(v_cache, "v_cache", dtype, num_kv_heads, v_head_dim, plan)
+        k_slot_bytes = _check_rows(k_cache, "k_cache", kv_dtype, num_kv_heads, head_dim, plan)
+        v_slot_bytes = _check_rows(v_cache, "v_cache", kv_dtype, num_kv_heads, v_head_dim, plan)
         _check_rows(out, "out", dtype, num_q_heads, v_head_dim, plan)
         _check_shape(out, "out", (num_requests, num_q_heads, v_head_dim))
         _check_contiguous(out, "out", plan)
@@ -294,6 +295,8 @@ class DecodeKernels:
             raise ValueError(f"sm_scale must be positive, got {sm_scale}")
         if not 0 <= logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (none) or positive, got {logit_cap}")
+        if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
+            raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
         self._decode.set_layer(
             q.data_ptr(),
             chunks,
@@ -308,6 +311,8 @@ class DecodeKernels:
             0 if lse is None else lse.data_ptr(),
             sm_scale,
             logit_cap,
+            k_scale,
+            v_scale,
             0 if sinks is None else sinks.data_ptr(),
             SinkType.FLOAT32 if sinks is None else _SINK_TYPES[sinks.dtype],
         )

@@ -21,6 +21,7 @@ class LayerInputs(NamedTuple):
     logit_cap : `cap * tanh(logit / cap)` if positive, off if 0.
     sinks : `[num_qo_heads]`, float32, bfloat16 or float16: a logit per head that no value belongs
         to, beside those of the keys. It is neither scaled nor capped.
+    k_scale, v_scale : what the caches' numbers are multiplied with.
     """
 
     q: torch.Tensor
@@ -31,3 +32,5 @@ class LayerInputs(NamedTuple):
     sm_scale: float
     logit_cap: float
     sinks: torch.Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0

@@ -153,7 +153,7 @@ class PlanExecution:
         LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
         float64 inputs). Does not write the layer's `out` and `lse`.
         """
-        q, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks = layer
+        q, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
         v_head_dim = v_cache.shape[2]
@@ -174,7 +174,7 @@ class PlanExecution:
                     k_cache[group.slots[i : i + step]].to(dtype),
                     v_cache[group.slots[i : i + step]].to(dtype),
                     group.token_mask[i : i + step],
-                    sm_scale,
+                    sm_scale * k_scale,
                     logit_cap,
                 )
                 for i in range(0, len(group.slots), step)
@@ -188,6 +188,7 @@ class PlanExecution:
         row_out, row_lse = merge_partials(
             entry_out, entry_lse, self._entry_owner, len(self._is_direct)
         )
+        row_out *= v_scale
         direct, partial = self._is_direct, ~self._is_direct
         out[self._request[direct]] = row_out[direct]
         lse[self._request[direct]] = row_lse[direct]

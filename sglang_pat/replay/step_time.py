@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_pat.model_layers import CHUNK, STATE, WINDOW, Layer, positive, read_layers
+from sglang_pat.model_layers import (
+    CHUNK,
+    STATE,
+    WINDOW,
+    Layer,
+    has_float8_cache,
+    positive,
+    read_layers,
+)
 from sglang_pat.replay.models import GPUS, Gpu, Weights, parameter_bytes, read_weights
 
 # Reached on an H100.
@@ -90,6 +98,7 @@ class StepTime:
             gpu=gpu,
             tp=tp,
             weight_bytes=parameter_bytes(config),
+            kv_bytes=1.0 if has_float8_cache(config) else 2.0,
         )
 
     def kv_heads(self, layer: Layer) -> int:

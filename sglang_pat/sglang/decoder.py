@@ -20,6 +20,7 @@ from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests, install_hooks
+from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
 from sglang_pat.sglang.options import batch_invariant
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
@@ -175,15 +176,22 @@ class PatDecoder:
         """
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            # Without layer.k_scale and v_scale, which checkpoints made for an fp8 cache have:
-            # SGLang's pools use them only if the cache's dtype is not the model's, and such layers
-            # are not pat's.
-            pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
+            # SGLang's pools use the scales only if their dtype is not the model's.
+            stored = (layer.k_scale, layer.v_scale) if self.routes.are_scaled else ()
+            pool.set_kv_buffer(layer, _write_location(forward_batch), k, v, *stored)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k_scale, v_scale = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
         out = self._attention_of[layer.layer_id].run(
-            q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap, sinks=sinks
+            q,
+            keys,
+            values,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -217,6 +225,7 @@ def _new_plans(
             shape.head_dim,
             v_head_dim=shape.v_head_dim,
             dtype=model_runner.dtype,
+            kv_dtype=model_runner.kv_cache_dtype,
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
             growth_tokens=environment.growth_tokens,

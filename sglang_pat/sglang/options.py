@@ -23,8 +23,8 @@ DELEGATED_ARGUMENTS = {
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
 # 0.5.17.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-# Values of --kv-cache-dtype under which the KV may have the type of the queries.
-_UNQUANTIZED = ("auto", "bf16", "bfloat16")
+# Values of --kv-cache-dtype under which pat may read the KV.
+_KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 class Reason(NamedTuple):
@@ -82,6 +82,6 @@ def early_reason(arguments: Any) -> Reason | None:
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")
-    if reason is None and dtype is not None and dtype not in _UNQUANTIZED:
+    if reason is None and dtype is not None and dtype not in _KV_CACHE_DTYPES:
         reason = Reason("dtype of queries and KV cache", f"--kv-cache-dtype {dtype}")
     return reason

@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
+from sglang_pat.sglang.kv_scales import are_scaled, is_converted, scales_reason
 from sglang_pat.sglang.options import Reason, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
@@ -51,6 +52,8 @@ class Routes:
         Ids of the layers that have attention sinks.
     batch_invariant
         Whether pat computes a request alike in any batch.
+    are_scaled
+        Whether the pool's KV is divided by the scales of its layer.
     """
 
     def __init__(self, default: str) -> None:
@@ -59,6 +62,7 @@ class Routes:
         self.delegated: dict[int, Reason] = {}
         self.sinks: frozenset[int] = frozenset()
         self.batch_invariant = False
+        self.are_scaled = False
         self._whole: Reason | None = None  # holds even for a model without layers
 
     @classmethod
@@ -74,7 +78,11 @@ class Routes:
         """
         model = model_runner.model
         whole = _reason_for_all(model_runner, default)
-        return cls.of_model(model, default, whole, lambda layer: layer_reason(layer, model_runner))
+        routes = cls.of_model(
+            model, default, whole, lambda layer: layer_reason(layer, model_runner, default)
+        )
+        routes.are_scaled = are_scaled(model_runner, default)
+        return routes
 
     @classmethod
     def of_model(
@@ -250,10 +258,11 @@ def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
     return None
 
 
-def layer_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
+def layer_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
     """Why pat does not decode a layer."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
-    return shape_reason(layer, chunk) or _pool_reason(layer, model_runner)
+    reason = shape_reason(layer, chunk) or _pool_reason(layer, model_runner)
+    return reason or scales_reason(layer, model_runner, default)
 
 
 def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None:
@@ -285,12 +294,12 @@ def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Whether the layer's KV is not `[slot, KV head, head_dim]` of the model's type."""
+    """Whether the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
     dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype:
+    if dtype != model_runner.dtype and not is_converted(model_runner):
         return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
-    if str(dtype).removeprefix("torch.") not in support.DTYPES:
-        return Reason("dtype of queries and KV cache", dtype)
+    if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
+        return Reason("dtype of queries and KV cache", model_runner.dtype)
     pool = model_runner.token_to_kv_pool
     for head_dim, buffer in (
         (layer.qk_head_dim, pool.get_key_buffer(layer.layer_id)),

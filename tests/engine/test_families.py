@@ -80,3 +80,25 @@ def assert_shared(run: Run) -> None:
     planned, alone = run.stats["kv_tokens_planned"], run.stats["kv_tokens_query_centric"]
     steps = NUM_TOKENS - 1
     assert alone - planned >= 0.9 * 7 * PREFIX * steps
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        # Layers of both routes: a hybrid's pools have the type as well.
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt-oss", "qwen3-next")),
+    ],
+)
+def test_tokens_over_an_fp8_pool(engines: FamilyEngines, name: str) -> None:
+    family = FAMILIES[name]
+    if sglang.__version__ in family.refused:
+        pytest.skip(f"SGLang {sglang.__version__} on a CPU: {family.refused[sglang.__version__]}")
+    options = {"kv_cache_dtype": "fp8_e4m3"}
+    expected = engines.run(family, None, **options)
+    assert_telling(expected)
+    found = engines.run(family, "pat", **options)
+    assert found.tokens == expected.tokens
+    assert_routes(found, family)
+    assert_shared(found)
+    assert "float8_e4m3fn" in found.log

@@ -23,10 +23,11 @@ def compiled_variants(request: pytest.FixtureRequest) -> None:
     bodies = (False, True) if arch == (9, 0) else (False,)
     build_all(
         [
-            KernelConfig(dtype, head_dim, arch, v_head_dim, force_mma_sync=force_mma_sync)
+            KernelConfig(dtype, head_dim, arch, v_head_dim, kv_dtype, force_mma_sync)
             for head_dim, v_head_dim in support.HEAD_DIMS
             for dtype in (torch.bfloat16, torch.float16)
-            if dtype == torch.bfloat16 or head_dim in (64, 128)
+            for kv_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2)
+            if kv_dtype != torch.float8_e5m2 or head_dim == 128
             for force_mma_sync in bodies
         ]
     )

@@ -24,6 +24,7 @@ from sglang_fakes import (
 )
 
 from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.backend import PatMixin, with_pat
 from sglang_pat.sglang.reader import OVERFLOW
@@ -292,6 +293,53 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
     out = backend.forward(q, k, v, model_runner.model[1], batch)
     group = QO_HEADS // KV_HEADS  # one token: its value is the answer
     torch.testing.assert_close(out.view(QO_HEADS, HEAD_DIM), v[0].repeat_interleave(group, dim=0))
+
+
+@pytest.mark.parametrize("default", ["triton", "torch_native"])
+def test_an_fp8_pool_is_stored_and_read_with_the_scales_of_the_default_backend(
+    default: str,
+) -> None:
+    dtype = torch.float8_e4m3fn
+    pool = MHATokenToKVPool(SLOTS, 1, dtype, KV_HEADS, HEAD_DIM, 2, "cpu", False)
+    scales = {
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(4.0),
+        "k_scale_float": 0.5,
+        "v_scale_float": 4.0,
+    }
+    model_runner = runner(
+        model=layers(**scales),
+        kv_cache_dtype=dtype,
+        kv_cache_dtype_str="fp8_e4m3",
+        token_to_kv_pool=pool,
+    )
+    backend, batch = pat_backend(model_runner, default), decode_batch([1], [1], [9])
+    model_runner.req_to_token_pool.req_to_token[1, 0] = 9
+    backend.init_forward_metadata(batch)
+    q = torch.randn(1, QO_HEADS, HEAD_DIM)
+    k, v = torch.randn(1, KV_HEADS, HEAD_DIM), torch.randn(1, KV_HEADS, HEAD_DIM)
+    k_scale, v_scale = (0.5, 4.0) if default == "triton" else (1.0, 1.0)
+    stored = (k / k_scale).to(dtype), (v / v_scale).to(dtype)
+    out = backend.forward(q, k.clone(), v.clone(), model_runner.model[1], batch)
+    assert torch.equal(pool.get_key_buffer(1)[9].float(), stored[0][0].float())
+    assert torch.equal(pool.get_value_buffer(1)[9].float(), stored[1][0].float())
+    expected = (stored[1][0].float() * v_scale).repeat_interleave(QO_HEADS // KV_HEADS, dim=0)
+    torch.testing.assert_close(out.view(QO_HEADS, HEAD_DIM), expected)
+
+    # Of two tokens the scale of the keys decides how much each counts.
+    model_runner.req_to_token_pool.req_to_token[1, 1] = 10
+    batch = decode_batch([1], [2], [10])
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q, 2 * k, -v, model_runner.model[1], batch)
+    caches = (
+        pool.get_key_buffer(1).double() * k_scale,
+        pool.get_value_buffer(1).double() * v_scale,
+    )
+    table = model_runner.req_to_token_pool.req_to_token
+    exact, _ = dense_attention(q, *caches, table, torch.tensor([1]), torch.tensor([2]))
+    torch.testing.assert_close(
+        out.view(1, QO_HEADS, HEAD_DIM).double(), exact, atol=2e-6, rtol=2e-6
+    )
 
 
 def test_nothing_is_stored_where_the_model_stores_itself() -> None:

@@ -150,10 +150,6 @@ def test_modes_that_pat_does_not_serve_are_refused(
 
 STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
     (
-        {"kv_cache_dtype": "fp8_e4m3"},
-        "dtype of queries and KV cache = --kv-cache-dtype fp8_e4m3; supported: float16",
-    ),
-    (
         {"speculative_algorithm": "NGRAM"},
         "server options = --speculative-algorithm NGRAM; supported: all but",
     ),
@@ -192,7 +188,7 @@ def test_pat_is_among_the_backends_for_deterministic_inference() -> None:
     assert "pat" in server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
 def test_in_strict_mode_other_options_are_not(
     dtype: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

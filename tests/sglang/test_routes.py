@@ -26,10 +26,34 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
-from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH
+from sglang_pat.sglang.kv_scales import read_scales
+from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
 from sglang_pat.sglang.routes import Routes, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
+
+
+def fp8_runner(**change: Any) -> Any:
+    """With an fp8 pool, of which each layer has scales."""
+    dtype = torch.float8_e4m3fn
+    fields = {
+        "kv_cache_dtype": dtype,
+        "kv_cache_dtype_str": "fp8_e4m3",
+        "token_to_kv_pool": KVPool(dtype),
+    }
+    return runner(**(fields | change))
+
+
+def scaled_layers(**change: Any) -> Any:
+    """Of which the last one has scales."""
+    scales = {
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(3.0),
+        "k_scale_float": 0.5,
+        "v_scale_float": 3.0,
+    }
+    return layers(**(scales | change))
+
 
 # What concerns the last layer alone: the runner, the reason in the log, the refusal.
 OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -93,6 +117,11 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
         "query heads per KV head 32",
         "query heads per KV head = 32 .layer 1.; supported: 1 to 16",
     ),
+    "scales on the device": (
+        lambda: fp8_runner(model=scaled_layers(v_scale_float=None)),
+        "KV pool with scales that the host does not know",
+        "KV pool = with scales that the host does not know .layer 1.",
+    ),
     "strided pool": (
         lambda: runner(token_to_kv_pool=strided_pool()),
         "KV pool KVPool of torch.float32 [2, 64]",
@@ -141,10 +170,15 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "--enable-two-batch-overlap",
         "server options = --enable-two-batch-overlap; supported",
     ),
-    "fp8 cache": (
-        lambda: runner(kv_cache_dtype=torch.float8_e4m3fn),
-        "dtype of queries and KV cache torch.float32 and torch.float8_e4m3fn",
-        "queries and KV cache = torch.float32 and torch.float8_e4m3fn .layer 0.; supported: float1",
+    "cache of another type": (
+        lambda: runner(kv_cache_dtype=torch.bfloat16),
+        "dtype of queries and KV cache torch.float32 and torch.bfloat16",
+        "queries and KV cache = torch.float32 and torch.bfloat16 .layer 0.; supported: float1",
+    ),
+    "fp8 cache with scales per block": (
+        lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),
+        "dtype of queries and KV cache mxfp8",
+        "queries and KV cache = mxfp8 .layer 0.; supported: float16, bfloat16, float32; of the KV",
     ),
     "dtype": (
         lambda: runner(
@@ -347,3 +381,36 @@ def test_every_topic_is_one_of_the_support_table() -> None:
     for make_runner, *_ in (OF_A_LAYER | OF_THE_MODEL).values():
         routes = Routes.of_runner(make_runner(), "triton")
         assert {reason.topic for reason in routes.delegated.values()} <= topics
+
+
+@pytest.mark.parametrize("default", support.DEFAULT_BACKENDS)
+def test_an_fp8_pool_is_pats(default: str) -> None:
+    routes = Routes.of_runner(fp8_runner(), default)
+    assert [*routes.shapes] == [0, 1]
+    assert routes.are_scaled == (default != "torch_native")
+
+
+def test_scales_count_where_the_default_backend_stores_by_them() -> None:
+    model_runner = fp8_runner(model=scaled_layers())
+    assert [*Routes.of_runner(model_runner, "fa3").shapes] == [0, 1]
+    assert [*Routes.of_runner(model_runner, "torch_native").shapes] == [0, 1]
+    uncertain = Routes.of_runner(model_runner, "intel_amx")
+    assert str(uncertain.delegated[1]) == "KV pool scaled, under intel_amx"
+    unknown = fp8_runner(model=scaled_layers(k_scale_float=None))
+    assert [*Routes.of_runner(unknown, "torch_native").shapes] == [0, 1]
+
+
+def test_scales_are_those_that_the_pool_divides_by() -> None:
+    layer = scaled_layers()[-1]
+    assert read_scales(layer) == (0.5, 3.0)
+    layer.k_scale = layer.v_scale = None
+    assert read_scales(layer) == (1.0, 1.0)
+    layer.k_scale = layer.v_scale = 0.25  # from --quantization-param-path
+    layer.k_scale_float = layer.v_scale_float = 1.0
+    assert read_scales(layer) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
+def test_other_types_of_the_kv_cache_are_known_before_there_is_a_model(dtype: str) -> None:
+    reason = early_reason(server_arguments(kv_cache_dtype=dtype))
+    assert str(reason) == f"dtype of queries and KV cache --kv-cache-dtype {dtype}"

@@ -48,9 +48,9 @@ FEATURES = (
     ),
     Feature(
         "FP8 KV cache",
-        "delegated",
-        "all layers run on the default backend",
-        ("tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[fp8 cache]",),
+        "yes",
+        "e4m3 and e5m2, with the scales of each layer; queries stay in the model's dtype",
+        ("tests/engine/test_families.py::test_tokens_over_an_fp8_pool",),
     ),
     Feature(
         "FP4 KV cache",

@@ -27,6 +27,7 @@ class Heads:
     head_dim: int = 128
     dtype: torch.dtype = BF16
     v_head_dim: int = 0  # 0: head_dim
+    kv_dtype: torch.dtype | None = None  # None: dtype
 
 
 @dataclasses.dataclass
@@ -105,7 +106,7 @@ def planned_step(heads: Heads, **options):
     from sglang_pat.executors.kernels import DecodeKernels
 
     config = KernelConfig.for_device(
-        heads.dtype, heads.head_dim, torch.device("cuda"), heads.v_head_dim
+        heads.dtype, heads.head_dim, torch.device("cuda"), heads.v_head_dim, heads.kv_dtype
     )
     return PlannedStep(DecodeKernels(config), heads.num_qo_heads, heads.num_kv_heads, **options)
 

@@ -69,6 +69,23 @@ def install() -> None:
     fused_moe_native.moe_forward_native = moe_forward_native
     TorchNativeAttnBackend.forward_extend = forward_extend
     TorchNativeAttnBackend.forward_decode = forward_decode
+    _allow_fp8_pools()
+
+
+def _allow_fp8_pools() -> None:
+    """0.5.23 has pools of fp8 on a CPU for `intel_amx` alone. These are those of a GPU."""
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    class NoCpu:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(platform, name)
+
+        def is_cpu(self) -> bool:
+            return False
+
+    platform = getattr(kv_cache_configurator, "current_platform", None)  # not in 0.5.17
+    if platform is not None:
+        kv_cache_configurator.current_platform = NoCpu()
 
 
 def _replace(module: str, name: str, value: Callable[..., Any]) -> None:
@@ -124,7 +141,7 @@ def _forward(
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
     keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
     values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-    queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).to(keys.dtype)
+    queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
     is_in_place = k is not None and not save_kv_cache and layer.qk_head_dim != keys.shape[-1]
     out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
     chunk = getattr(batch, "attention_chunk_size", None) or _chunk_size(self)
@@ -148,9 +165,9 @@ def _forward(
         if is_in_place:  # latent attention without a prefix: nothing is read from the cache
             assert start == 0
             heads = layer.tp_k_head_num
-            own = (each[begin:end].reshape(count, heads, -1).to(keys.dtype) for each in (k, v))
+            own = (each[begin:end].reshape(count, heads, -1).to(q.dtype) for each in (k, v))
         else:
-            own = (each[slots] for each in (keys, values))
+            own = (each[slots].to(q.dtype) for each in (keys, values))
         out[begin:end] = _attend(queries[begin:end], *own, seen, layer, sinks, position)
         begin = end
     out = out.to(v.dtype if v is not None else q.dtype)

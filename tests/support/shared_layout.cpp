@@ -50,6 +50,38 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
   return memory;
 }
 
+// The copies of one-byte elements: each 16 columns of each row once, and both chunks of the converted ones in their places.
+template <int kColumns>
+void check_byte_rows() {
+  using Copy = ByteRowCopy<kColumns>;
+  std::vector<int> times(kStageTokens * Copy::kCopies);
+  for (int lane = 0; lane < 32; ++lane) {
+    const Copy copy{lane};
+    for (int i = 0; i < Copy::kCopies; ++i) {
+      const int row = copy.row(i), group = copy.column_group(i);
+      expect(row < kStageTokens && group < Copy::kCopies, "bytes are outside of the rows",
+             kColumns);
+      ++times[row * Copy::kCopies + group];
+      if constexpr (Copy::kWholeRows) {
+        expect(group == copy.column_group(0), "a lane changes its columns", kColumns);
+      }
+      for (const uint32_t half : {0, 1}) {
+        expect((copy.stage_offset(i) ^ half * kChunkBytes) ==
+                   swizzled_offset(kStageTokens, row, 2 * group + half),
+               "converted bytes are in the wrong place", kColumns);
+      }
+    }
+  }
+  for (const int count : times) expect(count == 1, "bytes are not copied once", kColumns);
+  if constexpr (Copy::kWholeRows) {
+    for (int lane = 0; lane < 32; lane += 8) {  // that store at the same time
+      unsigned banks = 0;
+      for (int i = 0; i < 8; ++i) banks |= 1u << Copy{lane + i}.stage_offset(0) / kChunkBytes % 8;
+      expect(banks == 0xff, "stores of converted bytes meet in a bank", kColumns);
+    }
+  }
+}
+
 // What lies at an address, or -1.
 int at(const std::map<uint32_t, int>& memory, uint32_t address) {
   const auto found = memory.find(address);
@@ -79,6 +111,9 @@ void check() {
   const uint32_t value_base = kBase + Dims::kKeyBytes;
   const auto values = copied<kValue>(kStageTokens, kStageTokens, 0, value_base);
   expect(values.rbegin()->first < kBase + Dims::kStageBytes, "values leave the stage", kValue);
+
+  check_byte_rows<kKey>();
+  check_byte_rows<kValue>();
 
   for (int lane = 0; lane < 32; ++lane) {
     for (int first_token = 0; first_token < kStageTokens; first_token += 16) {

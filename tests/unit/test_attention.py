@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from forests import make_case, three_level_case
 from problems import Problem
 
 from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
+from sglang_pat._scheduler import CostModel
+from sglang_pat.attention import costs_of_tokens
 from sglang_pat.executors.cuda import PlanOverflowError
 
 HEADS = (8, 2, 64)
@@ -186,6 +189,8 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 72), {}, "head_dim = 72; supported: 64, 80, 96, 128, 192/128, 256"),
         ((8, 2, 128), {"v_head_dim": 64}, "head_dim = 128/64; supported: 64, 80"),
         ((8, 2, 64), {"dtype": torch.float64}, "float64; supported: float16"),
+        ((8, 2, 64), {"kv_dtype": torch.int8}, "torch.float32 and torch.int8; supported: float16"),
+        ((8, 2, 64), {"kv_dtype": torch.float16}, "torch.float32 and torch.float16; supported"),
         ((8, 2, 64), {"policy": "greedy"}, "packing policy = greedy; supported: memory"),
         ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
         ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
@@ -325,6 +330,13 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("sinks", torch.zeros(8, device="meta"), "sinks must be on cpu, got meta"),
         ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
         ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
+        ("k_scale", 0.0, "k_scale and v_scale must be positive, got 0.0 and 1.0"),
+        ("v_scale", math.inf, "k_scale and v_scale must be positive, got 1.0 and inf"),
+        (
+            "v_cache",
+            torch.zeros(9, 2, 64, dtype=torch.float8_e5m2),
+            "v_cache must be torch.float32, got torch.float8_e5m2",
+        ),
     ],
 )
 def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
@@ -345,3 +357,15 @@ def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
 def test_run_needs_a_plan() -> None:
     with pytest.raises(RuntimeError, match="call plan"):
         make_attention().run(torch.zeros(1, 8, 64), torch.zeros(1, 2, 64), torch.zeros(1, 2, 64))
+
+
+def test_partials_are_dearer_beside_tokens_of_one_byte() -> None:
+    usual = CostModel()
+    assert costs_of_tokens(usual, 2) == usual
+    assert costs_of_tokens(usual, 4) == usual
+    before, after = usual.values(), costs_of_tokens(usual, 1).values()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"partial_row", "packed_item"}
+    assert all(after[name] == pytest.approx(2 * before[name], abs=1 / 64) for name in changed)
+    fp8 = PackAttention(8, 2, 64, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn)
+    assert fp8._new_scheduler.keywords["cost"] == costs_of_tokens(usual, 1)

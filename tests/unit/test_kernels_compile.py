@@ -19,9 +19,11 @@ from sglang_pat.support import HEAD_DIMS
 CACHE = Path(__file__).parents[2] / "build" / "kernels"
 HOPPER = KernelConfig(torch.bfloat16, 128, (9, 0))
 AMPERE = KernelConfig(torch.bfloat16, 128, (8, 0))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALL = [
-    KernelConfig(dtype, head_dim, arch, v_head_dim)
+    KernelConfig(dtype, head_dim, arch, v_head_dim, kv_dtype)
     for dtype in (torch.float16, torch.bfloat16)
+    for kv_dtype in (None, E4M3, E5M2)
     for head_dim, v_head_dim in HEAD_DIMS
     for arch in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 ]
@@ -55,7 +57,7 @@ def check_resources(config: KernelConfig) -> None:
     wgmma = config.arch == (9, 0) and not config.force_mma_sync
     two_ctas = config.head_dim + config.v_head_dim <= (320 if wgmma else 256)
     assert max(registers) <= (168 if two_ctas else 255), "CTAs per SM"
-    at_the_limit = {128: 16 if config.force_mma_sync else 8, 256: 16}
+    at_the_limit = {128: 16 if config.force_mma_sync or config.kv_dtype else 8, 256: 16}
     for name, spilled in zip(names, spills, strict=True):
         if name.startswith("merge"):
             # Outside of the loops: a CTA has 16 warps, so a thread has 64 registers.
@@ -71,9 +73,12 @@ def check_resources(config: KernelConfig) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
 @pytest.mark.parametrize("pair", HEAD_DIMS)
-def test_hopper_compiles_the_bodies_of_other_architectures(pair: tuple[int, int]) -> None:
-    config = KernelConfig(torch.float16, pair[0], (9, 0), pair[1], force_mma_sync=True)
+def test_hopper_compiles_the_bodies_of_other_architectures(
+    pair: tuple[int, int], kv_dtype: torch.dtype | None
+) -> None:
+    config = KernelConfig(torch.float16, pair[0], (9, 0), pair[1], kv_dtype, force_mma_sync=True)
     check_resources(config)
 
 
@@ -85,6 +90,8 @@ def test_hopper_compiles_the_bodies_of_other_architectures(pair: tuple[int, int]
         KernelConfig(torch.bfloat16, 80, (8, 0)),
         KernelConfig(torch.bfloat16, 192, (9, 0), 128),
         KernelConfig(torch.bfloat16, 256, (9, 0)),
+        KernelConfig(torch.bfloat16, 128, (9, 0), kv_dtype=E4M3),
+        KernelConfig(torch.bfloat16, 192, (8, 0), 128, E4M3),
     ],
     ids=lambda config: config.name,
 )

@@ -17,6 +17,7 @@ from sglang_pat.model_layers import (
     NO_ATTENTION,
     STATE,
     WINDOW,
+    has_float8_cache,
     read_layers,
     summary,
 )
@@ -101,12 +102,28 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
         ({"num_attention_heads": 128, "num_key_value_heads": 1}, "query heads per KV head 128"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
         ({"kv_lora_rank": 512}, "multi-head latent attention (kv_lora_rank is set)"),
-        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
-         "dtype of queries and KV cache float8_e4m3fn"),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_not_accelerated_says_why(changes: dict[str, Any], reason: str) -> None:
     assert refused(**changes) == [reason] * 6
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "expected"),
+    [
+        (None, False),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, True),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": None}, False),
+        # Its scales are loaded, but SGLang takes an fp8 cache only if it is asked for one.
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, False),
+    ],
+)
+def test_an_fp8_cache_that_the_checkpoint_asks_for_is_accelerated(
+    quantisation: dict[str, Any] | None, expected: bool
+) -> None:
+    changes = {} if quantisation is None else {"quantization_config": quantisation}
+    assert has_float8_cache(PLAIN | changes) is expected
+    assert refused(**changes) == [""] * 6
 
 
 def test_a_refusal_has_the_words_of_the_support_table() -> None:

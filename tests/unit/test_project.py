@@ -85,10 +85,11 @@ def test_the_support_table_holds_every_row() -> None:
         ("SGLang", support.SGLANG_VERSIONS),
         ("Python", support.PYTHON_VERSIONS),
         ("head_dim", tuple(support.head_dim_name(*pair) for pair in support.HEAD_DIMS)),
-        ("dtype of queries and KV cache", support.DTYPES),
         ("packing policy", support.POLICIES),
     ):
         assert supported[topic] == ", ".join(map(str, values))
+    dtypes = (", ".join(support.DTYPES), ", ".join(support.CONVERTED_KV_DTYPES))
+    assert supported["dtype of queries and KV cache"] == "; of the KV cache also ".join(dtypes)
 
 
 def test_readme_names_the_supported_sglang_versions() -> None:

@@ -86,6 +86,29 @@ def test_padding_rows_are_zero() -> None:
     assert (lse[[0, 2]] == -math.inf).all()
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_of_one_byte_is_read_with_its_scales(
+    dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    heads = (8, 2, 64)
+    problem = Problem(three_level_case(9), heads, dtype)
+    caches = problem.k.to(kv_dtype), problem.v.to(kv_dtype)
+    attention = PackAttention(*heads, dtype=dtype, kv_dtype=kv_dtype)
+    lens = torch.from_numpy(problem.case.seq_lens)
+    attention.plan(problem.case.batch(), seq_lens=lens, **problem.tables)
+    sinks = make_sinks(8)
+    out, lse = attention.run(
+        problem.q, *caches, k_scale=0.3, v_scale=5.0, sinks=sinks, return_lse=True
+    )
+    # What no request may read is NaN in fp8 as well.
+    problem.k, problem.v = caches[0].double() * 0.3, caches[1].double() * 5.0
+    exact, exact_lse = problem.dense(torch.float64, sinks=sinks)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=eps, atol=20 * eps if eps < 1e-5 else eps)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
 # --- sinks ---
 
 

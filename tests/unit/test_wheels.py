@@ -28,6 +28,7 @@ from sglang_pat import support
 support.KERNEL_DTYPES, support.HEAD_DIMS = ("bfloat16",), ((128, 128),)
 wheels = runpy.run_path({wheels!r})
 wheels["add_kernels"].__globals__["ARCHITECTURES"] = ((9, 0),)
+wheels["add_kernels"].__globals__["CONVERTED"] = {{}}
 wheels["add_kernels"]()
 wheels["build_wheel"]({uv!r}, sys.executable)
 """
@@ -73,8 +74,11 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
     (shipped / "left").mkdir(parents=True)
     monkeypatch.setitem(add_kernels.__globals__, "SHIPPED", shipped)
     add_kernels()
-    variants = {(each.arch, each.dtype, each.head_dim, each.v_head_dim) for each in asked}
-    count = len(namespace["ARCHITECTURES"]) * len(support.KERNEL_DTYPES) * len(support.HEAD_DIMS)
+    variants = {
+        (each.arch, each.dtype, each.cache_dtype, each.head_dim, each.v_head_dim) for each in asked
+    }
+    num_dtypes = len(support.KERNEL_DTYPES) + 1  # bfloat16 over an fp8 cache
+    count = len(namespace["ARCHITECTURES"]) * num_dtypes * len(support.HEAD_DIMS)
     assert len(variants) == len(asked) == count
     assert {path.name for path in shipped.iterdir()} == {config.name for config in asked}
 

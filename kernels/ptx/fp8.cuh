@@ -1,0 +1,81 @@
+// Conversion of one-byte floating-point numbers to the 16-bit types: exact, NaN and infinity included. With ptx.cuh and
+// wgmma.cuh the only file with inline PTX.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kv_type.h"
+
+namespace pat::fp8 {
+
+// Each byte of the result is the byte of the word that its digit of kSelector names, or 0 for a digit of 4; with 8 added to
+// the digit, all bits are that byte's highest.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(bytes), "n"(kSelector));
+  return result;
+}
+
+// Bytes 2 * kPair and 2 * kPair + 1 of a word as the upper bytes of two halves, the lower ones 0.
+template <int kPair>
+__device__ __forceinline__ uint32_t upper_bytes(uint32_t bytes) {
+  return permuted < kPair == 0 ? 0x1404 : 0x3424 > (bytes);
+}
+
+// Pair kPair of the four numbers of a word, in fp16.
+template <KvType kType, int kPair>
+__device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
+  if constexpr (kType == KvType::kE5m2) {
+    return upper_bytes<kPair>(bytes);  // fp16 has the same exponent
+  } else {
+    static_assert(kType == KvType::kE4m3);
+    uint32_t halves;
+#if __CUDA_ARCH__ >= 890
+    const uint16_t pair = static_cast<uint16_t>(bytes >> 16 * kPair);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+#else
+    const uint32_t upper = upper_bytes<kPair>(bytes);
+    // The mantissa and the lower four bits of the exponent, in their places. The exponent is then biased by 7, not by
+    // 15: the multiplication makes up for it, for subnormal numbers too.
+    const uint32_t placed = (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(placed), "r"(0x5c005c00));  // 2^8
+    // NaN, which has become 480: what a carry reaches in 0x7f + 1 is all ones.
+    const uint32_t carries = (bytes & 0x7f7f7f7f) + 0x01010101;
+    halves |= permuted < kPair == 0 ? 0x9988 : 0xbbaa > (carries);
+#endif
+    return halves;
+  }
+}
+
+// Two numbers of fp16 that have at most 7 bits of mantissa, in bf16: the upper halves of those in fp32.
+__device__ __forceinline__ uint32_t to_bfloat16(uint32_t halves) {
+  uint32_t low, high, packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      ".reg .f32 a, b;\n"
+      "cvt.f32.f16 a, low;\n"
+      "cvt.f32.f16 b, high;\n"
+      "mov.b32 %0, a;\n"
+      "mov.b32 %1, b;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(halves));
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(packed) : "r"(low), "r"(high));
+  return packed;
+}
+
+// The four numbers of a word, in T.
+template <typename T, KvType kType>
+__device__ __forceinline__ uint2 convert(uint32_t bytes) {
+  const uint2 halves = make_uint2(to_half<kType, 0>(bytes), to_half<kType, 1>(bytes));
+  if constexpr (std::is_same_v<T, __half>) return halves;
+  return make_uint2(to_bfloat16(halves.x), to_bfloat16(halves.y));
+}
+
+}  // namespace pat::fp8

@@ -1,0 +1,241 @@
+"""The CUDA kernels over a KV cache of one-byte numbers: exactly what they make of the same numbers
+in the type of the queries, and scales against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from forests import ForestCase, forest_cases, make_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numerics import compare
+from pack_decode_cases import (
+    BF16,
+    FP16,
+    MIXED,
+    Heads,
+    Tensors,
+    make_sinks,
+    needs_gpu,
+    planned_step,
+    run,
+)
+
+from sglang_pat import PackAttention
+from sglang_pat.executors.reference import dense_attention
+from sglang_pat.support import HEAD_DIMS
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+all_head_dims = pytest.mark.parametrize("pair", HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+SPLIT = {"num_workers": 66, "min_piece_tokens": 64}
+LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
+
+
+def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """With caches of another type. What no request may read stays NaN."""
+    return dataclasses.replace(
+        tensors, k_cache=tensors.k_cache.to(dtype), v_cache=tensors.v_cache.to(dtype)
+    )
+
+
+def random_bytes(tensors: Tensors, kv_dtype: torch.dtype) -> Tensors:
+    """Caches of all finite numbers of a type, and NaN where no request may read."""
+    caches = []
+    for seed, cache in enumerate((tensors.k_cache, tensors.v_cache)):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        numbers = torch.randint(256, cache.shape, generator=generator, device="cuda")
+        random = numbers.to(torch.uint8).view(kv_dtype)
+        wide = random.float()
+        wide[~wide.isfinite()] = 1.0
+        wide[cache.isnan()] = torch.nan
+        caches.append(wide.to(kv_dtype))
+    return dataclasses.replace(tensors, k_cache=caches[0], v_cache=caches[1])
+
+
+def run_case(case: ForestCase, heads: Heads, tensors: Tensors, *, workers=None, **options):
+    step = planned_step(heads, **(workers or SPLIT))
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    return run(step, tensors, **options)
+
+
+def check_same(
+    case: ForestCase, heads: Heads, tensors: Tensors | None = None, **options: object
+) -> None:
+    """Bit for bit what the kernels of the query's type make of the same numbers."""
+    assert heads.kv_dtype is not None
+    if tensors is None:
+        tensors = converted(Tensors.make(case, heads), heads.kv_dtype)
+    results = run_case(case, heads, tensors, **options)
+    plain = dataclasses.replace(heads, kv_dtype=None)
+    expected = run_case(case, plain, converted(tensors, heads.dtype), **options)
+    for result, like in zip(results, expected, strict=True):
+        assert not result.isnan().any()
+        assert torch.equal(result, like)
+
+
+@both_types
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("group_size", [1, 4, 5, 8, 16])
+def test_same_as_a_cache_of_16_bits(
+    group_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    heads = Heads(3 * group_size, 3, 128, dtype, 0, kv_dtype)
+    check_same(MIXED, heads)
+    check_same(LONG, heads)
+
+
+@both_types
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_number_is_converted_exactly(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    heads = Heads(8, 2, 128, dtype, 0, kv_dtype)
+    tensors = random_bytes(Tensors.make(MIXED, heads), kv_dtype)
+    check_same(MIXED, heads, tensors, sm_scale=1e-4 if kv_dtype == E4M3 else 1e-9)
+
+
+@both_types
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_values_of_one_token_are_the_output(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """All 256 bytes; NaN stays NaN, and infinity infinity."""
+    heads = Heads(2, 2, 128, dtype, 0, kv_dtype)
+    case = make_case([], [(-1, 1)])
+    tensors = converted(Tensors.make(case, heads), kv_dtype)
+    numbers = torch.arange(256, device="cuda").to(torch.uint8).view(kv_dtype).view(2, 128)
+    slot = int(tensors.req_to_token[tensors.req_pool_indices[0], 0])
+    tensors.v_cache.view(torch.uint8)[slot] = numbers.view(torch.uint8)
+    out, _ = run_case(case, heads, tensors)
+    torch.testing.assert_close(out[0], numbers.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@all_head_dims
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_head_dims(pair: tuple[int, int], dtype: torch.dtype) -> None:
+    for group_size in (1, 4):
+        heads = Heads(2 * group_size, 2, pair[0], dtype, pair[1], E4M3)
+        check_same(MIXED, heads)
+        check_same(LONG, heads, sinks=make_sinks(heads))
+
+
+@pytest.mark.parametrize("length", [1, 15, 31, 32, 33, 63, 65, 127, 129, 4096, 65536])
+def test_lengths(length: int) -> None:
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    check_same(make_case([], [(-1, length)] * 3), heads)
+    check_same(make_case([(-1, length)], [(0, 7)] * 3), heads)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 33, 1000])
+@pytest.mark.parametrize("max_block_q", [16, 32, 64])
+def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
+    workers = {"num_workers": num_workers, "max_block_q": max_block_q, "min_piece_tokens": 64}
+    for group_size in (1, 8):
+        check_same(MIXED, Heads(2 * group_size, 2, kv_dtype=E4M3), workers=workers)
+
+
+def test_more_tickets_than_ctas() -> None:
+    """Producers draw tickets while stages of the last ones are still to be converted."""
+    case = make_case([(-1, 20)] * 40, [(node, 1 + 5 * node) for node in range(40)] * 12)
+    for num_kv_heads in (2, 8):
+        check_same(case, Heads(4 * num_kv_heads, num_kv_heads, kv_dtype=E4M3))
+
+
+@pytest.mark.parametrize("logit_cap", [0.0, 30.0])
+@both_types
+def test_scales_against_float64(logit_cap: float, kv_dtype: torch.dtype) -> None:
+    heads = Heads(8, 2, kv_dtype=kv_dtype)
+    tensors, sinks = converted(Tensors.make(LONG, heads), kv_dtype), make_sinks(heads)
+    out, lse = run_case(
+        LONG, heads, tensors, logit_cap=logit_cap, sinks=sinks, k_scale=0.37, v_scale=2.5
+    )
+    index = tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    options = {"logit_cap": logit_cap, "sinks": sinks}
+    caches = tensors.k_cache.double() * 0.37, tensors.v_cache.double() * 2.5
+    exact, exact_lse = dense_attention(tensors.q, *caches, *index, **options)
+    in_dtype, _ = dense_attention(
+        tensors.q, tensors.k_cache.to(BF16), tensors.v_cache.to(BF16), *index,
+        sm_scale=0.37 * 128**-0.5, dtype=BF16, **options,
+    )  # fmt: skip
+    report = compare(out, in_dtype * 2.5, exact)
+    assert report.acceptable, str(report)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=2e-5 + 1e-3 * logit_cap)
+
+
+def test_a_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    case = make_case([(-1, 100)], [(0, 40)] * 4 + [(-1, 40)] * 3)
+    tensors = converted(Tensors.make(case, heads), E4M3)
+    slot = int(tensors.req_to_token[tensors.req_pool_indices[0], 50])
+    tensors.k_cache.view(torch.uint8)[slot, 1, 3] = 0x7F
+    out, lse = run_case(case, heads, tensors)
+    assert out[:4, 4:].isnan().all()
+    assert lse[:4, 4:].isnan().all()
+    assert not out[:4, :4].isnan().any()
+    assert not out[4:].isnan().any()
+
+
+def test_queries_and_caches_may_be_slices() -> None:
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    tensors = converted(Tensors.make(MIXED, heads), E4M3)
+    expected = run_case(MIXED, heads, tensors)
+    for name in ("k_cache", "v_cache"):
+        rows = getattr(tensors, name).view(torch.uint8)
+        wide = rows.new_full((len(rows), rows.shape[1] + 2, rows.shape[2]), 0x7F)
+        wide[:, 1:-1] = rows
+        setattr(tensors, name, wide[:, 1:-1].view(E4M3))
+    for result, like in zip(run_case(MIXED, heads, tensors), expected, strict=True):
+        assert torch.equal(result, like)
+
+
+def test_a_graph_keeps_its_scales() -> None:
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    scales = [{"k_scale": 0.5, "v_scale": 3.0}, {}]
+    expected = [run(step, tensors, **each) for each in scales]
+    results = [tuple(torch.zeros_like(x) for x in each) for each in expected]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for (out, lse), each in zip(results, scales, strict=True):
+            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse, **each)
+    for _ in range(3):
+        graph.replay()
+        for result, like in zip(results, expected, strict=True):
+            assert torch.equal(result[0], like[0])
+            assert torch.equal(result[1], like[1])
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_pack_attention() -> None:
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    tensors = converted(Tensors.make(MIXED, heads), E4M3)
+    attention = PackAttention(8, 2, 128, dtype=BF16, kv_dtype=E4M3, device="cuda")
+    assert attention.executor == "cuda"
+    index = {
+        "req_to_token": tensors.req_to_token,
+        "req_pool_indices": tensors.req_pool_indices,
+        "seq_lens": tensors.seq_lens,
+    }
+    attention.plan(MIXED.batch(), **index)
+    caches = tensors.k_cache, tensors.v_cache
+    out = attention.run(tensors.q, *caches, k_scale=0.5, v_scale=3.0)
+    wide = tensors.k_cache.double() * 0.5, tensors.v_cache.double() * 3.0
+    exact, _ = dense_attention(tensors.q, *wide, *index.values())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=2e-2)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    case=forest_cases(max_requests=30),
+    geometry=st.sampled_from([(1, 1), (4, 2), (16, 1), (8, 8)]),
+    num_workers=st.sampled_from([1, 7, 33, 132]),
+)
+def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers: int) -> None:
+    check_same(case, Heads(*geometry, kv_dtype=E4M3), workers={"num_workers": num_workers})
