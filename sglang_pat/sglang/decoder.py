@@ -1,26 +1,32 @@
 """PatDecoder: the decode attention of one model through PackAttention.
 
 Above it the backend that SGLang calls: plan_eager() or plan_captured() once per step, attend() once
-per layer that pat decodes.
+per layer that pat decodes. A step of speculative decoding, in which the model verifies drafts, is a
+decode step with a row for each draft token (`draft_rows.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.attention import PackAttention
+from sglang_pat.batch import IntArray
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
+from sglang_pat.sglang.draft_rows import RowTensors
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests, install_hooks
+from sglang_pat.sglang.hooks import CHANNEL, VERIFY_HOOKS, StepRequests, install_hooks
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
+from sglang_pat.sglang.options import num_draft_tokens
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
@@ -44,6 +50,11 @@ class PatDecoder:
         self.routes = routes
         self._layer_id = min(routes.shapes)
         install_hooks()
+        self._rows: _VerifyRows | None = None
+        num_drafts = num_draft_tokens(model_runner.server_args)
+        if num_drafts:
+            install_hooks(VERIFY_HOOKS)
+            self._rows = _VerifyRows(num_drafts, self.req_to_token_pool.req_to_token.device)
         check_version()
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
@@ -56,6 +67,11 @@ class PatDecoder:
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
 
+    @property
+    def verifies(self) -> bool:
+        """Whether there are steps that verify drafts."""
+        return self._rows is not None
+
     # --- once per step ---
 
     def plan_eager(self, forward_batch: Any) -> None:
@@ -65,7 +81,8 @@ class PatDecoder:
         num_repeated = self._repeats.end()
         step = CHANNEL.acknowledge()
         microbatch = self._microbatches.of(step)
-        self._plan(microbatch.reader, microbatch.eager, step, forward_batch)
+        rows = None if self._rows is None else self._rows.eager
+        self._plan(microbatch.reader, microbatch.eager, step, forward_batch, rows)
         self._reports.add_step(microbatch.eager.step_time, num_repeated)
 
     def plan_captured(self, forward_batch: Any, in_capture: bool) -> None:
@@ -84,10 +101,12 @@ class PatDecoder:
         num_repeated = self._repeats.end()
         plans = microbatch.captured
         assert plans is not None
-        self._plan(microbatch.reader, plans, step, forward_batch)
+        rows = None if self._rows is None else self._rows.captured
+        verifies = self._plan(microbatch.reader, plans, step, forward_batch, rows)
         if not in_capture:
             self._reports.add_step(plans.step_time, num_repeated)
-            self._expect_repeats(microbatch.reader, plans, forward_batch)
+            if not verifies:  # requests grow by what is accepted
+                self._expect_repeats(microbatch.reader, plans, forward_batch)
 
     def _plan(
         self,
@@ -95,14 +114,22 @@ class PatDecoder:
         plans: StepPlans,
         step: StepRequests | None,
         forward_batch: Any,
-    ) -> None:
-        """Read the step's paths, and plan it."""
+        rows: RowTensors | None,
+    ) -> bool:
+        """Read the step's paths, and plan it. Returns whether it verifies drafts."""
         self._use(plans)
-        batch = reader.read(step, forward_batch)
+        req_pool_indices, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        num_drafts = 0
+        if rows is not None and forward_batch.forward_mode.is_target_verify():
+            num_drafts = rows.num_drafts
+            req_pool_indices, seq_lens = rows.of(req_pool_indices, seq_lens)
+        batch = reader.read(step, forward_batch, num_drafts)
+        if self._rows is not None and num_drafts and step is not None:
+            self._rows.count(batch.seq_lens)
         tensors = {
             "req_to_token": self.req_to_token_pool.req_to_token,
-            "req_pool_indices": forward_batch.req_pool_indices,
-            "seq_lens": forward_batch.seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "seq_lens": seq_lens,
         }
         try:
             made = plans.plan(batch, **tensors)
@@ -113,6 +140,7 @@ class PatDecoder:
                 self._checks.check(
                     attention, plan, reader, tensors["req_to_token"], tensors["req_pool_indices"]
                 )
+        return num_drafts > 0
 
     def _use(self, plans: StepPlans) -> None:
         """Let the layers run the plans of this step."""
@@ -130,7 +158,10 @@ class PatDecoder:
 
     def reserve(self, max_requests: int) -> None:
         """Before the first capture, and each time that all graphs are captured anew (after an
-        update of the weights). max_requests: rows of the largest graph."""
+        update of the weights). max_requests: of the largest graph."""
+        if self._rows is not None:
+            max_requests *= self._rows.num_drafts
+            self._rows.reserve(max_requests)
         num_slots = len(self.token_to_kv_pool.get_key_buffer(self._layer_id))
         # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
         self._microbatches.reserve(max_requests=max_requests, max_shared_slots=2 * num_slots)
@@ -147,14 +178,14 @@ class PatDecoder:
         save_kv_cache: bool,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Store the new token's KV, then attend.
+        """Store the new tokens' KV, then attend.
 
         Parameters
         ----------
         q : torch.Tensor
             `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
         k, v : torch.Tensor or None
-            The new token's keys and values. None: they are in the pool already.
+            The new tokens' keys and values. None: they are in the pool already.
         layer : RadixAttention
             One that pat decodes.
         forward_batch : ForwardBatch
@@ -189,7 +220,11 @@ class PatDecoder:
         stats = [plans.stats for each in microbatches for plans in each.plans()]
         stats.append(self._repeats.stats())
         readers = [each.reader for each in microbatches]
-        more = {} if self._checks is None else {"ranks_alike": [self._checks.ranks_alike]}
+        more: dict[str, list[Counter[str]]] = {}
+        if self._checks is not None:
+            more["ranks_alike"] = [self._checks.ranks_alike]
+        if self._rows is not None:
+            more["verify"] = [self._rows.counts]
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
@@ -199,6 +234,26 @@ class PatDecoder:
             batch_changes=[each.changes for each in readers],
             **more,
         )
+
+
+class _VerifyRows:
+    """The rows of verify steps: where they lie on the device, and how many there were."""
+
+    def __init__(self, num_drafts: int, device: torch.device) -> None:
+        self.num_drafts = num_drafts
+        self.eager = RowTensors(num_drafts, device)
+        self.captured: RowTensors | None = None
+        self.counts = Counter({"steps": 0, "rows": 0})
+        self._device = device
+
+    def reserve(self, max_rows: int) -> None:
+        """For CUDA graphs."""
+        self.captured = RowTensors(self.num_drafts, self._device, max_rows)
+
+    def count(self, lengths: IntArray) -> None:
+        """A verify step with rows of these lengths."""
+        self.counts["steps"] += 1
+        self.counts["rows"] += int(np.count_nonzero(lengths))
 
 
 def _new_plans(
@@ -223,7 +278,7 @@ def _new_plans(
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:
-    """Where the new token goes."""
+    """Where the new tokens go."""
     if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
         return KVWriteLoc.for_batch(forward_batch)
     return KVWriteLoc(forward_batch.out_cache_loc)

@@ -8,7 +8,6 @@ from sglang_pat import support
 
 # Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
 DELEGATED_ARGUMENTS = {
-    "speculative_algorithm": "--speculative-algorithm",
     "enable_deterministic_inference": "--enable-deterministic-inference",
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
@@ -20,6 +19,10 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
+# How drafts are made where pat verifies them. A draft is a chain: --speculative-eagle-topk 1.
+SPECULATION = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
+# Prepares verify steps on a stream of its own.
+PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
 # 0.5.17.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
@@ -62,9 +65,44 @@ def server_reason(arguments: Any) -> Reason | None:
     dcp_size = resolved(arguments, "dcp_size")
     if dcp_size is not None and dcp_size > 1:
         return Reason("server options", f"--dcp-size {dcp_size}")
+    reason = _speculation_reason(arguments)
+    if reason is not None:
+        return reason
     if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
         return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
     return None
+
+
+def _speculation_reason(arguments: Any) -> Reason | None:
+    """Why pat does not verify the drafts of speculative decoding."""
+    from sglang.srt.environ import envs
+
+    algorithm = resolved(arguments, "speculative_algorithm")
+    if algorithm is None:
+        return None
+    if algorithm not in SPECULATION:
+        return Reason("server options", f"--speculative-algorithm {algorithm}")
+    topk = resolved(arguments, "speculative_eagle_topk")
+    if topk != 1:
+        return Reason("server options", f"--speculative-eagle-topk {topk}")
+    if resolved(arguments, "speculative_adaptive"):
+        return Reason("server options", "--speculative-adaptive")
+    base = resolved(arguments, "attention_backend")
+    prefill, decode = (
+        resolved(arguments, f"{each}_attention_backend") or base for each in ("prefill", "decode")
+    )
+    if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
+        return Reason("server options", f"--speculative-attention-mode prefill with {prefill}")
+    if getattr(envs, PLAN_STREAM).get():
+        return Reason("server options", f"{PLAN_STREAM}=1 in the environment")
+    return None
+
+
+def num_draft_tokens(arguments: Any) -> int:
+    """How many draft tokens a request has in a verify step; 0 without speculative decoding."""
+    if resolved(arguments, "speculative_algorithm") is None:
+        return 0
+    return int(resolved(arguments, "speculative_num_draft_tokens"))
 
 
 def early_reason(arguments: Any) -> Reason | None:

@@ -201,9 +201,13 @@ def _import_sglang() -> None:
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
+    import sglang_speculation
+
+    sglang_speculation.define_kernels()
     import sglang_cpu_kernels
 
     sglang_cpu_kernels.install()
+    sglang_speculation.install()
     import sglang_random_weights
     from sglang.srt.plugins import load_plugins
 
