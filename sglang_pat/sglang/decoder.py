@@ -22,11 +22,12 @@ from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
-from sglang_pat.sglang.draft_rows import RowTensors
+from sglang_pat.sglang.draft_rows import Drafts, RowTensors
+from sglang_pat.sglang.draft_trees import DraftTrees
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import CHANNEL, VERIFY_HOOKS, StepRequests, install_hooks
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
-from sglang_pat.sglang.options import num_draft_tokens
+from sglang_pat.sglang.options import drafts_of
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
@@ -50,11 +51,12 @@ class PatDecoder:
         self.routes = routes
         self._layer_id = min(routes.shapes)
         install_hooks()
-        self._rows: _VerifyRows | None = None
-        num_drafts = num_draft_tokens(model_runner.server_args)
-        if num_drafts:
+        self._verify: _VerifySteps | None = None
+        drafts = drafts_of(model_runner.server_args)
+        if drafts is not None:
             install_hooks(VERIFY_HOOKS)
-            self._rows = _VerifyRows(num_drafts, self.req_to_token_pool.req_to_token.device)
+            device = self.req_to_token_pool.req_to_token.device
+            self._verify = _VerifySteps(Drafts(*drafts), device)
         check_version()
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
@@ -70,7 +72,7 @@ class PatDecoder:
     @property
     def verifies(self) -> bool:
         """Whether there are steps that verify drafts."""
-        return self._rows is not None
+        return self._verify is not None
 
     # --- once per step ---
 
@@ -81,8 +83,7 @@ class PatDecoder:
         num_repeated = self._repeats.end()
         step = CHANNEL.acknowledge()
         microbatch = self._microbatches.of(step)
-        rows = None if self._rows is None else self._rows.eager
-        self._plan(microbatch.reader, microbatch.eager, step, forward_batch, rows)
+        self._plan(microbatch.reader, microbatch.eager, step, forward_batch)
         self._reports.add_step(microbatch.eager.step_time, num_repeated)
 
     def plan_captured(self, forward_batch: Any, in_capture: bool) -> None:
@@ -101,8 +102,9 @@ class PatDecoder:
         num_repeated = self._repeats.end()
         plans = microbatch.captured
         assert plans is not None
-        rows = None if self._rows is None else self._rows.captured
-        verifies = self._plan(microbatch.reader, plans, step, forward_batch, rows)
+        verifies = self._plan(
+            microbatch.reader, plans, step, forward_batch, is_captured=True, in_capture=in_capture
+        )
         if not in_capture:
             self._reports.add_step(plans.step_time, num_repeated)
             if not verifies:  # requests grow by what is accepted
@@ -114,18 +116,24 @@ class PatDecoder:
         plans: StepPlans,
         step: StepRequests | None,
         forward_batch: Any,
-        rows: RowTensors | None,
+        *,
+        is_captured: bool = False,
+        in_capture: bool = False,
     ) -> bool:
         """Read the step's paths, and plan it. Returns whether it verifies drafts."""
         self._use(plans)
         req_pool_indices, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        num_drafts = 0
-        if rows is not None and forward_batch.forward_mode.is_target_verify():
-            num_drafts = rows.num_drafts
-            req_pool_indices, seq_lens = rows.of(req_pool_indices, seq_lens)
-        batch = reader.read(step, forward_batch, num_drafts)
-        if self._rows is not None and num_drafts and step is not None:
-            self._rows.count(batch.seq_lens)
+        drafts, verify = None, self._verify
+        if verify is not None and forward_batch.forward_mode.is_target_verify():
+            drafts = verify.drafts
+            req_pool_indices, seq_lens = verify.take(
+                forward_batch, is_captured=is_captured, in_capture=in_capture
+            )
+        elif verify is not None:
+            verify.leave()
+        batch = reader.read(step, forward_batch, drafts)
+        if verify is not None and drafts is not None and step is not None:
+            verify.count(batch.seq_lens)
         tensors = {
             "req_to_token": self.req_to_token_pool.req_to_token,
             "req_pool_indices": req_pool_indices,
@@ -140,7 +148,7 @@ class PatDecoder:
                 self._checks.check(
                     attention, plan, reader, tensors["req_to_token"], tensors["req_pool_indices"]
                 )
-        return num_drafts > 0
+        return drafts is not None
 
     def _use(self, plans: StepPlans) -> None:
         """Let the layers run the plans of this step."""
@@ -159,9 +167,9 @@ class PatDecoder:
     def reserve(self, max_requests: int) -> None:
         """Before the first capture, and each time that all graphs are captured anew (after an
         update of the weights). max_requests: of the largest graph."""
-        if self._rows is not None:
-            max_requests *= self._rows.num_drafts
-            self._rows.reserve(max_requests)
+        if self._verify is not None:
+            self._verify.reserve(max_requests)
+            max_requests *= self._verify.drafts.per_request
         num_slots = len(self.token_to_kv_pool.get_key_buffer(self._layer_id))
         # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
         self._microbatches.reserve(max_requests=max_requests, max_shared_slots=2 * num_slots)
@@ -208,9 +216,26 @@ class PatDecoder:
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = self._attention_of[layer.layer_id].run(
-            q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap, sinks=sinks
-        )
+        attention = self._attention_of[layer.layer_id]
+        trees = None if self._verify is None else self._verify.trees()
+        if trees is None:
+            out = attention.run(
+                q, keys, values, sm_scale=layer.scaling, logit_cap=layer.logit_cap, sinks=sinks
+            )
+        else:
+            before = attention.run(
+                q,
+                keys,
+                values,
+                sm_scale=layer.scaling,
+                logit_cap=layer.logit_cap,
+                sinks=sinks,
+                return_lse=True,
+            )
+            slots = forward_batch.out_cache_loc
+            k = keys[slots] if k is None else k.view(len(q), *keys.shape[1:])
+            v = values[slots] if v is None else v.view(len(q), *values.shape[1:])
+            out = trees.merge(q, k, v, layer, before)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     # --- statistics ---
@@ -223,8 +248,8 @@ class PatDecoder:
         more: dict[str, list[Counter[str]]] = {}
         if self._checks is not None:
             more["ranks_alike"] = [self._checks.ranks_alike]
-        if self._rows is not None:
-            more["verify"] = [self._rows.counts]
+        if self._verify is not None:
+            more["verify"] = [self._verify.counts]
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
@@ -236,19 +261,47 @@ class PatDecoder:
         )
 
 
-class _VerifyRows:
-    """The rows of verify steps: where they lie on the device, and how many there were."""
+class _VerifySteps:
+    """What verify steps have beside decode steps, and how many there were."""
 
-    def __init__(self, num_drafts: int, device: torch.device) -> None:
-        self.num_drafts = num_drafts
-        self.eager = RowTensors(num_drafts, device)
-        self.captured: RowTensors | None = None
+    def __init__(self, drafts: Drafts, device: torch.device) -> None:
+        self.drafts = drafts
         self.counts = Counter({"steps": 0, "rows": 0})
         self._device = device
+        self._eager = self._place(None)
+        self._captured = self._eager
+        self._trees: DraftTrees | None = None  # of the last step, if it verifies trees
 
-    def reserve(self, max_rows: int) -> None:
+    def _place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
+        drafts, device = self.drafts, self._device
+        max_rows = None if max_requests is None else max_requests * drafts.per_request
+        return (
+            RowTensors(drafts, device, max_rows),
+            DraftTrees(drafts.per_request, device, max_requests),
+        )
+
+    def reserve(self, max_requests: int) -> None:
         """For CUDA graphs."""
-        self.captured = RowTensors(self.num_drafts, self._device, max_rows)
+        self._captured = self._place(max_requests)
+
+    def take(
+        self, forward_batch: Any, *, is_captured: bool, in_capture: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Go to the next verify step. Returns `req_pool_indices` and `seq_lens` of its rows."""
+        rows, trees = self._captured if is_captured else self._eager
+        self._trees = None
+        if not self.drafts.are_chains:
+            trees.take(forward_batch, in_capture=in_capture)
+            self._trees = trees
+        return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def leave(self) -> None:
+        """The next step decodes."""
+        self._trees = None
+
+    def trees(self) -> DraftTrees | None:
+        """Of the step that is being run."""
+        return self._trees
 
     def count(self, lengths: IntArray) -> None:
         """A verify step with rows of these lengths."""

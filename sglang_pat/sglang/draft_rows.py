@@ -3,13 +3,14 @@
 A verify step checks the draft tokens of each request, a chain behind the KV that it has. Each draft
 token is a row that reads the request's KV up to and including itself. The rows of a request share
 its path in the tree, and below it one more node: what the request had committed when its path was
-read. What has been committed since, and the draft tokens before its own, each row reads live.
+read. What has been committed since, and the draft tokens before its own, each row reads live. There
+is always a token that it reads live, so that a plan serves requests that grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +85,8 @@ class DraftBatch:
         count : int
             Rows of each.
         lengths : list of int
-            What each has committed at least.
+            How far the node may reach: tokens that the request has committed, and that each row
+            goes beyond.
         moved : set of int
             `id()` of requests whose paths may no longer be those last read.
 
@@ -153,12 +155,24 @@ class DraftSource:
         return torch.cat([in_tree, rest.to(in_tree)])
 
 
-def lengths_of_rows(lengths: IntArray, count: int) -> IntArray:
-    """The length of each row of requests of these lengths without their draft tokens. Requests of
-    length 0 are padding."""
-    rows = lengths[:, None] + np.arange(1, count + 1, dtype=np.int32)
-    rows[lengths == 0] = 0
-    return np.ascontiguousarray(rows.reshape(-1))
+class Drafts(NamedTuple):
+    """The draft tokens that a verify step has of each request.
+
+    per_request: how many. are_chains: whether each reads all before it. Rows of chains read them;
+    rows of trees end before them (`draft_trees.py`).
+    """
+
+    per_request: int
+    are_chains: bool
+
+    def lengths(self, lengths: IntArray) -> IntArray:
+        """The length of each row of requests of these lengths without draft tokens. Requests of
+        length 0 are padding."""
+        rows = np.repeat(lengths, self.per_request)
+        if self.are_chains:
+            rows += np.tile(np.arange(1, self.per_request + 1, dtype=np.int32), len(lengths))
+            rows[np.repeat(lengths == 0, self.per_request)] = 0
+        return rows
 
 
 class RowTensors:
@@ -169,10 +183,11 @@ class RowTensors:
     own.
     """
 
-    def __init__(self, count: int, device: torch.device, reserved: int | None = None) -> None:
-        """count: rows of each request."""
-        self.num_drafts = count
-        self._offsets = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    def __init__(self, drafts: Drafts, device: torch.device, reserved: int | None = None) -> None:
+        self._count = drafts.per_request
+        self._offsets = torch.arange(1, drafts.per_request + 1, dtype=torch.int64, device=device)
+        if not drafts.are_chains:
+            self._offsets.zero_()
         self._reserved = None
         if reserved is not None:
             self._reserved = torch.zeros((2, reserved), dtype=torch.int64, device=device)
@@ -181,11 +196,11 @@ class RowTensors:
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of the rows of these requests, whose lengths are without draft tokens."""
-        count = len(seq_lens) * self.num_drafts
+        count = len(seq_lens) * self._count
         buffer = self._reserved
         if buffer is None:
             buffer = torch.empty((2, count), dtype=torch.int64, device=seq_lens.device)
-        rows, lens = (each[:count].view(-1, self.num_drafts) for each in buffer)
+        rows, lens = (each[:count].view(-1, self._count) for each in buffer)
         rows.copy_(req_pool_indices[:, None])
         torch.add(seq_lens[:, None], self._offsets, out=lens)
         return rows.view(-1), lens.view(-1)

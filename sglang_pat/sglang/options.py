@@ -19,8 +19,9 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# How drafts are made where pat verifies them. A draft is a chain: --speculative-eagle-topk 1.
-SPECULATION = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
+# How drafts are made where pat verifies them: chains, with --speculative-eagle-topk 1, or trees.
+CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
+TREES = ("NGRAM",)
 # Prepares verify steps on a stream of its own.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
@@ -80,10 +81,10 @@ def _speculation_reason(arguments: Any) -> Reason | None:
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
-    if algorithm not in SPECULATION:
+    if algorithm not in CHAINS + TREES:
         return Reason("server options", f"--speculative-algorithm {algorithm}")
     topk = resolved(arguments, "speculative_eagle_topk")
-    if topk != 1:
+    if algorithm in CHAINS and topk != 1:
         return Reason("server options", f"--speculative-eagle-topk {topk}")
     if resolved(arguments, "speculative_adaptive"):
         return Reason("server options", "--speculative-adaptive")
@@ -98,11 +99,13 @@ def _speculation_reason(arguments: Any) -> Reason | None:
     return None
 
 
-def num_draft_tokens(arguments: Any) -> int:
-    """How many draft tokens a request has in a verify step; 0 without speculative decoding."""
-    if resolved(arguments, "speculative_algorithm") is None:
-        return 0
-    return int(resolved(arguments, "speculative_num_draft_tokens"))
+def drafts_of(arguments: Any) -> tuple[int, bool] | None:
+    """Draft tokens of a request in a verify step, and whether they are a chain. None without
+    speculative decoding."""
+    algorithm = resolved(arguments, "speculative_algorithm")
+    if algorithm is None:
+        return None
+    return int(resolved(arguments, "speculative_num_draft_tokens")), algorithm in CHAINS
 
 
 def early_reason(arguments: Any) -> Reason | None:

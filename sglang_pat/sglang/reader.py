@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang.beams import BeamSource
-from sglang_pat.sglang.draft_rows import DraftBatch, DraftSource, lengths_of_rows
+from sglang_pat.sglang.draft_rows import DraftBatch, Drafts, DraftSource
 from sglang_pat.sglang.events import RadixEvents
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import (
@@ -113,7 +113,7 @@ class BatchReader:
         return step is not None and step.reqs is self._reqs and not self._moved and self._shares
 
     def read(
-        self, step: StepRequests | None, forward_batch: Any, num_drafts: int = 0
+        self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
     ) -> DecodeBatch:
         """Read a step as host data.
 
@@ -124,9 +124,9 @@ class BatchReader:
         forward_batch : ForwardBatch
             A decode batch in any of SGLang's shapes (see `hooks.py`). Rows behind the requests are
             padding of a graph or of data parallelism: they get length 0.
-        num_drafts : int
-            Draft tokens per request that the step verifies: then the DecodeBatch has as many rows
-            for each (`draft_rows.py`). 0: a decode step.
+        drafts : Drafts or None
+            What the step verifies: then the DecodeBatch has a row for each draft token. None: a
+            decode step.
 
         Returns
         -------
@@ -144,7 +144,7 @@ class BatchReader:
         reason = self._private_reason(step, num_requests)
         if reason is not None or step is None:
             lens = _host_seq_lens(
-                forward_batch, num_requests - getattr(forward_batch, "num_padding", 0), num_drafts
+                forward_batch, num_requests - getattr(forward_batch, "num_padding", 0), drafts
             )
             if step is not None:
                 self.forget()
@@ -152,9 +152,9 @@ class BatchReader:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
-        lens = _host_seq_lens(forward_batch, len(step.reqs), num_drafts)
-        if num_drafts:
-            self._update_rows(step.reqs, num_drafts, lens)
+        lens = _host_seq_lens(forward_batch, len(step.reqs), drafts)
+        if drafts is not None:
+            self._update_rows(step.reqs, drafts.per_request, lens)
         else:
             self._drafts = None
             self._update(step.reqs)
@@ -213,13 +213,14 @@ class BatchReader:
             return self._source
         return DraftSource(self._source, unwrapped(self._tree).req_to_token_pool)
 
-    def _update_rows(self, reqs: list[Request], num_drafts: int, lens: IntArray) -> None:
-        """Bring the forest to the rows of a verify step. lens: of the rows."""
-        drafts = self._drafts or DraftBatch()
-        committed = (lens[: len(reqs) * num_drafts : num_drafts] - 1).tolist()
-        self._moved = drafts.take(reqs, num_drafts, committed, self._moved)
-        self._drafts = drafts
-        self._update(drafts.rows)
+    def _update_rows(self, reqs: list[Request], count: int, lens: IntArray) -> None:
+        """Bring the forest to the rows of a verify step, `count` of each request. lens: of the
+        rows."""
+        batch = self._drafts or DraftBatch()
+        committed = (lens[: len(reqs) * count : count] - 1).tolist()
+        self._moved = batch.take(reqs, count, committed, self._moved)
+        self._drafts = batch
+        self._update(batch.rows)
 
     def _update(self, reqs: list[Request]) -> None:
         """Bring the forest from the requests of the last step to these."""
@@ -258,11 +259,11 @@ def _is_idle(forward_batch: Any) -> bool:
     return any(mode is not None and mode.is_idle() for mode in modes)
 
 
-def _host_seq_lens(forward_batch: Any, num_requests: int, num_drafts: int) -> IntArray:
+def _host_seq_lens(forward_batch: Any, num_requests: int, drafts: Drafts | None) -> IntArray:
     """The lengths of the rows on the host, 0 behind the requests. A copy: SGLang may write to its
     own."""
     on_host = forward_batch.seq_lens_cpu
     if on_host is None:  # only where no requests are known either: this waits for the device
         on_host = forward_batch.seq_lens.cpu()
     lens: IntArray = row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)
-    return lengths_of_rows(lens, num_drafts) if num_drafts else lens
+    return lens if drafts is None else drafts.lengths(lens)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sglang_speculation import is_draft_step
 
 
 def install() -> None:
@@ -101,7 +102,7 @@ def forward_decode(
     """`TorchNativeAttnBackend.forward_decode`."""
     q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim) if not more else q
     starts = forward_batch.seq_lens - 1
-    if getattr(self, "is_draft_step", False):  # one of several with the same lengths
+    if is_draft_step(self):  # one of several with the same lengths
         starts = forward_batch.positions
     counts = torch.ones_like(starts)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)

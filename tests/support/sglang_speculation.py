@@ -49,6 +49,11 @@ def _torch_native(model_runner: Any) -> Any:
     return TorchNativeAttnBackend(model_runner)
 
 
+def is_draft_step(backend: Any) -> bool:
+    """Whether a backend is one of `DraftSteps`."""
+    return getattr(backend, "is_draft_step", False)
+
+
 class DraftSteps:
     """In place of a default backend's class for consecutive steps of a draft model."""
 
