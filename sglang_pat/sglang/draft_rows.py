@@ -51,7 +51,7 @@ class _DraftRows:
 
     def __init__(self, req: Request, count: int) -> None:
         self.rows = [DraftRow(req, self) for _ in range(count)]
-        self.length = 0  # that the request had committed when its path was read
+        self.length = -1  # that the request had committed when its path was read; -1: not yet
         self._node_id = -1
         self._span = (-1, -1)
 
@@ -99,12 +99,14 @@ class DraftBatch:
             self.reqs = reqs
             self._of = [_rows_of(req, count) for req in reqs]
             self.rows = [row for each in self._of for row in each.rows]
-        grown = [length - each.length for each, length in zip(self._of, lengths, strict=True)]
-        outgrown = any(not 0 <= count <= MAX_READ_APART for count in grown)
+        outgrown = any(
+            each.length >= 0 and not 0 <= length - each.length <= MAX_READ_APART
+            for each, length in zip(self._of, lengths, strict=True)
+        )
         anew: set[int] = set()
-        for req, each, length, tokens in zip(reqs, self._of, lengths, grown, strict=True):
+        for req, each, length in zip(reqs, self._of, lengths, strict=True):
             # All together, so that they are not outgrown one after the other, each with a plan.
-            if id(req) in moved or (outgrown and tokens != 0):
+            if (outgrown and length != each.length) or each.length < 0 or id(req) in moved:
                 each.length = length
                 anew.update(map(id, each.rows))
         return anew

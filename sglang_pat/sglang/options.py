@@ -38,7 +38,12 @@ class Reason(NamedTuple):
     value: object
 
     def __str__(self) -> str:
-        alone = self.topic in ("attention", "server options", "default backend")
+        alone = self.topic in (
+            "attention",
+            "server options",
+            "speculative decoding",
+            "default backend",
+        )
         return str(self.value) if alone else f"{self.topic} {self.value}"
 
     def refusal(self, where: str = "") -> ValueError:
@@ -82,20 +87,22 @@ def _speculation_reason(arguments: Any) -> Reason | None:
     if algorithm is None:
         return None
     if algorithm not in CHAINS + TREES:
-        return Reason("server options", f"--speculative-algorithm {algorithm}")
+        return Reason("speculative decoding", f"--speculative-algorithm {algorithm}")
     topk = resolved(arguments, "speculative_eagle_topk")
     if algorithm in CHAINS and topk != 1:
-        return Reason("server options", f"--speculative-eagle-topk {topk}")
+        return Reason("speculative decoding", f"--speculative-eagle-topk {topk}")
     if resolved(arguments, "speculative_adaptive"):
-        return Reason("server options", "--speculative-adaptive")
+        return Reason("speculative decoding", "--speculative-adaptive")
     base = resolved(arguments, "attention_backend")
     prefill, decode = (
         resolved(arguments, f"{each}_attention_backend") or base for each in ("prefill", "decode")
     )
     if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
-        return Reason("server options", f"--speculative-attention-mode prefill with {prefill}")
+        return Reason(
+            "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"
+        )
     if getattr(envs, PLAN_STREAM).get():
-        return Reason("server options", f"{PLAN_STREAM}=1 in the environment")
+        return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
     return None
 
 

@@ -137,8 +137,8 @@ STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
         "dtype of queries and KV cache = --kv-cache-dtype fp8_e4m3; supported: float16",
     ),
     (
-        {"speculative_algorithm": "NGRAM"},
-        "server options = --speculative-algorithm NGRAM; supported: all but",
+        {"speculative_algorithm": "NGRAM", "prefill_attention_backend": "torch_native"},
+        "speculative decoding = --speculative-attention-mode prefill with torch_native; supported",
     ),
 ]
 

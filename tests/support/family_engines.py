@@ -45,6 +45,8 @@ class Run:
         One answer per prompt.
     verify_steps : list of int
         In how many steps of speculative decoding each answer was verified.
+    first_verify_steps : int
+        Of the first prompt, which is asked alone before all.
     smallest_gap : float
         In log-probability, between the best and the second token of any step.
     calls : Counter
@@ -59,6 +61,7 @@ class Run:
 
     tokens: list[list[int]]
     verify_steps: list[int]
+    first_verify_steps: int
     smallest_gap: float
     calls: Counter[tuple[str, int]]
     routes: dict[str, Any] | None
@@ -306,6 +309,7 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> 
     run = {
         "tokens": [answer["output_ids"] for answer in answers],
         "verify_steps": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
+        "first_verify_steps": first[0]["meta_info"].get("spec_verify_ct", 0),
         "smallest_gap": min(
             best[0] - second[0]
             for answer in answers
