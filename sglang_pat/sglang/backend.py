@@ -23,8 +23,7 @@ from sglang_pat.sglang.routes import Routes
 
 logger = logging.getLogger(__name__)
 
-# What pat does: decode steps, and those in which the model verifies drafts.
-_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+_DECODE, _VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 
 
 def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
@@ -106,11 +105,15 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         # Plans are made on the host, from the lengths there. Of the object: some classes set it.
         self.needs_cpu_seq_lens = True
 
+    def _pat_does(self, mode: ForwardMode) -> bool:
+        """Whether steps are pat's: those that decode, and those that verify drafts."""
+        return mode is _DECODE or (mode is _VERIFY and self._pat.verifies)
+
     # --- once per step ---
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Eager steps."""
-        if forward_batch.forward_mode not in _MODES:
+        if not self._pat_does(forward_batch.forward_mode):
             super().init_forward_metadata(forward_batch)
             return
         self._pat_is_captured = False
@@ -129,7 +132,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        if forward_batch.forward_mode not in _MODES or self._pat_in_default:
+        if not self._pat_does(forward_batch.forward_mode) or self._pat_in_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
         self._pat_is_captured = True
@@ -142,7 +145,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """What the default backend lets a CUDA graph do. pat does all before."""
         if (
-            forward_batch.forward_mode not in _MODES
+            not self._pat_does(forward_batch.forward_mode)
             or self._pat_in_default
             or self._pat.routes.delegated
         ):
@@ -151,7 +154,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """When a step has read what belongs to several steps. Not asked for in 0.5.17."""
         ends = super().shared_read_ends(mode)
-        if mode not in _MODES:
+        if not self._pat_does(mode):
             return ends
         return type(ends).max_of((ends, type(ends).IN_REPLAY))
 
@@ -170,7 +173,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
         """Where a model may store a layer's KV itself; None: nowhere. The default backend looks it
         up in its metadata, which a step may do without. Not asked for in 0.5.17."""
-        if forward_batch.forward_mode in _MODES and not self._pat.routes.delegated:
+        if self._pat_does(forward_batch.forward_mode) and not self._pat.routes.delegated:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -201,7 +204,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         **kwargs: Any,
     ) -> Any:
         """Prefill, by the default backend, or a verify step: as `forward_decode`."""
-        if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY and self._pat_attends(
+        if self._pat_does(forward_batch.forward_mode) and self._pat_attends(
             layer, forward_batch, kwargs
         ):
             sinks = kwargs.get("sinks")

@@ -74,7 +74,7 @@ TREES = {
         pytest.param("llama", TREES, id="trees", marks=pytest.mark.nightly),
         # Pages; and window layers, which the default backend verifies.
         pytest.param("llama", CHAINS | {"page_size": 4}, id="pages", marks=pytest.mark.nightly),
-        pytest.param("gemma3", CHAINS, id="window layers", marks=pytest.mark.nightly),
+        pytest.param("gemma-3", CHAINS, id="window layers", marks=pytest.mark.nightly),
     ],
 )
 def test_speculation(
