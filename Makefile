@@ -24,7 +24,7 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format format bench-scheduler docs wheels clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler docs wheels clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -34,6 +34,7 @@ help:
 	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
 	@echo 'make fuzz             10,000 random plans and a million forest operations'
 	@echo 'make lint             ruff, mypy, import-linter, clang-format'
+	@echo 'make lint-workflows   the workflows against their schema, the one of releases by zizmor'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
 	@echo 'make docs             build the documentation into build/site, strictly'
@@ -90,6 +91,11 @@ lint-imports: setup
 lint-clang-format: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
+# Downloads its tools, so it is no part of `make lint`.
+lint-workflows: | $(UV)
+	$(UV) tool run --from check-jsonschema==0.35.0 check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(UV) tool run zizmor==1.32.0 --offline --quiet .github/workflows/release.yml
+
 format: setup
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
@@ -105,7 +111,7 @@ docs: $(VENV)/.docs-installed
 # Needs every supported Python, and neither a GPU nor nvcc.
 wheels: setup
 	@$(INSTALL) --group pyproject.toml:wheels
-	@PATH="$(abspath $(VENV)/bin):$$PATH" $(RUN) .ci/wheels.py --uv $(UV) $(ARGS)
+	@$(RUN) .ci/wheels.py --uv $(UV) $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-*

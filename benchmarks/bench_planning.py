@@ -25,12 +25,12 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.cases import Case
 from serving.latency import difference
 from serving.models import MODELS, TINY, ModelShape
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.stats import PlanningTimes, StepKind
 
 CASE = Case(256, 1536, 64, 128, groups=16)

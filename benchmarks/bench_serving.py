@@ -26,8 +26,9 @@ from serving import latency, traffic
 from serving.cases import cases_of, traffic_of
 from serving.models import MODELS, ModelShape
 from serving.results import Results
-from serving.server import REPLAN, Server, contender, running_server
 from serving.tables import console, show, show_failure
+
+from sglang_pat.bench.server import REPLAN, Server, contender, running_server
 
 PARTS = ("cases", "traffic")
 

@@ -33,9 +33,9 @@ from check_logits import (
 from serving.answers import agreement
 from serving.latency import difference, read_ratio
 from serving.results import report
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 

@@ -32,9 +32,9 @@ import numpy as np
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.answers import Answer, agreement, with_candidates
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
 
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 

@@ -37,9 +37,9 @@ from serving.answers import agreement
 from serving.cpu_ranks import environment_of_ranks
 from serving.qwen3 import write_qwen3
 from serving.results import report
-from serving.server import contender, running_server
 from serving.tables import console
 
+from sglang_pat.bench.server import contender, running_server
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LAYOUTS = ("tp", "pp", "dp")

@@ -50,6 +50,7 @@ class PlannedStep:
         capacity = PlanCapacity(
             num_tickets=8 * max_requests + num_workers,
             num_work_items=8 * max_requests + num_workers,
+            num_kv_segments=8 * max_requests + num_workers,
             num_item_requests=16 * max_requests + 64 * num_workers,
             num_gather_spans=4 * max_requests,
             num_merges=max_requests,

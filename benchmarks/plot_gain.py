@@ -23,6 +23,7 @@ from plot_serving import COLORS, LABELS
 from sglang_pat.replay.pat_trees import PrefixTree
 
 MODEL = "llama-3-8b"
+SUITE = "pat-20"  # of the kernel benchmark
 BACKENDS = ("pat", "fa3", "flashinfer")
 HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
 
@@ -39,7 +40,7 @@ def main() -> None:
 def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), width_ratios=(5, 4))
     _draw_serving(left, [case for case in serving["cases"] if case["model"] == MODEL])
-    _draw_kernels(right, kernels["cases"])
+    _draw_kernels(right, [case for case in kernels["cases"] if case["suite"] == SUITE])
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     plt.close(figure)

@@ -1,4 +1,5 @@
-"""Draw the result of bench_kernels.py: time over floor per tree and contender, a panel per heads.
+"""Draw the result of bench_kernels.py: time over floor by tree and contender, a panel per
+number of heads.
 
 python benchmarks/plot_kernels.py benchmarks/results/h100/kernels.json docs/kernels.png
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -27,37 +30,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("result", type=Path, help="JSON of bench_kernels.py")
     parser.add_argument("picture", type=Path, help="PNG to write")
+    parser.add_argument("--suite", default="pat-20", help="default: %(default)s")
     args = parser.parse_args()
     result = json.loads(args.result.read_text())
-    heads = list(dict.fromkeys((case["heads_q"], case["heads_kv"]) for case in result["cases"]))
-    trees = list(dict.fromkeys(case["tree"] for case in result["cases"]))
+    draw(result, args.suite, args.picture)
 
-    figure, axes = plt.subplots(len(heads), 1, figsize=(13, 2.6 * len(heads)), sharex=True)
+
+def draw(result: dict[str, Any], suite: str, picture: Path) -> None:
+    cases = [case for case in result["cases"] if case["suite"] == suite]
+    if not cases:
+        raise SystemExit(f"the result has no cases of the suite {suite!r}")
+    panels = _panels(cases)
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(13, 2.6 * len(panels)), sharex=True, squeeze=False
+    )
     width = 0.8 / len(LABELS)
-    for axis, (heads_q, heads_kv) in zip(axes, heads, strict=True):
-        cases = {
-            case["tree"]: case
-            for case in result["cases"]
-            if (case["heads_q"], case["heads_kv"]) == (heads_q, heads_kv)
-        }
+    for axis, (title, shown) in zip(axes.flat, panels.items(), strict=True):
         for offset, name in enumerate(LABELS):
-            heights = [cases[tree]["us"][name] / cases[tree]["floor_us"] for tree in trees]
-            places = [index + (offset - 1.5) * width for index in range(len(trees))]
+            heights = [case["us"].get(name, math.nan) / case["floor_us"] for case in shown]
+            places = [index + (offset - 1.5) * width for index in range(len(shown))]
             axis.bar(places, heights, width, label=LABELS[name], color=COLORS[name])
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_yscale("log")
         axis.set_ylim(0.8, 40)
         axis.set_ylabel("time / floor")
-        axis.set_title(f"{heads_q} query heads, {heads_kv} KV heads", fontsize=10)
-    axes[0].legend(ncols=len(LABELS), fontsize=9, loc="upper right")
-    axes[-1].set_xticks(range(len(trees)), trees, rotation=35, ha="right", fontsize=7)
+        axis.set_title(title, fontsize=10)
+    axes[0, 0].legend(ncols=len(LABELS), fontsize=9, loc="upper right")
+    names = [case["tree"] if len(panels) > 1 else case["name"] for case in shown]
+    axes[-1, 0].set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=7)
     meta = result["meta"]
     figure.suptitle(
-        f"Decode attention, {meta['gpu']}, float16, head_dim 128: lower is better, 1 is the floor",
+        f"Decode attention, {meta['gpu']}, {cases[0]['dtype']}, head_dim {cases[0]['head_dim']}: "
+        "lower is better, 1 is the floor",
         fontsize=11,
     )
     figure.tight_layout()
-    figure.savefig(args.picture, dpi=110)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def _panels(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """A panel for each number of heads if all have the same trees, else one."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        title = f"{case['heads_q']} query heads, {case['heads_kv']} KV heads"
+        panels.setdefault(title, []).append(case)
+    trees = [[case["tree"] for case in shown] for shown in panels.values()]
+    return panels if all(names == trees[0] for names in trees) else {"all heads": cases}
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.cases import Case, cases_of
+from serving.cases import cases_of
 from serving.models import MODELS, ModelShape
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console, show_failure
+
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 
 STEPS = 24
 TRACE_SECONDS = 120

@@ -32,9 +32,9 @@ from metadata import metadata
 from rich.table import Table
 from serving.answers import Answer, Parting, agreement, with_candidates
 from serving.memory import Memory, memory_of
-from serving.server import Server, contender, running_server
 from serving.tables import console, show_failure
 
+from sglang_pat.bench.server import Server, contender, running_server
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 

@@ -1,125 +1,285 @@
-"""Named workloads of the kernel benchmark, and the least time a GPU needs for each."""
+"""The suites of the kernel benchmark, the least time a GPU needs for a case, and its tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from request_forests import Forest, lognormal_lengths, random_forest
 
-from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree
+from sglang_pat.replay.pat_trees import PAT_TREES
 
-PAT_HEADS = ((32, 8), (64, 8), (16, 8), (32, 32))
 HEAD_DIM = 128
+LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
 # What dense attention kernels reach on an H100 at best: the compute side of the floor.
 REFERENCE_FLOPS = 600e12
+LONG_TOKENS = 8000  # context from which up to LONG_REQUESTS requests are a long case
+LONG_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One decode step of a tree."""
+    """One decode step of a forest. quick: the quick mode measures it too."""
 
-    tree_name: str
+    forest: Forest
     num_qo_heads: int
     num_kv_heads: int
-    dtype: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.bfloat16
     head_dim: int = HEAD_DIM
     with_sinks: bool = False
+    suite: str = "tree"
+    quick: bool = False
 
     @property
     def name(self) -> str:
-        name = f"{self.tree_name} {self.num_qo_heads}/{self.num_kv_heads}"
+        name = f"{self.forest.name} {self.heads}"
         if self.head_dim != HEAD_DIM:
             name += f" d{self.head_dim}"
         return name + " sinks" * self.with_sinks
 
     @property
-    def tree(self) -> PrefixTree:
-        return PrefixTree.parse(self.tree_name)
+    def heads(self) -> str:
+        return f"{self.num_qo_heads}/{self.num_kv_heads}"
+
+    @property
+    def kind(self) -> str:
+        """shared, or of what is not shared: uniform, ragged or long."""
+        if self.forest.is_shared:
+            return "shared"
+        lens = self.forest.seq_lens
+        if len(lens) <= LONG_REQUESTS and lens.max() >= LONG_TOKENS:
+            return "long"
+        return "uniform" if lens.min() == lens.max() else "ragged"
 
     @property
     def unique_kv_bytes(self) -> int:
-        return self.tree.num_tokens * self.num_kv_heads * self.head_dim * 2 * 2
+        return self.forest.num_tokens * self.num_kv_heads * self.head_dim * 2 * 2
 
     @property
     def flops(self) -> int:
-        tree = self.tree
-        return 4 * tree.num_requests * tree.seq_len * self.num_qo_heads * self.head_dim
+        return 4 * int(self.forest.seq_lens.sum()) * self.num_qo_heads * self.head_dim
 
     def floor_us(self, copy_bandwidth: float) -> float:
         """Every KV token, query and output moved once at copy bandwidth, or the arithmetic at the
         reference rate, whichever takes longer."""
-        query_bytes = 2 * self.tree.num_requests * self.num_qo_heads * self.head_dim * 2
+        query_bytes = 2 * self.forest.num_requests * self.num_qo_heads * self.head_dim * 2
         memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
         return 1e6 * max(memory, self.flops / REFERENCE_FLOPS)
 
 
+class KvPool:
+    """K and V of all cases: filled with random numbers once, and cut into layers for each case."""
+
+    def __init__(self, num_bytes: int, device: str = "cuda") -> None:
+        self._k = torch.empty(num_bytes // 4, dtype=torch.bfloat16, device=device).normal_()
+        self._v = torch.empty_like(self._k).normal_()
+
+    @staticmethod
+    def bytes_for(workload: Workload) -> int:
+        """So many that no layers of the case overlap."""
+        forest = workload.forest
+        return LAYERS * (forest.num_tokens + 1) * workload.unique_kv_bytes // forest.num_tokens
+
+    def layers(self, workload: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of `LAYERS` layers, each `[slots, num_kv_heads, head_dim]`.
+
+        Layers of a case that is larger than the pool over `LAYERS` overlap, each shifted by far
+        more than an L2 cache holds. ValueError if not even one fits.
+        """
+        if self._k.dtype != workload.dtype:
+            for half in ("_k", "_v"):
+                setattr(self, half, getattr(self, half).view(workload.dtype).normal_())
+        shape = (workload.forest.num_tokens + 1, workload.num_kv_heads, workload.head_dim)
+        size = shape[0] * shape[1] * shape[2]
+        stride = min(size, (len(self._k) - size) // (LAYERS - 1)) // HEAD_DIM * HEAD_DIM
+        if stride <= 0:
+            raise ValueError(
+                f"{workload.name}: K of a layer has {size} numbers, the pool {len(self._k)}"
+            )
+        begins = [index * stride for index in range(LAYERS)]
+        return [
+            (self._k[begin : begin + size].view(shape), self._v[begin : begin + size].view(shape))
+            for begin in begins
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadTensors:
-    """The workload on the GPU, in SGLang's layout: what every contender is given."""
+    """The workload on the GPU, in SGLang's layout: what every contender is given beside K and V."""
 
     q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
     req_to_token: torch.Tensor
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     sinks: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, workload: Workload, *, seed: int | None = None) -> WorkloadTensors:
-        """seed: scatter the slots over the pool; None: nodes are contiguous, as after a prefill."""
+    def make(cls, workload: Workload) -> WorkloadTensors:
         generator = torch.Generator("cuda").manual_seed(0)
-        tree = workload.tree
+        forest = workload.forest
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device="cuda", dtype=workload.dtype)
 
-        pool = (tree.pool_size(), workload.num_kv_heads, workload.head_dim)
-        table = torch.from_numpy(tree.token_table(seed=seed))
         return cls(
-            random(tree.num_requests, workload.num_qo_heads, workload.head_dim),
-            random(*pool),
-            random(*pool),
-            table.cuda(),
-            torch.arange(tree.num_requests, device="cuda"),
-            torch.full((tree.num_requests,), tree.seq_len, dtype=torch.int64, device="cuda"),
+            random(forest.num_requests, workload.num_qo_heads, workload.head_dim),
+            forest.token_table(),
+            torch.arange(forest.num_requests, device="cuda"),
+            torch.from_numpy(forest.seq_lens).long().cuda(),
             random(workload.num_qo_heads) if workload.with_sinks else None,
         )
 
 
-def pat_suite() -> list[Workload]:
-    return [Workload(tree, *heads) for heads in PAT_HEADS for tree in PAT_TREES]
-
-
-# One per regime: launch-bound, many sharers, long tails, deep trees, nothing shared.
-QUICK_TREES = (
-    "1,10_4096,416",
-    "1,1024_2048,32",
-    "1,8,512_32,512,256",
-    "1,16,32,64,128,1024_256,128,64,32,32,32",
-    "4,16,256,512_512,32,128,32",
-    "256_1024",
-)
-
-
-def quick_suite() -> list[Workload]:
-    return [Workload(tree, *heads) for heads in PAT_HEADS for tree in QUICK_TREES]
-
-
-# Full-attention layers of hybrid models: gpt-oss-20b, Gemma-3-12b, Qwen3-Next.
-HYBRID_LAYERS = ((64, 8, 64, True), (16, 8, 256, False), (16, 2, 256, False))
-HYBRID_TREES = (
-    "1,128_8192,256",
-    "1,10_4096,416",
-    "1,16,32,64,128,1024_256,128,64,32,32,32",
-    "256_1024",
-)
-
-
-def hybrid_suite() -> list[Workload]:
-    """In bfloat16, like those models."""
-    return [
-        Workload(tree, heads, kv_heads, torch.bfloat16, head_dim, with_sinks)
-        for heads, kv_heads, head_dim, with_sinks in HYBRID_LAYERS
-        for tree in HYBRID_TREES
+def _product(
+    forests: Sequence[Forest], heads: Sequence[str], quick: Sequence[str]
+) -> list[Workload]:
+    """All forests with all heads. quick: names of the cases of the quick mode."""
+    cases = [
+        Workload(forest, *(int(count) for count in pair.split("/")))
+        for pair in heads
+        for forest in forests
     ]
+    missing = set(quick) - {case.name for case in cases}
+    assert not missing, missing
+    return [replace(case, quick=case.name in quick) for case in cases]
+
+
+def _trees(*names: str) -> list[Forest]:
+    return [Forest.of_tree(name) for name in names]
+
+
+def pat_20() -> list[Workload]:
+    """The 20 trees of PAT's Figure 10; the last two share nothing."""
+    return _product(
+        _trees(*PAT_TREES),
+        ("32/8", "64/8", "16/8", "32/32"),
+        (  # launch-bound, many sharers, long tails, deep trees, nothing shared
+            "1,10_4096,416 32/8",
+            "1,1024_2048,32 32/8",
+            "1,1024_2048,32 64/8",
+            "1,2,64_1024,256,256 16/8",
+            "1,4,256_32,256,32 32/8",
+            "1,8,512_32,512,256 64/8",
+            "1,16,32,64,128,1024_256,128,64,32,32,32 32/8",
+            "1,16,32,64,128,1024_256,128,64,32,32,32 32/32",
+            "4,16,256,512_512,32,128,32 16/8",
+            "256_1024 32/8",
+            "256_1024 32/32",
+        ),
+    )
+
+
+def long_prefix() -> list[Workload]:
+    return _product(
+        _trees(
+            *(f"1,{count}_{tokens},256" for tokens in (8192, 32768) for count in (32, 128, 256)),
+            "1,1024_2048,32",
+        ),
+        ("32/8", "64/8", "16/2"),
+        (
+            "1,32_8192,256 16/2",
+            "1,128_8192,256 32/8",
+            "1,128_32768,256 64/8",
+            "1,1024_2048,32 16/2",
+        ),
+    )
+
+
+def rank() -> list[Workload]:
+    """What tensor parallelism leaves of a large model: one or two KV heads."""
+    return _product(
+        _trees(
+            "1,10_4096,416",
+            "1,4,8,256_32,256,256,32",
+            "1,16,64_1024,256,128",
+            "1,2,4,8,16,32,64,128_256,128,64,64,32,32,32,32",
+            "1,64_2048,128",
+            "1,128_8192,256",
+        ),
+        ("4/1", "8/1", "16/1", "8/2", "16/2", "32/2"),
+        (
+            "1,10_4096,416 8/1",
+            "1,4,8,256_32,256,256,32 8/1",
+            "1,16,64_1024,256,128 16/2",
+            "1,2,4,8,16,32,64,128_256,128,64,64,32,32,32,32 4/1",
+            "1,128_8192,256 8/1",
+            "1,64_2048,128 8/2",
+        ),
+    )
+
+
+def unshared() -> list[Workload]:
+    def ragged(count: int, median: int) -> Forest:
+        return Forest.unshared(f"{count}_lognormal-{median}", lognormal_lengths(count, median))
+
+    return _product(
+        [
+            *_trees("32_512", "128_1024", "32_4096"),
+            *(ragged(count, 1000) for count in (16, 64, 200)),
+            *_trees("1_8192", "1_32768", "1_131072", "2_65536", "4_32768", "8_8192", "8_50000"),
+            *_trees("1_500", "4_700"),  # a small chat
+            ragged(16, 300),
+        ],
+        ("32/8", "8/1"),
+        (
+            "128_1024 32/8",
+            "128_1024 8/1",
+            "200_lognormal-1000 32/8",
+            "16_lognormal-1000 8/1",
+            "1_8192 32/8",
+            "1_131072 8/1",
+            "8_50000 32/8",
+            "8_8192 8/1",
+            "4_700 32/8",
+        ),
+    )
+
+
+def random_forests() -> list[Workload]:
+    heads = ((32, 8), (64, 8), (16, 2), (8, 1), (32, 32), (40, 8))
+    return [
+        Workload(random_forest(seed), *heads[seed % len(heads)], quick=seed < 4)
+        for seed in range(18)
+    ]
+
+
+def hybrid() -> list[Workload]:
+    """Full-attention layers of gpt-oss-20b, Gemma-3-12b and Qwen3-Next."""
+    trees = (
+        "1,128_8192,256",
+        "1,10_4096,416",
+        "1,16,32,64,128,1024_256,128,64,32,32,32",
+        "256_1024",
+    )
+    layers = ((64, 8, 64, True), (16, 8, 256, False), (16, 2, 256, False))
+    return [
+        Workload(
+            forest,
+            heads,
+            kv_heads,
+            head_dim=head_dim,
+            with_sinks=with_sinks,
+            quick=index < 1,
+        )
+        for heads, kv_heads, head_dim, with_sinks in layers
+        for index, forest in enumerate(_trees(*trees))
+    ]
+
+
+# In the order in which they are measured: the most telling ones first.
+SUITES: dict[str, Callable[[], list[Workload]]] = {
+    "pat-20": pat_20,
+    "unshared": unshared,
+    "long-prefix": long_prefix,
+    "rank": rank,
+    "random": random_forests,
+    "hybrid": hybrid,
+}
+DEFAULT_SUITES = tuple(name for name in SUITES if name != "hybrid")
+
+
+def suite(name: str, *, quick: bool = False) -> list[Workload]:
+    """The cases of a suite. quick: a few that stand for all."""
+    cases = [replace(case, suite=name) for case in SUITES[name]()]
+    return [case for case in cases if case.quick] if quick else cases

@@ -64,7 +64,7 @@ void set_buffers(DecodeArgument& self, uintptr_t plan, const std::vector<int64_t
   params.plan = plan_view(plan, capacity);
   params.max_tickets = plan_capacity(capacity).num_tickets;
   params.shared_slots = pointer<const int32_t>(shared_slots);
-  params.partial_out = pointer<float>(partial_out);
+  params.partial_out = pointer<void>(partial_out);
   params.partial_lse = pointer<float>(partial_lse);
 }
 

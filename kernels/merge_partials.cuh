@@ -23,22 +23,23 @@ inline constexpr int kWarpPartials = 12;
 inline constexpr int kPartPartials = 6;
 
 // The partials of a row: where the first lies, and how far apart they are.
+template <typename T>
 struct PartialRow {
-  const float* partial_out;
+  const T* partial_out;
   const float* partial_lse;
   int num_heads;  // rows from one partial to the next
 };
 
 // Weighted sum of some partials of a row, in a warp. kLanes lanes hold a row, kVectors times 4 columns each. Where that
 // is half the warp, each half takes every other partial; lanes that are left over do what the first ones do.
-template <int kColumns, bool kSinks>
+template <typename T, int kColumns, bool kSinks>
 struct PartialSum {
   static constexpr int kVectors = (kColumns + 127) / 128;
   static constexpr int kLanes = kColumns / 4 / kVectors;
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static_assert(kLanes * kVectors * 4 == kColumns && kLanes >= 16 && kLanes <= 32);
   // Partials loaded before the first is used, as many as there are registers for.
-  static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 6 : 5) / kVectors;
+  static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 8 : 6) / kVectors;
   static constexpr float kLog2E = 1.4426950408889634f;
 
   float maximum = -INFINITY;   // of the LSEs; NaN is left out, but not of `weight`
@@ -47,25 +48,25 @@ struct PartialSum {
 
   // Partials [begin, end). Past L1: its lines may be older than what the predecessor, which may still have been
   // running when this kernel was launched, has written.
-  __device__ __forceinline__ static PartialSum of(const PartialRow& row, int begin, int end,
+  __device__ __forceinline__ static PartialSum of(const PartialRow<T>& row, int begin, int end,
                                                   int lane) {
     PartialSum sum;
     const int first = kRowsAtOnce == 1 ? 0 : lane / kLanes;
     const float* lse = row.partial_lse + int64_t{begin + first} * row.num_heads;
-    const float* out =
+    const T* out =
         row.partial_out + lane % kLanes * 4 + int64_t{begin + first} * row.num_heads * kColumns;
     const int step = kRowsAtOnce * row.num_heads;
 #pragma unroll 1
     for (int left = end - begin - first; left > 0; left -= kInFlight * kRowsAtOnce) {
       float lses[kInFlight];
-      float4 values[kInFlight][kVectors];
+      uint2 values[kInFlight][kVectors];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           values[i][v] = {};
           if (i * kRowsAtOnce < left) {
-            values[i][v] = __ldcg(reinterpret_cast<const float4*>(out) + v * kLanes);
+            values[i][v] = __ldcg(reinterpret_cast<const uint2*>(out) + v * kLanes);
           }
         }
         out += step * kColumns;
@@ -128,8 +129,13 @@ struct PartialSum {
     columns[vector].w += factor * value.w;
   }
 
+  __device__ __forceinline__ static float4 unpack(const uint2& columns) {
+    const float2 low = ptx::unpack<T>(columns.x), high = ptx::unpack<T>(columns.y);
+    return {low.x, low.y, high.x, high.y};
+  }
+
   __device__ __forceinline__ void add(const float (&lses)[kInFlight],
-                                      const float4 (&values)[kInFlight][kVectors]) {
+                                      const uint2 (&values)[kInFlight][kVectors]) {
     float latest = lses[0];
 #pragma unroll
     for (int i = 1; i < kInFlight; ++i) latest = fmaxf(latest, lses[i]);
@@ -139,7 +145,7 @@ struct PartialSum {
       const float factor = ptx::exp2((lses[i] - shift()) * kLog2E);
       weight += factor;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) add_scaled(factor, values[i][v], v);
+      for (int v = 0; v < kVectors; ++v) add_scaled(factor, unpack(values[i][v]), v);
     }
   }
 
@@ -166,9 +172,9 @@ struct PartialSum {
 // A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is.
 template <typename T, int kColumns, bool kSinks>
 __device__ __forceinline__ void store_sum(const DecodeParams& params,
-                                          const PartialSum<kColumns, kSinks>& sum, int64_t out_row,
-                                          int lane) {
-  using Sum = PartialSum<kColumns, kSinks>;
+                                          const PartialSum<T, kColumns, kSinks>& sum,
+                                          int64_t out_row, int lane) {
+  using Sum = PartialSum<T, kColumns, kSinks>;
   const bool empty = sum.weight == 0.f;
   const float inverse = empty ? 0.f : 1.f / sum.weight;
   if (lane < Sum::kLanes) {
@@ -193,11 +199,12 @@ struct MergeRow {
   int first_partial;
   int num_partials;
 
-  template <int kColumns>
-  __device__ __forceinline__ PartialRow partials(const DecodeParams& params) const {
+  template <typename T, int kColumns>
+  __device__ __forceinline__ PartialRow<T> partials(const DecodeParams& params) const {
     const int num_heads = params.num_q_heads;
     const int64_t first = int64_t{first_partial} * num_heads + head;
-    return {params.partial_out + first * kColumns, params.partial_lse + first, num_heads};
+    return {static_cast<const T*>(params.partial_out) + first * kColumns,
+            params.partial_lse + first, num_heads};
   }
 
   __device__ __forceinline__ int64_t out_row(const DecodeParams& params) const {
@@ -208,7 +215,7 @@ struct MergeRow {
 // With kMergeWarps warps. kSinks: the layer has attention sinks.
 template <typename T, int kColumns, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
-  using Sum = PartialSum<kColumns, kSinks>;
+  using Sum = PartialSum<T, kColumns, kSinks>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
   __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
@@ -251,7 +258,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       const int part = is_shared ? warp : 0;
       Sum sum;
       if (part < num_parts) {
-        sum = Sum::of(row.partials<kColumns>(params), count * part / num_parts,
+        sum = Sum::of(row.partials<T, kColumns>(params), count * part / num_parts,
                       count * (part + 1) / num_parts, lane);
         if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head));
       }

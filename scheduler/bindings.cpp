@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <span>
@@ -216,6 +217,35 @@ py::dict capacity_dict(const pat::PlanCapacity& capacity) {
   return result;
 }
 
+// Costs in tokens, rounded to 1 / kCostUnit.
+pat::CostModel cost_model_from_kwargs(const py::kwargs& costs) {
+  pat::CostModel model;
+  for (const auto& [key, value] : costs) {
+    const auto name = py::cast<std::string>(key);
+    bool is_known = false;
+    std::string allowed;
+    pat::CostModel::visit(model, [&](const std::string& cost, int32_t& entry, int32_t) {
+      allowed += (allowed.empty() ? "" : ", ") + cost;
+      if (cost != name) return;
+      is_known = true;
+      const double scaled = py::cast<double>(value) * pat::kCostUnit;
+      // Not a number, or too large for int32: check() refuses it.
+      entry = std::abs(scaled) < 2e9 ? static_cast<int32_t>(std::lround(scaled)) : -1;
+    });
+    if (!is_known) throw py::type_error("a cost model has " + allowed + ", got " + name);
+  }
+  model.check();
+  return model;
+}
+
+py::dict cost_dict(const pat::CostModel& model) {
+  py::dict result;
+  pat::CostModel::visit(model, [&](const std::string& name, int32_t value, int32_t) {
+    result[name.c_str()] = static_cast<double>(value) / pat::kCostUnit;
+  });
+  return result;
+}
+
 py::dict layout_dict(const pat::PlanLayout& layout) {
   py::dict result;
   result["header"] = layout.header;
@@ -277,21 +307,15 @@ PYBIND11_MODULE(_scheduler, m) {
       py::arg("max_requests"), py::arg("num_workers"), py::arg("group_size"));
 
   py::class_<pat::CostModel>(m, "CostModel")
-      .def(py::init([](int32_t partial_row, int32_t piece, int32_t query_row, int32_t shortest,
-                       int32_t rows_at_ridge) {
-             const pat::CostModel cost{.partial_row = partial_row,
-                                       .piece = piece,
-                                       .query_row = query_row,
-                                       .shortest = shortest,
-                                       .rows_at_ridge = rows_at_ridge};
-             cost.check();
-             return cost;
-           }),
-           py::kw_only(), py::arg("partial_row") = pat::CostModel{}.partial_row,
-           py::arg("piece") = pat::CostModel{}.piece,
-           py::arg("query_row") = pat::CostModel{}.query_row,
-           py::arg("shortest") = pat::CostModel{}.shortest,
-           py::arg("rows_at_ridge") = pat::CostModel{}.rows_at_ridge);
+      .def(py::init(&cost_model_from_kwargs))
+      .def("values", &cost_dict)
+      .def("__eq__",
+           [](const pat::CostModel& self, const pat::CostModel& other) { return self == other; });
+  py::list shipped;
+  for (const pat::ShippedCosts& costs : pat::kShippedCosts) {
+    shipped.append(py::make_tuple(std::string(costs.gpu), costs.is_measured, costs.cost));
+  }
+  m.attr("SHIPPED_COSTS") = py::tuple(shipped);
 
   m.def("row_lengths", &row_lengths<int64_t>, py::arg("lengths").noconvert(),
         py::arg("num_requests"), py::arg("num_rows"));

@@ -1,52 +1,104 @@
-// Costs of memory-bound decode attention, in KV tokens of one KV head. A token is 4 * head_dim bytes (K and V,
-// 2 bytes an element), so costs do not depend on head_dim.
+// What planning weighs: two models, each with a unit of its own, and the values that they have on a GPU.
 #pragma once
 
-#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 #include "check.h"
+#include "tile_table.h"
 
 namespace pat {
 
-struct CostModel {
-  static constexpr int32_t kRateUnit = 64;
-  // Sums of costs up to this, over any batch that fits into memory, fit into int64.
-  static constexpr int32_t kLargest = 1 << 20;
+// Costs are whole numbers of 1 / kCostUnit tokens, so that all ranks come to the same plan.
+inline constexpr int32_t kCostUnit = 64;
+// Sums of costs up to this, over any batch that fits into memory, fit into int64.
+inline constexpr int32_t kLargestCost = 1 << 20;
 
-  // Writing and later reading one more partial of one query row: 2 * 4 * head_dim bytes of fp32 output.
-  int32_t partial_row = 2;
+// Packing: throughput. The unit is the time in which the GPU reads one KV token of one KV head from device memory, while
+// all SMs do.
+struct PackingCosts {
+  // A token that another work item has read as well: it comes out of the L2.
+  int32_t reread_token = 30;  // 0.47
+  // One more partial of one query row, written and read.
+  int32_t partial_row = 141;  // 2.2
+  // One more work item, shared out over all CTAs.
+  int32_t item = 243;  // 3.8
+
+  bool operator==(const PackingCosts&) const = default;
+};
+
+// Splitting: the time of one CTA. The unit is the time in which a CTA takes one KV token of one KV head.
+struct SplitCosts {
   // Starting one more work item: its queries, its first loads, its epilogue.
-  int32_t piece = 24;
-  // Finishing one query row of a work item, in 1 / kRateUnit: normalising and storing it.
-  int32_t query_row = 3 * kRateUnit / 2;
-  // A work item takes as long as this many tokens at least, however few it has: the latency of its loads.
-  int32_t shortest = 48;
-  // Query rows from which a KV token costs more than its bytes (the ridge of the roofline under mma.sync).
-  int32_t rows_at_ridge = 100;
+  int32_t item = 24 * kCostUnit;
+  // Finishing one query row of a work item: normalising and storing it.
+  int32_t query_row = 3 * kCostUnit / 2;
+  // A work item takes as long as this many tokens at least: the latency of its loads.
+  int32_t shortest = 48 * kCostUnit;
+  // A KV token, by the body that takes it (in the order of the tile table). A body of few rows waits for device memory;
+  // one of many rows for its arithmetic.
+  std::array<int32_t, kNumTiles> token = default_token();
+
+  bool operator==(const SplitCosts&) const = default;
+
+ private:
+  static constexpr std::array<int32_t, kNumTiles> default_token() {
+    // The ridge of the roofline: so many rows, and arithmetic takes as long as device memory.
+    constexpr int32_t kRowsAtRidge = 100;
+    std::array<int32_t, kNumTiles> costs{};
+    for (int32_t tile = 0; tile < kNumTiles; ++tile) {
+      const int32_t rows = kTileTable[tile].block_q;
+      costs[tile] = rows <= kRowsAtRidge ? kCostUnit : kCostUnit * rows / kRowsAtRidge;
+    }
+    return costs;
+  }
+};
+
+struct CostModel {
+  PackingCosts packing;
+  SplitCosts split;
+
+  bool operator==(const CostModel&) const = default;
+
+  // Calls visit(name, cost, least) for every cost; `name` is that of the Python class.
+  template <typename Self, typename Visit>
+  static void visit(Self& self, Visit&& visit) {
+    visit("reread_token", self.packing.reread_token, 0);
+    visit("partial_row", self.packing.partial_row, 0);
+    visit("packed_item", self.packing.item, 0);
+    visit("item", self.split.item, 0);
+    visit("query_row", self.split.query_row, 0);
+    visit("shortest", self.split.shortest, 0);
+    for (int32_t tile = 0; tile < kNumTiles; ++tile) {
+      visit("token_" + std::to_string(kTileTable[tile].block_q), self.split.token[tile], 1);
+    }
+  }
 
   // Throws std::invalid_argument naming the first cost that is out of range.
   void check() const {
-    check_range("partial_row", partial_row, 0);
-    check_range("piece", piece, 0);
-    check_range("query_row", query_row, 0);
-    check_range("shortest", shortest, 0);
-    check_range("rows_at_ridge", rows_at_ridge, 1);
-  }
-
-  // Cost of a work item, in 1 / kRateUnit: what it costs at any length, and per KV token.
-  int64_t fixed(int32_t num_rows) const {
-    return kRateUnit * int64_t{piece} + int64_t{query_row} * num_rows;
-  }
-  int64_t rate(int32_t block_q) const {
-    return std::max<int64_t>(kRateUnit, int64_t{kRateUnit} * block_q / rows_at_ridge);
-  }
-
- private:
-  static void check_range(const char* name, int32_t value, int32_t least) {
-    PAT_CHECK(value >= least && value <= kLargest, "cost ", name, " must be ", least, " to ",
-              kLargest, ", got ", value);
+    visit(*this, [](const std::string& name, int32_t value, int32_t least) {
+      PAT_CHECK(value >= least && value <= kLargestCost, "cost ", name, " must be ", least,
+                " / 64 to ", kLargestCost / kCostUnit, ", got ", value, " / 64");
+    });
   }
 };
+
+// Values for GPUs, the first whose name is part of the device's. Measured: fitted to runs on this GPU. The others are
+// estimates from its bandwidths.
+struct ShippedCosts {
+  std::string_view gpu;
+  bool is_measured;
+  CostModel cost;
+};
+// reread_token is 0.87 * bandwidth of device memory / bandwidth of the L2, as on the H100 (3.0 and 5.4 TB/s).
+inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
+    {.gpu = "H100", .is_measured = true, .cost = {}},
+    {.gpu = "H200", .is_measured = false, .cost = {.packing = {.reread_token = 43}}},
+    {.gpu = "A100", .is_measured = false, .cost = {.packing = {.reread_token = 26}}},
+    {.gpu = "L40S", .is_measured = false, .cost = {.packing = {.reread_token = 16}}},
+    {.gpu = "B200", .is_measured = false, .cost = {.packing = {.reread_token = 45}}},
+}};
 
 }  // namespace pat

@@ -27,9 +27,9 @@ void copy_section(const std::vector<Entry>& section, int64_t offset, std::span<i
 
 void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
                           const Split& split) {
-  const int32_t num_shared_slots = list_gather_spans(packing);
-  count_partials(num_requests, packing, split);
-  const int32_t num_partials = assign_partials(packing, split);
+  sections_.gather_spans = packing.spans;
+  count_partials(num_requests, split);
+  const int32_t num_partials = assign_partials(split);
   list_work_items(packing, split);
 
   header_ = {};
@@ -42,43 +42,21 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
   PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
 #undef PAT_PLAN_COUNT
   header_.num_partials = num_partials;
-  header_.num_shared_slots = num_shared_slots;
+  header_.num_shared_slots = static_cast<int32_t>(packing.num_slots());
 }
 
-int32_t DecodePlan::list_gather_spans(const Packing& packing) {
-  sections_.gather_spans.clear();
-  slot_begin_.clear();
-  int64_t num_shared_slots = 0;
-  for (const Pack& pack : packing.packs) {
-    slot_begin_.push_back(static_cast<int32_t>(num_shared_slots));
-    if (pack.is_private) continue;
-    const int32_t num_tokens = pack.kv_end - pack.kv_begin;
-    sections_.gather_spans.push_back({.request = packing.requests[pack.request_begin],
-                                      .kv_begin = pack.kv_begin,
-                                      .num_tokens = num_tokens,
-                                      .slot_begin = slot_begin_.back()});
-    num_shared_slots = checked_int32(num_shared_slots + num_tokens, "shared slots");
-  }
-  return static_cast<int32_t>(num_shared_slots);
-}
-
-void DecodePlan::count_partials(int32_t num_requests, const Packing& packing, const Split& split) {
+void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   num_partials_.assign(num_requests, 0);
   kv_tokens_.planned = 0;
-  int64_t num_item_requests = 0;
-  for (const Piece& piece : split.pieces) {
-    kv_tokens_.planned += piece.kv_end - piece.kv_begin;
-    num_item_requests += piece.num_requests;
-    for (int32_t i = 0; i < piece.num_requests; ++i) {
-      ++num_partials_[packing.requests[piece.request_begin + i]];
-    }
-  }
-  checked_int32(num_item_requests, "item requests");  // hence the partials, which are fewer
+  for (const Piece& piece : split.pieces) kv_tokens_.planned += piece.num_tokens;
+  checked_int32(static_cast<int64_t>(split.requests.size()),
+                "item requests");  // hence the partials, which are fewer
+  for (const int32_t request : split.requests) ++num_partials_[request];
 }
 
 // Partials of a request are dense and in the order of its pieces, so that merging reads one range, in a fixed
 // order. A request with one piece needs none: its output is stored directly.
-int32_t DecodePlan::assign_partials(const Packing& packing, const Split& split) {
+int32_t DecodePlan::assign_partials(const Split& split) {
   sections_.merges.clear();
   next_partial_.resize(num_partials_.size());
   int32_t next = 0;
@@ -94,42 +72,51 @@ int32_t DecodePlan::assign_partials(const Packing& packing, const Split& split) 
   }
 
   sections_.item_requests.clear();
-  request_begin_.clear();
-  for (const Piece& piece : split.pieces) {
-    request_begin_.push_back(static_cast<int32_t>(sections_.item_requests.size()));
-    for (int32_t i = 0; i < piece.num_requests; ++i) {
-      const int32_t request = packing.requests[piece.request_begin + i];
-      int32_t& slot = next_partial_[request];
-      sections_.item_requests.push_back({.request = request, .partial_slot = slot});
-      if (slot != kDirectStore) ++slot;
-    }
+  for (const int32_t request : split.requests) {
+    int32_t& slot = next_partial_[request];
+    sections_.item_requests.push_back({.request = request, .partial_slot = slot});
+    if (slot != kDirectStore) ++slot;
   }
   return next;
 }
 
 void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
-  sections_.work_items.clear();
-  sections_.ticket_begin.assign(1, 0);
+  std::vector<KvSegment>& segments = sections_.kv_segments;
+  std::vector<WorkItem>& items = sections_.work_items;
+  segments.clear();
+  items.clear();
+  sections_.ticket_begin.assign(1, {});
   for (const Ticket& ticket : split.tickets) {
     for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      sections_.work_items.push_back(work_item(packing, split.pieces[p], request_begin_[p]));
+      const Piece& piece = split.pieces[p];
+      items.push_back({.tile = piece.tile,
+                       .num_requests = piece.num_requests,
+                       .request_begin = piece.request_begin,
+                       .segment_begin = static_cast<int32_t>(segments.size()),
+                       .num_segments = piece.num_segments,
+                       .reserved = {}});
+      for (int32_t s = 0; s < piece.num_segments; ++s) {
+        const Segment& segment = split.segments[piece.segment_begin + s];
+        segments.push_back(
+            kv_segment(packing, segment, split.requests[piece.request_begin + segment.first]));
+      }
     }
-    sections_.ticket_begin.push_back(static_cast<int32_t>(sections_.work_items.size()));
+    sections_.ticket_begin.push_back({.work_item = static_cast<int32_t>(items.size()),
+                                      .kv_segment = static_cast<int32_t>(segments.size())});
   }
 }
 
-WorkItem DecodePlan::work_item(const Packing& packing, const Piece& piece,
-                               int32_t request_begin) const {
-  const Pack& pack = packing.packs[piece.pack];
-  const bool open = pack.is_private && piece.kv_end == pack.kv_end;
-  const int32_t shift = pack.is_private ? 0 : slot_begin_[piece.pack] - pack.kv_begin;
-  return {.tile = piece.tile,
-          .num_requests = piece.num_requests,
-          .request_begin = request_begin,
-          .kv_request = pack.is_private ? packing.requests[pack.request_begin] : kSharedKv,
-          .kv_begin = piece.kv_begin + shift,
-          .kv_end = open ? kOpenEnd : piece.kv_end + shift,
-          .reserved = {}};
+KvSegment DecodePlan::kv_segment(const Packing& packing, const Segment& segment,
+                                 int32_t first_request) const {
+  int32_t shift = 0;
+  if (!segment.is_private()) {
+    const GatherSpan& span = packing.spans[segment.span];
+    shift = span.slot_begin - span.kv_begin;
+  }
+  return {.kv_request = segment.is_private() ? first_request : kSharedKv,
+          .kv_begin = segment.kv_begin + shift,
+          .kv_end = segment.is_open ? kOpenEnd : segment.kv_end + shift,
+          .requests = KvSegment::interval(segment.first, segment.end)};
 }
 
 bool DecodePlan::write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,

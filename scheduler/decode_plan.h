@@ -48,24 +48,20 @@ class DecodePlan {
 #undef PAT_PLAN_ENTRIES
   };
 
-  // Fills gather_spans and slot_begin_. Returns the number of shared slots.
-  int32_t list_gather_spans(const Packing& packing);
   // Fills num_partials_, and counts the tokens that are read.
-  void count_partials(int32_t num_requests, const Packing& packing, const Split& split);
+  void count_partials(int32_t num_requests, const Split& split);
   // Fills merges and item_requests, the latter in the order of the pieces. Returns the number of partials.
-  int32_t assign_partials(const Packing& packing, const Split& split);
-  // Fills work_items and tickets, in the order in which they are drawn.
+  int32_t assign_partials(const Split& split);
+  // Fills work_items, kv_segments and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);
-  WorkItem work_item(const Packing& packing, const Piece& piece, int32_t request_begin) const;
+  KvSegment kv_segment(const Packing& packing, const Segment& segment, int32_t first_request) const;
 
   PlanHeader header_{};
   KvTokens kv_tokens_;
   Sections sections_;
 
-  std::vector<int32_t> slot_begin_;     // per pack: where its range begins in the slot buffer
-  std::vector<int32_t> num_partials_;   // per request
-  std::vector<int32_t> next_partial_;   // per request
-  std::vector<int32_t> request_begin_;  // per piece, into item_requests
+  std::vector<int32_t> num_partials_;  // per request
+  std::vector<int32_t> next_partial_;  // per request
 };
 
 }  // namespace pat

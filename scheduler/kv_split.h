@@ -2,6 +2,7 @@
 // that the CTAs draw, so that all finish together.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -14,21 +15,23 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a piece shorter than this; a multiple of kCutGranularity.
+  // No cut makes a piece shorter than this, nor a part of a segment; a multiple of kCutGranularity.
   int32_t min_piece_tokens;
 };
-// Cuts lie at multiples of this from the pack's beginning.
+// Cuts within a segment lie at multiples of this from its beginning.
 inline constexpr int32_t kCutGranularity = 64;
 inline constexpr int32_t kMaxWorkers = 1 << 16;
 
-// Some requests of one pack against one range of its KV: what a CTA executes in one go.
+// What a CTA executes in one go: some requests of a pack, and KV ranges for intervals of them. It has those requests
+// that one of its ranges is for, and no others.
 struct Piece {
-  int32_t pack;           // index into Packing::packs
   int32_t tile;           // index into the tile table
-  int32_t request_begin;  // into Packing::requests
+  int32_t request_begin;  // into Split::requests
   int32_t num_requests;
-  int32_t kv_begin;
-  int32_t kv_end;
+  int32_t segment_begin;  // into Split::segments; their intervals are of the piece's requests
+  int32_t num_segments;
+  int64_t num_tokens;
+  int64_t cost;
 };
 
 // A run of pieces that one CTA executes in a row.
@@ -40,8 +43,12 @@ struct Ticket {
 struct Split {
   // In the order of the packs: a request's pieces ascend in position.
   std::vector<Piece> pieces;
+  std::vector<int32_t> requests;
+  std::vector<Segment> segments;
   // In the order in which they are drawn; each piece is in one of them.
   std::vector<Ticket> tickets;
+
+  void clear();
 };
 
 class KvSplitter {
@@ -57,6 +64,10 @@ class KvSplitter {
   // More work becomes tickets that shrink with what is left (guided self-scheduling): the first are large, and the
   // last are small enough to even out what costs cannot foresee. Tickets of shared packs, whose KV mostly comes out
   // of the L2, are drawn among those of private ones, which wait for device memory: each uses what the other leaves.
+  //
+  // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
+  // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
+  // share again, if that costs less.
   void split(const Packing& packing, Split& out);
 
   // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without
@@ -64,32 +75,61 @@ class KvSplitter {
   double tail(const Split& split) const;
 
   // How many requests all cuts of a split concern at most, counted once per cut: each adds a partial. It bounds the
-  // cuts too.
+  // cuts too. Where requests are in less packs than Packing::spare_requests allows for, their cuts may be more.
   static int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
     return int64_t{num_workers} * tiles.requests_per_tile();
   }
+  // How many segments a cut adds at most.
+  static constexpr int32_t kMaxSegmentsPerCut = 8;
 
  private:
   struct Tile {
-    int32_t pack;
-    int32_t tile;
-    int32_t request_begin;
+    int32_t request_begin;  // into Packing::requests
     int32_t num_requests;
-    int32_t num_rows;
-    int32_t num_tokens;
-    int64_t rate;   // cost per token, 1 / kRateUnit
-    int64_t fixed;  // cost per piece, 1 / kRateUnit
-    int64_t whole;  // cost uncut, 1 / kRateUnit
+    int32_t segment_begin;  // into Packing::segments
+    int32_t segment_end;
+    int32_t tile;
+    bool is_shared;
+    int64_t num_tokens;
+    int64_t whole;  // cost uncut
+  };
+  struct ItemCost {
+    int64_t fixed;
+    int64_t token;
+  };
+  // How far the pieces of a tile have been dealt out.
+  struct Position {
+    int32_t segment;  // into Packing::segments
+    int32_t offset;   // tokens of it that are dealt out
+    int32_t first;    // requests before this one are done
+    // Segments from here on that the next piece reads again, as far as they concern the requests from `first` on.
+    int32_t base;
+    int32_t base_offset;
+    int64_t dealt;  // tokens, what is read again not counted
+    int64_t again;  // tokens that the next piece reads again
+  };
+  struct Cut {
+    Position next;
+    int64_t cost;           // of the piece before the cut
+    int32_t last;           // requests before this one belong to the piece
+    int32_t both_requests;  // requests that the cut concerns
+    bool is_end;            // there is nothing behind it
+  };
+  struct Dealt {
+    int64_t tokens;  // so far; what is read again not counted
+    int64_t
+        uncut;  // cost of a piece that exceeds the budget, and that no cut can shorten; 0 without
+    bool fits;  // all tiles are dealt out
   };
   // Part of the list of tiles, and how far its pieces have been dealt out.
   struct Stream {
     size_t tile;
     size_t end;
-    int32_t offset;  // tokens of `tile` that are dealt out
-    int64_t total;   // cost
+    Position position;
+    int64_t total;  // cost
     int64_t done;
-    int64_t cut_requests;  // requests of the tiles that were cut, once per cut
-    std::vector<Piece>& pieces;
+    int64_t cuts;
+    int64_t cut_requests;  // requests that the cuts concern, once per cut
 
     bool is_empty() const { return tile == end; }
     double progress() const { return static_cast<double>(done) / static_cast<double>(total); }
@@ -97,32 +137,43 @@ class KvSplitter {
 
   void list_tiles(const Packing& packing);
   int64_t total_cost(size_t begin, size_t end) const;
-  Piece piece_of(const Packing& packing, const Tile& tile, int32_t offset, int32_t tokens) const;
-  // Of a piece of `num_tokens` of a tile, in 1 / kRateUnit.
-  int64_t cost(const Tile& tile, int32_t num_tokens) const;
+  int64_t cost(int32_t num_requests, int64_t num_tokens) const {
+    const ItemCost& item = item_costs_[num_requests];
+    return item.fixed + std::max<int64_t>(num_tokens * item.token, cost_.split.shortest);
+  }
+
+  Position begin_of(const Tile& tile) const;
+  Cut rest(const Tile& tile, const Position& at) const;
+  // The best cut with which the piece from `at` on costs `room` at most. False if there is none. If `forced`, the cut
+  // may then be behind that, and there is always one.
+  bool find_cut(const Packing& packing, const Tile& tile, const Position& at, int64_t room,
+                bool forced, Cut& cut) const;
+  Cut cut_at(const Packing& packing, const Tile& tile, const Position& at, int32_t segment,
+             int32_t offset, int64_t taken) const;
+  void add_piece(const Packing& packing, const Tile& tile, const Position& at, const Cut& cut,
+                 Split& out);
 
   void split_evenly(const Packing& packing, int64_t total, Split& out);
-  // Tokens of a tile that still go to a ticket with `room` left: all `left`, a cut, or 0 for none.
-  int32_t tokens_that_fit(const Tile& tile, int32_t left, int64_t room) const;
-  // Walks the tiles and calls piece(tile, offset, tokens, ticket), tickets ascending. Returns their number.
+  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
+  // Calls piece(tile, position, cut, ticket), or piece(tile, ticket) for a whole tile; tickets ascend.
   template <typename PieceFn>
-  int32_t deal(int64_t budget, PieceFn&& piece) const;
-  int64_t smallest_budget(int64_t total) const;
+  Dealt deal(const Packing& packing, int64_t budget, PieceFn&& piece) const;
+  int64_t smallest_budget(const Packing& packing, int64_t total) const;
 
   // False, with `out` in no particular state, if that takes more cuts than an even split might: a few tiles of many
   // requests with very long KV. So the partials of a batch have a bound.
   bool split_guided(const Packing& packing, int64_t total, Split& out);
-  Ticket take_ticket(const Packing& packing, Stream& stream, int64_t budget) const;
-  // Tokens of a tile, `left` in all, that are the first piece of a ticket.
-  int32_t first_piece(const Tile& tile, int32_t left, int64_t budget) const;
+  Ticket take_ticket(const Packing& packing, Stream& stream, int64_t budget, Split& out);
 
   SplitConfig config_;
   CostModel cost_;
   TileSelection tiles_;
-  std::vector<Tile> list_;  // of the shared packs, then of the private ones
+  std::vector<ItemCost> item_costs_;  // by the number of requests
+  std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
-  std::vector<Piece> private_pieces_;
+  Split private_;                         // pieces of the private packs
   std::vector<int32_t> private_tickets_;  // indices into Split::tickets
+  std::vector<int32_t> place_;            // per request of a tile: its place in the piece
 };
 
 }  // namespace pat

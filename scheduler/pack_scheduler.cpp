@@ -30,7 +30,7 @@ class Stopwatch {
 PackScheduler::PackScheduler(const SchedulerConfig& config)
     : config_(config),
       tiles_(config.group_size, config.max_block_q),
-      packer_(config.policy, config.cost, tiles_),
+      packer_(config.policy, config.cost.packing, tiles_),
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
                 config.cost, tiles_) {
   config.cost.check();
@@ -77,10 +77,13 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
   for (const Pack& pack : next_.packing.packs) {
-    if (!pack.is_private) continue;
-    LengthRange& range = next_.lengths[next_.packing.requests[pack.request_begin]];
-    range.longest +=
-        std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
+    for (const Segment& segment : next_.packing.segments_of(pack)) {
+      if (!segment.is_open) continue;
+      LengthRange& range =
+          next_.lengths[next_.packing.requests[pack.request_begin + segment.first]];
+      range.longest +=
+          std::min(config_.growth_tokens, std::numeric_limits<int32_t>::max() - range.planned);
+    }
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
   std::swap(last_, next_);
@@ -144,24 +147,25 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(num_workers >= 1 && num_workers <= kMaxWorkers, "num_workers must be 1 to ",
             kMaxWorkers, ", got ", num_workers);
-  // Holders of the forest's nodes are nested or disjoint, differ, and are at least two, so there are less nodes than
-  // requests. Each is one pack at most, and each request has one private pack at most.
-  const int64_t shared_packs = max_requests - 1;
-  const int64_t private_packs = max_requests;
-  // Packer::pack() sees to this.
+  // Packer::pack() sees to both.
   const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
-  // All tiles of a pack but the last are full.
+  const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
+  // Holders of the forest's nodes are nested or disjoint, differ, and are at least two, so there are less nodes than
+  // requests. Each is one pack at most, and each request has one private pack at most. All tiles of a pack but the last
+  // are full. SubtreeTiler makes less packs than there are requests.
   const int64_t tiles_of_packs =
-      shared_packs + private_packs + packed_requests / tiles.requests_per_tile();
+      2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = KvSplitter::max_cut_requests(num_workers, tiles);
   const int64_t work_items = tiles_of_packs + cut_requests;
   const int64_t item_requests = packed_requests + cut_requests;
-  PAT_CHECK(std::max(work_items, item_requests) <= std::numeric_limits<int32_t>::max(),
+  const int64_t segments = packed_segments + KvSplitter::kMaxSegmentsPerCut * cut_requests;
+  PAT_CHECK(std::max({work_items, item_requests, segments}) <= std::numeric_limits<int32_t>::max(),
             "max_requests ", max_requests, " is too large: their plan may not fit into int32");
   return {.capacity = {.num_tickets = static_cast<int32_t>(work_items),
                        .num_work_items = static_cast<int32_t>(work_items),
+                       .num_kv_segments = static_cast<int32_t>(segments),
                        .num_item_requests = static_cast<int32_t>(item_requests),
-                       .num_gather_spans = static_cast<int32_t>(shared_packs),
+                       .num_gather_spans = static_cast<int32_t>(packed_segments),
                        .num_merges = max_requests},
           .num_partials = static_cast<int32_t>(item_requests)};
 }

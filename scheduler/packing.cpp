@@ -41,14 +41,13 @@ Policy policy_from_name(std::string_view name) {
 }
 
 bool Packer::merges(const Edge& edge) const {
-  if (raised_price_ > 0 && merging_moves_less(edge, raised_price_)) return true;
+  if (raised_price_ > 0 && merging_moves_less(edge)) return true;
   switch (policy_) {
-    case Policy::kMemory:
-      return merging_moves_less(edge, cost_.partial_row);
     case Policy::kPaper:
       return 4 * int64_t{edge.child_requests} >= edge.parent_tokens;
     case Policy::kCompute:
       return merging_computes_less(edge);
+    case Policy::kMemory:
     case Policy::kPerNode:
     case Policy::kQueryCentric:
       break;
@@ -57,7 +56,7 @@ bool Packer::merges(const Edge& edge) const {
 }
 
 // Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.
-bool Packer::merging_moves_less(const Edge& edge, int64_t partial_row) const {
+bool Packer::merging_moves_less(const Edge& edge) const {
   const int32_t staying_tiles = tiles_.num_tiles(edge.parent_requests - edge.child_requests);
   const int64_t added_passes = tiles_.num_tiles(edge.child_requests) + staying_tiles -
                                tiles_.num_tiles(edge.parent_requests);
@@ -65,8 +64,8 @@ bool Packer::merging_moves_less(const Edge& edge, int64_t partial_row) const {
   const int64_t saved_partials =
       int64_t{edge.child_requests} * tiles_.group_size() * (edge.leaves_single_partial ? 2 : 1);
   const int64_t saved_pieces = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
-  return added_passes * edge.parent_tokens <=
-         saved_partials * partial_row + saved_pieces * cost_.piece;
+  return added_passes * edge.parent_tokens * kCostUnit <=
+         saved_partials * raised_price_ + saved_pieces * cost_.item;
 }
 
 bool Packer::merging_computes_less(const Edge& edge) const {
@@ -81,20 +80,25 @@ bool Packer::merging_computes_less(const Edge& edge) const {
 }
 
 void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
-  out.packs.clear();
-  out.requests.clear();
+  const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
+  if (policy_ == Policy::kMemory) {
+    tiler_.pack(forest, seq_lens, out);
+    out.spare_requests = most - static_cast<int64_t>(out.requests.size());
+    return;
+  }
+  out.clear();
   if (policy_ == Policy::kQueryCentric) {
     state_.clear();
     private_begin_.assign(seq_lens.size(), 0);
   } else {
-    const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
     raised_price_ = 0;
     // Ends: once a partial costs more than any range, all requests leave all packs but one.
-    for (int64_t price = std::max(cost_.partial_row, 1); decide(forest, seq_lens) > most;) {
+    for (int64_t price = kCostUnit; decide(forest, seq_lens) > most;) {
       raised_price_ = price *= 2;
     }
   }
   emit(forest, seq_lens, out);
+  out.spare_requests = std::max<int64_t>(most - static_cast<int64_t>(out.requests.size()), 0);
 }
 
 int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_lens) {
@@ -148,28 +152,45 @@ int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_
 
 void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
   int64_t next = 0;
-  for (size_t n = 0; n < state_.size(); ++n) {
-    state_[n].cursor = static_cast<int32_t>(next);
-    if (state_[n].remaining == 0) continue;
-    out.packs.push_back({.kv_begin = state_[n].pack_begin,
-                         .kv_end = forest.nodes()[n].kv_end,
-                         .is_private = false,
-                         .num_requests = state_[n].remaining,
-                         .request_begin = state_[n].cursor});
-    next += state_[n].remaining;
+  for (NodeState& state : state_) {
+    state.cursor = static_cast<int32_t>(next);
+    if (state.remaining == 0) continue;
+    out.packs.push_back({.request_begin = state.cursor,
+                         .num_requests = state.remaining,
+                         .segment_begin = static_cast<int32_t>(out.packs.size()),
+                         .num_segments = 1});
+    next += state.remaining;
     if (next + static_cast<int64_t>(seq_lens.size()) > std::numeric_limits<int32_t>::max()) {
       throw std::length_error("the requests of all packs do not fit into int32");
     }
   }
   out.requests.resize(next);
   if (next > 0) emit_requests(forest, out);
+  for (size_t n = 0; n < state_.size(); ++n) {
+    if (state_[n].remaining == 0) continue;
+    const Pack& pack = out.packs[out.segments.size()];
+    const int32_t kv_end = forest.nodes()[n].kv_end;
+    const int32_t span =
+        out.add_span(out.requests[pack.request_begin], state_[n].pack_begin, kv_end);
+    out.segments.push_back({.span = span,
+                            .kv_begin = state_[n].pack_begin,
+                            .kv_end = kv_end,
+                            .first = 0,
+                            .end = pack.num_requests,
+                            .is_open = false});
+  }
   for (const int32_t request : forest.requests_in_tree_order()) {
     if (seq_lens[request] == private_begin_[request]) continue;
-    out.packs.push_back({.kv_begin = private_begin_[request],
-                         .kv_end = seq_lens[request],
-                         .is_private = true,
+    out.packs.push_back({.request_begin = static_cast<int32_t>(out.requests.size()),
                          .num_requests = 1,
-                         .request_begin = static_cast<int32_t>(out.requests.size())});
+                         .segment_begin = static_cast<int32_t>(out.segments.size()),
+                         .num_segments = 1});
+    out.segments.push_back({.span = Segment::kPrivate,
+                            .kv_begin = private_begin_[request],
+                            .kv_end = seq_lens[request],
+                            .first = 0,
+                            .end = 1,
+                            .is_open = true});
     out.requests.push_back(request);
   }
 }

@@ -1,4 +1,4 @@
-// Stage 2: forest -> packs. A pack is a set of requests that read one KV range together.
+// Stage 2: forest -> packs. A pack is a set of requests that read KV ranges together.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,17 @@
 #include <vector>
 
 #include "cost_model.h"
+#include "plan_format.h"
 #include "prefix_forest.h"
+#include "subtree_tiles.h"
 #include "tile_selection.h"
 
 namespace pat {
 
-// When a child's requests leave their parent's pack and read the parent's range in the child's pack instead.
+// How requests are divided into packs.
 enum class Policy {
-  kMemory,   // where that moves fewer bytes; see CostModel
-  kPaper,    // PAT's Algorithm 1 as printed: where 4 * requests >= length of the parent's range
+  kMemory,  // runs of neighbours in the tree, cut where that moves the fewest bytes; see SubtreeTiler
+  kPaper,  // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
   kCompute,  // FastTree's cost model: where tiles are padded less, and partials avoided
   kPerNode,  // never: every forest node is a pack of its own
   kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
@@ -24,40 +26,22 @@ enum class Policy {
 // Throws std::invalid_argument naming the allowed values.
 Policy policy_from_name(std::string_view name);
 
-struct Pack {
-  int32_t kv_begin;  // positions, equal for all requests of the pack
-  int32_t kv_end;    // at planning time; a private pack is open: it ends where its request does
-  bool is_private;   // one request, read live from its own row
-  int32_t num_requests;
-  int32_t request_begin;  // into Packing::requests
-};
-
-// Packs in an order in which a request's packs ascend in position: ancestors before descendants, private last.
-struct Packing {
-  std::vector<Pack> packs;
-  std::vector<int32_t> requests;
-
-  std::span<const int32_t> requests_of(const Pack& pack) const {
-    return std::span(requests).subspan(pack.request_begin, pack.num_requests);
-  }
-};
-
 // How many packs a request takes part in at most, its private one included, in the mean of a batch. It bounds the
 // partials of a batch, for which CUDA graphs reserve memory.
 inline constexpr int32_t kMaxPacksPerRequest = 12;
 
 class Packer {
  public:
-  Packer(Policy policy, const CostModel& cost, const TileSelection& tiles)
-      : policy_(policy), cost_(cost), tiles_(tiles) {}
+  Packer(Policy policy, const PackingCosts& cost, const TileSelection& tiles)
+      : policy_(policy), cost_(cost), tiles_(tiles), tiler_(cost, tiles) {}
 
-  // PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of several tiles: one decision
-  // per edge, parents before children. Linear in nodes + edges + packed requests.
+  // Every policy but `memory` is PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of several
+  // tiles: one decision per edge, parents before children. Linear in nodes + edges + packed requests.
   //
   // In very deep trees that may exceed kMaxPacksPerRequest. Then it is repeated with partials at twice the price,
-  // four times, and so on, whatever the policy: edges leave in the order of what they cost.
+  // four times, and so on, until it does not: edges leave in the order of what they cost.
   //
-  // Throws std::length_error if the requests of all packs are more than int32 can count.
+  // Throws std::length_error if the requests of all packs, or their shared slots, are more than int32 can count.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
  private:
@@ -86,13 +70,14 @@ class Packer {
   // Fills Packing::requests of the packs of nodes, each in tree order.
   void emit_requests(const PrefixForest& forest, Packing& out);
   bool merges(const Edge& edge) const;
-  bool merging_moves_less(const Edge& edge, int64_t partial_row) const;
+  bool merging_moves_less(const Edge& edge) const;
   bool merging_computes_less(const Edge& edge) const;
 
   Policy policy_;
-  CostModel cost_;
+  PackingCosts cost_;
   TileSelection tiles_;
-  int64_t raised_price_ = 0;  // of a partial row; 0: the policy decides
+  SubtreeTiler tiler_;
+  int64_t raised_price_ = 0;  // of a partial row, in 1 / kCostUnit tokens; 0: the policy decides
   std::vector<NodeState> state_;
   std::vector<int32_t> private_begin_;  // per request, after merging
 };

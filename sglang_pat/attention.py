@@ -17,8 +17,15 @@ import numpy as np
 import torch
 
 from sglang_pat import support
-from sglang_pat._scheduler import MAX_GROUP_SIZE, TILE_TABLE, PackScheduler, PrefixForest
+from sglang_pat._scheduler import (
+    MAX_GROUP_SIZE,
+    TILE_TABLE,
+    CostModel,
+    PackScheduler,
+    PrefixForest,
+)
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
+from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
@@ -140,6 +147,7 @@ class PackAttention:
             num_workers=num_workers,
             policy=policy,
             growth_tokens=growth_tokens,
+            cost=CostModel() if kernels is None else costs_of(self.device),
         )
         self._executor = self._make_executor(kernels, num_workers, max_requests, max_shared_slots)
         self._begin()
@@ -369,7 +377,7 @@ class PackAttention:
         if name == "reference" or not on_gpu:
             return None
         config = KernelConfig.for_device(self.dtype, self.head_dim, self.device, self.v_head_dim)
-        return DecodeKernels.load(config)
+        return DecodeKernels(config)
 
     def _make_executor(
         self,
@@ -474,8 +482,9 @@ def new_scheduler(
     num_workers: int,
     policy: str = "memory",
     growth_tokens: int = GROWTH_TOKENS,
+    cost: CostModel | None = None,
 ) -> PackScheduler:
-    """A scheduler with the constants that PackAttention uses."""
+    """A scheduler with the constants that PackAttention uses. cost: None is its own."""
     return PackScheduler(
         group_size=group_size,
         num_workers=num_workers,
@@ -483,6 +492,7 @@ def new_scheduler(
         policy=policy,
         min_piece_tokens=MIN_PIECE_TOKENS,
         growth_tokens=growth_tokens,
+        cost=CostModel() if cost is None else cost,
     )
 
 

@@ -177,12 +177,8 @@ def _kinds_by_rule(config: Mapping[str, Any], count: int) -> list[str]:
         offset = config.get("attn_layer_offset", 0)
         return [FULL if index % period == offset else STATE for index in range(count)]
     if config.get("attention_chunk_size"):  # Llama 4: layers without rotation read everything
-        whole = config.get("no_rope_layers") or [
-            int((index + 1) % config.get("no_rope_layer_interval", 4) != 0)
-            for index in range(count)
-        ]
-        # The key is named after what is absent, and 1 means that rotation is there.
-        return [CHUNK if rotated else FULL for rotated in whole]
+        # Every fourth: SGLang's class does not read no_rope_layers.
+        return [CHUNK if (index + 1) % 4 else FULL for index in range(count)]
     return _window_kinds(config, count)
 
 
@@ -239,6 +235,8 @@ def _layer(config: Mapping[str, Any], index: int, kind: str) -> Layer:
 def _attention_shape(config: Mapping[str, Any], kind: str, qo_heads: int) -> tuple[int, int, int]:
     """KV heads, head_dim and v_head_dim. Some families have others in one kind of layer."""
     kv_heads = positive(config, "num_key_value_heads", qo_heads)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        kv_heads = 1  # StarCoder; the newer Falcons count their KV heads all the same
     hidden = config.get("hidden_size")
     default = hidden // qo_heads if isinstance(hidden, int) else None
     head_dim = positive(config, "head_dim", default)

@@ -34,6 +34,7 @@ class PlanHeader(NamedTuple):
     group_size: int
     num_tickets: int
     num_work_items: int
+    num_kv_segments: int
     num_item_requests: int
     num_gather_spans: int
     num_merges: int
@@ -45,7 +46,7 @@ class KvTokens(NamedTuple):
     """KV tokens of one KV head that one decode step reads.
 
     query_centric: every request reads its own KV. planned: what the work items load; a range counts
-    once per tile that reads it. lower_bound: every distinct token once.
+    once per work item that reads it. lower_bound: every distinct token once.
     """
 
     query_centric: int
@@ -89,6 +90,7 @@ class DecodePlan:
 
     ticket_begin = _Section()
     work_items = _Section()
+    kv_segments = _Section()
     item_requests = _Section()
     gather_spans = _Section()
     merges = _Section()
@@ -105,13 +107,13 @@ class DecodePlan:
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     def describe(self) -> str:
-        """The plan as text: one line per work item: ticket, tile, KV range, requests."""
+        """The plan as text: one line per work item: ticket, tile, KV segments, requests."""
         return "\n".join(self._describe_lines())
 
     def _describe_lines(self) -> Iterator[str]:
         h, tokens = self.header, self.kv_tokens
-        ticket_begin, work_items = self.ticket_begin, self.work_items
-        item_requests = self.item_requests
+        ticket_begin, work_items = self.ticket_begin[:, 0].tolist(), self.work_items
+        kv_segments, item_requests = self.kv_segments, self.item_requests
         yield (
             f"plan v{h.version}: {h.num_requests} requests, group size {h.group_size}, "
             f"{h.num_work_items} work items in {h.num_tickets} tickets per KV head, "
@@ -123,9 +125,11 @@ class DecodePlan:
         )
         for ticket in range(h.num_tickets):
             for item in range(ticket_begin[ticket], ticket_begin[ticket + 1]):
-                tile, count, first, kv_request, kv_begin, kv_end = work_items[item, :6].tolist()
-                source = "slots" if kv_request == SHARED_KV else f"request {kv_request} at"
-                end = "open" if kv_end == OPEN_END else kv_end
+                tile, count, first, segment, num_segments = work_items[item, :5].tolist()
+                segments = (
+                    _describe_segment(fields, count)
+                    for fields in kv_segments[segment : segment + num_segments].tolist()
+                )
                 requests = item_requests[first : first + count]
                 stores = (
                     f"{request}{'' if slot == DIRECT_STORE else f'->{slot}'}"
@@ -133,10 +137,24 @@ class DecodePlan:
                 )
                 yield (
                     f"ticket {ticket}: item {item}, tile {TILE_TABLE[tile][0]} rows, "
-                    f"{source} [{kv_begin}, {end}), requests (->partial) {' '.join(stores)}"
+                    f"{' + '.join(segments)}, requests (->partial) {' '.join(stores)}"
                 )
         for request, begin, count, _ in self.merges.tolist():
             yield f"merge request {request}: partials [{begin}, {begin + count})"
+
+
+def segment_interval(requests: int) -> tuple[int, int]:
+    """First and end of a segment's requests, counted from its item's first."""
+    return requests & 0xFFFF, requests >> 16
+
+
+def _describe_segment(segment: list[int], of_item: int) -> str:
+    kv_request, kv_begin, kv_end, requests = segment
+    source = "slots" if kv_request == SHARED_KV else f"request {kv_request} at"
+    end = "open" if kv_end == OPEN_END else kv_end
+    first, last = segment_interval(requests)
+    rows = "" if (first, last) == (0, of_item) else f" of its [{first}, {last})"
+    return f"{source} [{kv_begin}, {end}){rows}"
 
 
 def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -> DecodePlan | None:
@@ -200,8 +218,8 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> st
 class BufferSizes(NamedTuple):
     """What the buffers of a plan can hold.
 
-    plan: entries of the plan's sections. num_partials: partial slots, of 4 * num_qo_heads *
-    (head_dim + 1) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
+    plan: entries of the plan's sections. num_partials: partial slots, of 2 * num_qo_heads *
+    (v_head_dim + 2) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
     """
 
     plan: PlanCapacity = PlanCapacity()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 BACKEND = "pat"  # the name of the attention backend in SGLang
 # Those that are tested (docs/sglang-versions.json): the oldest and the newest on each change.
-SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.22", "0.5.23")
+SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 from serving.models import BANDWIDTH, TINY, ModelShape
+from sglang_pat.bench.cases import Case
 
-_FIRST_TOKEN = 256  # below: special tokens, in some models
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`groups` prefixes of `prefix` tokens, `batch / groups` requests with each, `private` tokens
-    more per request, and `generated` tokens answered. At temperature 0 answers can be compared.
-    """
-
-    batch: int
-    prefix: int
-    private: int
-    generated: int
-    groups: int = 1
-    temperature: float = 0.0
-
-    def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random tokens; the same for everybody. The requests of a group are neighbours."""
-        source = random.Random(0)
-
-        def tokens(count: int) -> list[int]:
-            return source.choices(range(_FIRST_TOKEN, vocab_size - _FIRST_TOKEN), k=count)
-
-        prefixes = [tokens(self.prefix) for _ in range(self.groups)]
-        per_group = self.batch // self.groups
-        return [prefixes[i // per_group] + tokens(self.private) for i in range(self.batch)]
-
-    def floor_ms(self, model: ModelShape) -> float:
-        """Time of a decode step that moves each weight and each KV token once, in the middle of the
-        generated tokens."""
-        tokens = self.groups * self.prefix + self.batch * (self.private + self.generated / 2)
-        return 1000 * (model.weight_bytes + tokens * model.kv_bytes_per_token) / BANDWIDTH
-
-    @property
-    def title(self) -> str:
-        groups = f"{self.groups} x " if self.groups > 1 else ""
-        return f"{self.batch} requests, {groups}{self.prefix} shared + {self.private} private"
+def floor_ms(case: Case, model: ModelShape) -> float:
+    """Time of a decode step that moves each weight and each KV token once, in the middle of the
+    generated tokens."""
+    tokens = case.groups * case.prefix + case.batch * (case.private + case.generated / 2)
+    return 1000 * (model.weight_bytes + tokens * model.kv_bytes_per_token) / BANDWIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +40,7 @@ _CASES = (
     # A rollout of reinforcement learning: 8 samples of each of 32 prompts.
     Case(256, 1024, 0, 512, groups=32, temperature=1.0),
 )
-_TINY_CASES = (Case(6, 100, 10, 8), Case(6, 60, 0, 12, groups=3, temperature=1.0))
+_TINY_CASES = (Case(6, 100, 10, 48), Case(6, 60, 0, 48, groups=3, temperature=1.0))
 
 
 def cases_of(model: ModelShape) -> tuple[Case, ...]:

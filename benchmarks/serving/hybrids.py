@@ -18,6 +18,8 @@ _GPU = {
     "max_running_requests": 128,
     "mem_fraction_static": 0.85,  # of what is free; the tokens above are the limit
     "cuda_graph_backend_prefill": "disabled",
+    "cuda_graph_bs_decode": [128],  # of the batch that is measured; each takes its time to capture
+    "skip_tokenizer_init": True,
     "sleep_on_idle": True,  # the other server is being measured
     "enable_cache_report": True,
 }

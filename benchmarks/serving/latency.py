@@ -3,7 +3,7 @@
 All prompts are in the radix tree before the clock starts, so that what is timed is decoding. Two
 passes, because each disturbs the other:
 
-- Time per output token: the batch without streaming, for all tokens less for the first, per token.
+- Time per output token: sglang_pat/bench/decoding.py, of the steps in which all requests decode.
 - Latencies as a client sees them: the batch streamed, but with every token only to OBSERVERS of the
   requests; the others report their first token and their end. 256 streams would keep SGLang's
   tokenizer process busier than the GPU, and all backends would look alike.
@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from serving.cases import Case
-from serving.server import Server, sampling_of
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.decoding import decode_run, tpot
+from sglang_pat.bench.server import Server, sampling_of
 
 REPEATS = 3
 OBSERVERS = 8
@@ -37,29 +38,22 @@ def measure(server: Server, case: Case, vocab_size: int) -> dict[str, Any]:
             [prompt[: case.prefix] for prompt in prompts[:: case.batch // case.groups]],
             sampling_of(1),
         )
-    _seconds(server, case, prompts, 4)  # compiles what is compiled at first use
-    first = min(_seconds(server, case, prompts, 1)[0] for _ in range(REPEATS))
+    # Compiles what is compiled at first use.
+    server.generate(prompts, sampling_of(4, case.temperature))
     before = server.stats()
-    runs = [_seconds(server, case, prompts, case.generated) for _ in range(REPEATS)]
+    runs = [decode_run(server, prompts, case.generated, case.temperature) for _ in range(REPEATS)]
     counted = difference(server.stats(), before)
+    spread = tpot(runs)
     result = {
-        "first_ms": 1000 * first,
-        "tpot_ms": 1000 * (min(seconds for seconds, _ in runs) - first) / (case.generated - 1),
+        "tpot_ms": spread.median,
+        "tpot_quartiles_ms": [spread.low, spread.high],
         **_latencies(server, case, prompts),
     }
     if case.temperature == 0:
-        result["answers"] = [_digest(answer["output_ids"]) for answer in runs[0][1]]
+        result["answers"] = [_digest(answer["output_ids"]) for answer in runs[0].answers]
     if counted:
         result["stats"] = counted | {"kv_read_ratio": read_ratio(counted)}
     return result
-
-
-def _seconds(
-    server: Server, case: Case, prompts: list[list[int]], num_tokens: int
-) -> tuple[float, list[dict[str, Any]]]:
-    begin = time.perf_counter()
-    answers = server.generate(prompts, sampling_of(num_tokens, case.temperature))
-    return time.perf_counter() - begin, answers
 
 
 def _latencies(server: Server, case: Case, prompts: list[list[int]]) -> dict[str, Any]:

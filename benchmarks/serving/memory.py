@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from serving.http_server import HttpServer
+from sglang_pat.bench.http_server import HttpServer
 
 MIB = 1 << 20
 

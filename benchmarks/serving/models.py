@@ -123,6 +123,9 @@ MODELS = {
                 "device": "cpu",
                 "disable_cuda_graph": True,
                 "sleep_on_idle": True,
+                # Whatever else takes memory while servers start: theirs is small.
+                "max_total_tokens": 32768,
+                "mem_fraction_static": 0.95,
             },
         ),
     )

@@ -11,13 +11,14 @@ from typing import Any
 
 from metadata import metadata
 
-from serving.cases import Case
+from serving.cases import floor_ms
 from serving.models import ModelShape
 from serving.tables import console
+from sglang_pat.bench.cases import Case
 
 # Of the metadata, what has to be the same for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
-_BY_BACKEND = ("first_ms", "tpot_ms", "ttft_ms", "itl_ms", "stats", "answers", "gpu")
+_BY_BACKEND = ("tpot_ms", "tpot_quartiles_ms", "ttft_ms", "itl_ms", "stats", "answers", "gpu")
 
 
 class Results:
@@ -96,7 +97,7 @@ class Results:
         for entry in self.cases:
             if all(entry[name] == value for name, value in key.items()):
                 return entry
-        self.cases.append(key | {"floor_ms": case.floor_ms(model)})
+        self.cases.append(key | {"floor_ms": floor_ms(case, model)})
         return self.cases[-1]
 
     def _write(self) -> None:

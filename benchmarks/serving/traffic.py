@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from serving.cases import Traffic
-from serving.http_server import as_flags
-from serving.server import Server
+from sglang_pat.bench.http_server import as_flags
+from sglang_pat.bench.server import Server
 from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 
 CLIENT_SECONDS = 300

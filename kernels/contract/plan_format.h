@@ -8,16 +8,21 @@
 // together). Which CTA draws what makes no difference to the result.
 //
 //   header         PlanHeader
-//   ticket_begin   int32[num_tickets + 1]   ticket t is work items [ticket_begin[t], ticket_begin[t + 1]), at least one
+//   ticket_begin   TicketBegin[num_tickets + 1]   ticket t is what lies between entries t and t + 1, at least one item
 //   work_items     WorkItem[num_work_items]
+//   kv_segments    KvSegment[num_kv_segments]       the KV of each work item, in the order of the items
 //   item_requests  ItemRequest[num_item_requests]   the requests of each work item
 //   gather_spans   GatherSpan[num_gather_spans]     how the slot buffer of shared KV is filled
 //   merges         MergeEntry[num_merges]           requests whose output is made of partials
 //
 // Terms. request: index into the batch of this step. position: index of a KV token in its request. slot:
 // index into the KV pool. query row: one (request, query head within the group) pair; row r of a work item
-// is request r / group_size, head r % group_size of the KV head's group.
-// partial: normalised fp32 output and natural-log LSE of one query head over one KV range.
+// is request r / group_size, head r % group_size of the KV head's group. segment: a KV range that some of a work
+// item's requests attend to, next to one another in the item. A work item is a tile of query rows that runs through
+// its segments in order, with one online softmax per row: the levels of a tree above a few requests, and their
+// private tails, need no partials between them.
+// partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head over the KV of
+// one work item.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +30,14 @@
 namespace pat {
 
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
-inline constexpr int32_t kPlanVersion = 2;
+inline constexpr int32_t kPlanVersion = 3;
 
-// WorkItem::kv_end of the piece that ends where its request ends: read from seq_lens when it executes, so
+// KvSegment::kv_end of the segment that ends where its request ends: read from seq_lens when it executes, so
 // that a private tail grows without a new plan.
 inline constexpr int32_t kOpenEnd = -1;
-// WorkItem::kv_request of a shared range: kv_begin/kv_end index the plan's slot buffer, not a request.
+// KvSegment::kv_request of a shared range: kv_begin/kv_end index the plan's slot buffer, not a request.
 inline constexpr int32_t kSharedKv = -1;
-// ItemRequest::partial_slot of a request with a single partial: stored to the output directly.
+// ItemRequest::partial_slot of a request that is in one work item only: stored to the output directly.
 inline constexpr int32_t kDirectStore = -1;
 
 // The sections behind the header, in their order. Everything that depends on the list of sections is generated
@@ -40,14 +45,16 @@ inline constexpr int32_t kDirectStore = -1;
 // knows about them. SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header)
 // entries of type Entry, and `extra` more.
 //
-//   ticket_begin   ticket t is work items [ticket_begin[t], ticket_begin[t + 1]), at least one
+//   ticket_begin   ticket t is what lies between entries t and t + 1, at least one item
 //   work_items     what the CTAs execute
+//   kv_segments    the KV of each work item, in the order of the items
 //   item_requests  the requests of each work item
 //   gather_spans   how the slot buffer of shared KV is filled
 //   merges         requests whose output is made of partials
 #define PAT_PLAN_SECTIONS(SECTION)                          \
-  SECTION(ticket_begin, int32_t, num_tickets, 1)            \
+  SECTION(ticket_begin, TicketBegin, num_tickets, 1)        \
   SECTION(work_items, WorkItem, num_work_items, 0)          \
+  SECTION(kv_segments, KvSegment, num_kv_segments, 0)       \
   SECTION(item_requests, ItemRequest, num_item_requests, 0) \
   SECTION(gather_spans, GatherSpan, num_gather_spans, 0)    \
   SECTION(merges, MergeEntry, num_merges, 0)
@@ -66,18 +73,39 @@ struct PlanHeader {
 #undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t reserved[5];
+  int32_t reserved[4];
 };
 
-// What a CTA executes in one go: the query rows of `num_requests` requests against one KV range.
+// The first work item of a ticket and its first segment: both are read at once, neither waits for the other.
+struct TicketBegin {
+  int32_t work_item;
+  int32_t kv_segment;
+};
+
+// What a CTA executes in one go: the query rows of `num_requests` requests against the item's segments. Requests that
+// share much lie next to one another. The segments of all items follow one another without a gap, in the order of the
+// items.
 struct WorkItem {
   int32_t tile;  // into kTileTable; num_requests * group_size <= block_q
   int32_t num_requests;
   int32_t request_begin;  // into item_requests
-  int32_t kv_request;     // request whose own row of req_to_token is read live, or kSharedKv
-  int32_t kv_begin;       // position in kv_request, or index into the slot buffer
-  int32_t kv_end;         // exclusive, or kOpenEnd; not above kv_begin if the range is empty
-  int32_t reserved[2];
+  int32_t segment_begin;  // into kv_segments
+  int32_t num_segments;   // at least one
+  int32_t reserved[3];
+};
+
+// KV that requests [first, end) of its work item attend to, counted from the item's first; every (request, position)
+// of the batch lies in one segment. A work item with one segment, of all of its requests, has one softmax over one
+// range.
+struct KvSegment {
+  int32_t kv_request;  // request whose own row of req_to_token is read live, or kSharedKv
+  int32_t kv_begin;    // position in kv_request, or index into the slot buffer
+  int32_t kv_end;      // exclusive, or kOpenEnd; not above kv_begin if the segment is empty
+  int32_t requests;    // first | end << 16
+
+  static constexpr int32_t interval(int32_t first, int32_t end) { return first | end << 16; }
+  constexpr int32_t first_request() const { return requests & 0xffff; }
+  constexpr int32_t end_request() const { return requests >> 16; }
 };
 
 struct ItemRequest {
@@ -104,7 +132,9 @@ struct MergeEntry {
 };
 
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
+static_assert(sizeof(TicketBegin) == 2 * sizeof(int32_t));
 static_assert(sizeof(WorkItem) == 8 * sizeof(int32_t));
+static_assert(sizeof(KvSegment) == 4 * sizeof(int32_t));
 static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
 static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));

@@ -1,5 +1,6 @@
 // What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
-// Every lane arrives for its own reads, so that nothing rests on the order within a warp.
+// Every lane arrives for its own reads, so that nothing rests on the order within a warp. What matrix instructions of
+// the warpgroup have read, a warp hands back at once.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -45,14 +46,43 @@ struct Consumer {
   }
 
   // Address of the keys of the next stage, once it has arrived; the values follow Dims::kKeyBytes behind.
-  __device__ __forceinline__ uint32_t wait_for_stage() const {
-    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[ring.stage]), ring.parity);
-    return ptx::shared_address(storage.kv[ring.stage]);
+  __device__ __forceinline__ uint32_t wait_for_stage() const { return wait_for_stage(ring); }
+
+  // Of that stage.
+  __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
+
+  // Both of the stage after that one.
+  __device__ __forceinline__ uint32_t wait_for_following_stage() const {
+    return wait_for_stage(following());
+  }
+  __device__ __forceinline__ StageRecord following_stage_record() const {
+    return stage_record(following());
   }
 
   __device__ __forceinline__ void release_stage() {
-    ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    if (kStageArrivals == 32 || threadIdx.x % 32 == 0) {
+      ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    }
     ring.advance();
+  }
+
+ private:
+  __device__ __forceinline__ RingPosition<Storage::kStages> following() const {
+    RingPosition<Storage::kStages> position_behind = ring;
+    position_behind.advance();
+    return position_behind;
+  }
+
+  // Lane 0's, so that ptxas knows it to be uniform; it is lane 0 that hands the stage back.
+  __device__ __forceinline__ StageRecord
+  stage_record(const RingPosition<Storage::kStages>& at) const {
+    return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
+  }
+
+  __device__ __forceinline__ uint32_t
+  wait_for_stage(const RingPosition<Storage::kStages>& at) const {
+    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage]), at.parity);
+    return ptx::shared_address(storage.kv[at.stage]);
   }
 };
 

@@ -79,7 +79,6 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
 
   // Anew per item: three bodies' lane addresses do not fit in registers.
   const uint32_t lane = ptx::lane_id();
-  const int num_tokens = consumer.record().num_tokens;
   const int num_rows = consumer.record().num_rows;
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
   const int kv_warp = consumer.warp % Layout::kKvWarps;
@@ -90,26 +89,29 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
 
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
   const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
-  int stage_of_step = 0;
-  for (int token = 0; token < num_tokens; token += kStageTokens) {
+  int num_stages = 0;
+  StageRecord record;
+  do {
     const uint32_t keys = consumer.wait_for_stage();
-    const int num_valid = num_tokens - token - first_token;
-    if (stage_of_step == own_stage && num_valid > 0) {
+    record = consumer.stage_record();
+    if (num_stages % Layout::kStagesPerStep == own_stage && record.num_tokens() > first_token &&
+        record.counts_for(first_row / kUnitRows)) {
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
-      part.template weigh<kTokens>(scores, num_valid, params.logit_scale, lane);
+      part.rescale(part.template weigh<kTokens>(scores, record, first_row, first_token,
+                                                params.logit_scale, lane));
       const uint32_t values = keys + Dims::kKeyBytes;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
     consumer.release_stage();
-    stage_of_step = stage_of_step + 1 == Layout::kStagesPerStep ? 0 : stage_of_step + 1;
-  }
+    ++num_stages;
+  } while (!record.is_last());
 
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
     store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
   } else {
-    const int num_parts = (num_tokens + kTokens - 1) / kTokens;
+    const int num_parts = min(num_stages, Layout::kStagesPerStep) * Layout::kWarpsPerStage;
     combine_and_store_item<T, Dims, kSoftCap, Layout::kKvWarps>(
         part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
   }

@@ -28,8 +28,9 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Storage::kStages; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kProducerWarps * 32);
-      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * 32);
+      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
+                        kProducerWarps * 32 + 1);  // copies, record
+      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * kStageArrivals);
     }
     for (int i = 0; i < kQueryUnits; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record

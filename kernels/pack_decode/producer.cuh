@@ -1,8 +1,8 @@
-// The producer warps of pack_decode: walk the items of the CTA's tickets and keep the KV ring and the query ring
-// full, across items and tickets, so that the consumers find the next item's data already there.
+// The producer warps of pack_decode: walk the items of the CTA's tickets, segment by segment, and keep the KV ring and
+// the query ring full, across items and tickets, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: descriptors are read for up to 32 items at once (one per lane), slots four stages ahead,
-// and KV as far ahead as the ring is long.
+// Latency is hidden three times: descriptors are read for up to 32 items and segments at once (one per lane), slots four
+// stages ahead, whatever segments these belong to, and KV as far ahead as the ring is long.
 #pragma once
 
 #include "decode_params.h"
@@ -12,68 +12,75 @@
 
 namespace pat {
 
-// A work item with its KV range resolved against live lengths. Each lane holds one.
+// What a producer must know of a work item. Each lane holds one.
 struct ItemSource {
-  const int32_t* slots;  // of the range's first token
-  int32_t num_tokens;
   int32_t tile;
   int32_t num_requests;
   int32_t request_begin;
-
-  // An item that no one executes, as the successor of the last.
-  __device__ static ItemSource none() { return {nullptr, 0, 0, 0, 0}; }
+  int32_t num_segments;
 
   __device__ static ItemSource load(const DecodeParams& params, int index) {
     const WorkItem& item = params.plan.work_items[index];
     const int4 head = reinterpret_cast<const int4*>(&item)[0];
-    const int2 range = reinterpret_cast<const int2*>(&item)[2];
-    ItemSource source{.slots = params.shared_slots + range.x,
-                      .num_tokens = range.y - range.x,
-                      .tile = head.x,
-                      .num_requests = head.y,
-                      .request_begin = head.z};
-    const int kv_request = head.w;
-    if (kv_request != kSharedKv) {
-      const int64_t row = load_index(params.req_pool_indices, kv_request);
-      source.slots = params.req_to_token + row * params.req_to_token_stride + range.x;
-      if (range.y == kOpenEnd) {
-        const int64_t length = load_index(params.seq_lens, kv_request);
-        source.num_tokens =
-            static_cast<int32_t>(min(length, int64_t{params.table_width})) - range.x;
-      }
-    }
-    source.num_tokens = max(source.num_tokens, 0);
-    return source;
+    return {head.x, head.y, head.z, item.num_segments};
   }
 
-  __device__ ItemSource of_lane(int lane) const {
-    return {.slots = reinterpret_cast<const int32_t*>(
-                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
-            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
-            .tile = __shfl_sync(kFullWarp, tile, lane),
+  __device__ __forceinline__ ItemSource of_lane(int lane) const {
+    return {.tile = __shfl_sync(kFullWarp, tile, lane),
             .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
-            .request_begin = __shfl_sync(kFullWarp, request_begin, lane)};
+            .request_begin = __shfl_sync(kFullWarp, request_begin, lane),
+            .num_segments = __shfl_sync(kFullWarp, num_segments, lane)};
   }
 };
 
-// Slots of up to 4 stages: lane l holds token l of each.
-struct SlotBatch {
-  static constexpr int kStages = 4;
-  static constexpr int kTokens = kStages * kStageTokens;
-  int32_t slots[kStages];
+// A segment, resolved against live lengths. Each lane holds one.
+struct SegmentSource {
+  const int32_t* slots;  // of the first token
+  int32_t num_tokens;    // 0 or less: empty
+  int32_t requests;      // KvSegment::requests
 
-  __device__ __forceinline__ void load(const int32_t* source, int num_tokens, int lane) {
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-      const int token = i * kStageTokens + lane;
-      slots[i] = token < num_tokens ? source[token] : 0;
+  __device__ static SegmentSource load(const DecodeParams& params, int index) {
+    const int4 segment = reinterpret_cast<const int4*>(params.plan.kv_segments)[index];
+    const int kv_request = segment.x, kv_begin = segment.y, kv_end = segment.z;
+    SegmentSource source{.slots = params.shared_slots + kv_begin,
+                         .num_tokens = kv_end - kv_begin,
+                         .requests = segment.w};
+    if (kv_request != kSharedKv) {
+      const int64_t row = load_index(params.req_pool_indices, kv_request);
+      source.slots = params.req_to_token + row * params.req_to_token_stride + kv_begin;
+      if (kv_end == kOpenEnd) {
+        const int64_t length = load_index(params.seq_lens, kv_request);
+        source.num_tokens =
+            static_cast<int32_t>(min(length, int64_t{params.table_width})) - kv_begin;
+      }
     }
+    return source;
   }
+
+  __device__ __forceinline__ SegmentSource of_lane(int lane) const {
+    return {.slots = reinterpret_cast<const int32_t*>(
+                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
+            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
+            .requests = __shfl_sync(kFullWarp, requests, lane)};
+  }
+};
+
+// Up to 4 stages of one item, which may be of several segments.
+struct StageBatch {
+  static constexpr int kStages = 4;
+
+  int32_t slots[kStages];        // lane l holds that of token l of each stage
+  StageRecord records[kStages];  // of the stages
+  int count = 0;                 // 0: there are no more items
+  bool begins_item = false;
 
   __device__ __forceinline__ int32_t pop_front() {
     const int32_t front = slots[0];
 #pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) slots[i] = slots[i + 1];
+    for (int i = 0; i + 1 < kStages; ++i) {
+      slots[i] = slots[i + 1];
+      records[i] = records[i + 1];
+    }
     return front;
   }
 };
@@ -125,28 +132,16 @@ class Producer {
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
   __device__ __forceinline__ void run() {
-    batch_ = tickets_.first();
-    lane_source_ = load_batch();
-    ItemSource source = lane_source_.of_lane(0);
-    prefetch(source);
-    while (source.num_requests > 0) {
-      set_head(batch_.kv_head);
-      if constexpr (kIsKey) publish(source);
-      ItemSource next;
-      if (source.num_tokens == 0) next = prefetch_next();
-      for (int first = 0; first < source.num_tokens; first += SlotBatch::kTokens) {
-        const SlotBatch slots = next_slots_;
-        const int left = source.num_tokens - first;
-        if (left <= 2 * SlotBatch::kTokens && is_last_of_ticket()) tickets_.draw_ahead();
-        if (left > SlotBatch::kTokens) {
-          next_slots_.load(source.slots + first + SlotBatch::kTokens, left - SlotBatch::kTokens,
-                           lane_);
-        } else {
-          next = prefetch_next();
-        }
-        fill_stages(slots, left);
+    if (begin_ticket(tickets_.first())) prefetch();
+    while (next_.count > 0) {
+      if (next_.begins_item) {
+        set_head(ticket_.kv_head);
+        if constexpr (kIsKey) publish();
       }
-      source = next;
+      const StageBatch batch = next_;
+      if (tokens_left_ <= StageBatch::kStages * kStageTokens) tickets_.draw_ahead();
+      prefetch();
+      fill_stages(batch);
     }
     if constexpr (kIsKey) {
       publish_end();
@@ -155,32 +150,131 @@ class Producer {
   }
 
  private:
-  // The batch's items, one per lane.
-  __device__ __forceinline__ ItemSource load_batch() const {
-    if (batch_.count == 0) return ItemSource::none();
-    return ItemSource::load(params_, batch_.first_item + min(lane_, batch_.count - 1));
+  __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
+    ticket_ = ticket;
+    if (!ticket.has_items()) return false;
+    next_item_ = ticket.first_item;
+    next_segment_ = ticket.first_segment;
+    load_items();
+    load_segments();
+    return true;
   }
 
-  __device__ __forceinline__ bool is_last_of_ticket() const {
-    return batch_.first_item + index_ + 1 == batch_.ticket_end;
+  // The ticket's items from next_item_ on, one per lane.
+  __device__ __forceinline__ void load_items() {
+    first_lane_item_ = next_item_;
+    lane_item_ = ItemSource::load(params_, min(next_item_ + lane_, ticket_.end_item - 1));
   }
 
-  // Goes on to the next item and has its slots and requests on their way. The present one's last stages may still be
-  // to fill.
-  __device__ __forceinline__ ItemSource prefetch_next() {
-    if (++index_ == batch_.count) {
-      batch_ = tickets_.after(batch_);
-      lane_source_ = load_batch();
-      index_ = 0;
+  // The ticket's segments from next_segment_ on, one per lane.
+  __device__ __forceinline__ void load_segments() {
+    first_lane_segment_ = next_segment_;
+    const int index = next_segment_ + lane_;
+    lane_segment_ = SegmentSource::load(params_, min(index, ticket_.end_segment - 1));
+    not_empty_ = __ballot_sync(kFullWarp, lane_segment_.num_tokens > 0);
+    if constexpr (kIsKey) {
+      const bool counts = index < ticket_.end_segment && lane_segment_.num_tokens > 0;
+      tokens_left_ = next_segment_ + 32 < ticket_.end_segment
+                         ? INT32_MAX
+                         : __reduce_add_sync(kFullWarp, counts ? lane_segment_.num_tokens : 0);
     }
-    const ItemSource next = lane_source_.of_lane(index_);
-    prefetch(next);
-    return next;
   }
 
-  __device__ __forceinline__ void prefetch(const ItemSource& source) {
-    next_slots_.load(source.slots, source.num_tokens, lane_);
-    load_requests(source);
+  // The next item becomes the present one. false: there is none.
+  __device__ __forceinline__ bool begin_item() {
+    if (next_item_ == ticket_.end_item) {
+      if (!begin_ticket(tickets_.next())) return false;
+    } else if (next_item_ == first_lane_item_ + 32) {
+      load_items();
+    }
+    item_ = lane_item_.of_lane(next_item_ - first_lane_item_);
+    ++next_item_;
+    end_segment_ = next_segment_ + item_.num_segments;
+    is_complete_ = false;
+    load_requests();
+    return true;
+  }
+
+  // Lists the item's segments that the lanes hold, next_segment_ being the first, as far as they are not empty.
+  __device__ __forceinline__ void list_segments() {
+    if (next_segment_ == first_lane_segment_ + 32) load_segments();
+    const int first = next_segment_ - first_lane_segment_;
+    const int end = min(end_segment_ - first_lane_segment_, 32);
+    pending_ = not_empty_ & (kFullWarp << first) & (kFullWarp >> (32 - end));
+    next_segment_ = first_lane_segment_ + end;
+  }
+
+  // Whether a listed segment has another stage. Goes on to the next one where the last has ended.
+  __device__ __forceinline__ bool has_stage() {
+    if (left_ > 0) return true;
+    if (pending_ == 0) return false;
+    const SegmentSource segment = lane_segment_.of_lane(__ffs(pending_) - 1);
+    pending_ &= pending_ - 1;
+    slots_ = segment.slots;
+    left_ = segment.num_tokens;
+    const int group_size = params_.rows.group_size;
+    const int first = segment.requests & 0xffff, end = segment.requests >> 16;
+    record_ =
+        StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size);
+    return true;
+  }
+
+  // Has the slots of the next stages on their way, and the requests of an item that begins with them. The present
+  // one's last stages may still be to fill.
+  __device__ __forceinline__ void prefetch() {
+    next_.begins_item = false;
+    while (!has_stage()) {
+      if (next_segment_ < end_segment_) {
+        list_segments();
+      } else if (!is_complete_) {
+        // Without any KV, or what follows after the lanes' last segments is empty.
+        next_.slots[0] = 0;
+        next_.records[0] = StageRecord::empty();
+        next_.count = 1;
+        is_complete_ = true;
+        return;
+      } else if (begin_item()) {
+        next_.begins_item = true;
+      } else {
+        next_.count = 0;
+        return;
+      }
+    }
+    // Where the loads are from comes first: then they are all on their way at once.
+    const int32_t* sources[StageBatch::kStages];
+    int tokens[StageBatch::kStages];
+    if (left_ > StageBatch::kStages * kStageTokens) {
+#pragma unroll
+      for (int i = 0; i < StageBatch::kStages; ++i) {
+        sources[i] = slots_ + i * kStageTokens;
+        tokens[i] = kStageTokens;
+        next_.records[i] = record_;
+      }
+      next_.count = StageBatch::kStages;
+      slots_ += StageBatch::kStages * kStageTokens;
+      left_ -= StageBatch::kStages * kStageTokens;
+      if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * kStageTokens;
+    } else {
+      next_.count = 0;
+#pragma unroll
+      for (int i = 0; i < StageBatch::kStages; ++i) {
+        sources[i] = slots_;
+        tokens[i] = 0;
+        if (!has_stage()) continue;
+        sources[i] = slots_;
+        tokens[i] = min(left_, kStageTokens);
+        slots_ += kStageTokens;
+        left_ -= kStageTokens;
+        if constexpr (kIsKey) tokens_left_ -= tokens[i];
+        is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
+        next_.records[i] = record_.with_tokens(tokens[i]).as_last(is_complete_);
+        ++next_.count;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < StageBatch::kStages; ++i) {
+      next_.slots[i] = lane_ < tokens[i] ? sources[i][lane_] : 0;
+    }
   }
 
   __device__ __forceinline__ void set_head(int kv_head) {
@@ -190,45 +284,51 @@ class Producer {
     first_head_ = kv_head * params_.rows.group_size;
   }
 
-  // Up to SlotBatch::kStages stages, of an item of which num_tokens tokens are left.
-  __device__ __forceinline__ void fill_stages(SlotBatch slots, int num_tokens) {
+  __device__ __forceinline__ void fill_stages(StageBatch batch) {
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
-    for (int token = 0; token < min(num_tokens, SlotBatch::kTokens); token += kStageTokens) {
-      fill_stage(slots.pop_front(), num_tokens - token);
+    for (int i = 0; i < batch.count; ++i) {
+      const StageRecord record = batch.records[0];
+      fill_stage(batch.pop_front(), record);
     }
   }
 
-  __device__ __forceinline__ void fill_stage(int32_t lane_slot, int num_tokens) {
+  __device__ __forceinline__ void fill_stage(int32_t lane_slot, const StageRecord& record) {
     const int stage = ring_.stage;
+    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
+    if constexpr (kIsKey) {
+      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
+                            full, lane_ == 0);
+    }
     const uint32_t target =
         ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
-    if (num_tokens >= kStageTokens) {
+    const int num_tokens = record.num_tokens();
+    if (num_tokens == kStageTokens) {
       copy_stage<kColumns, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     } else {
       copy_stage<kColumns, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
     }
-    ptx::barrier_arrive_after_copies(ptx::shared_address(&storage_.kv_full[stage]));
+    ptx::barrier_arrive_after_copies(full);
     ring_.advance();
   }
 
-  // The request of each query row of an item: lane l holds rows l and 32 + l.
-  __device__ __forceinline__ void load_requests(const ItemSource& source) {
+  // The request of each query row of the item: lane l holds rows l and 32 + l.
+  __device__ __forceinline__ void load_requests() {
     if constexpr (kIsKey) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int index = request_of_row(params_.rows, 32 * i + lane_);
-        if (index < source.num_requests) {
-          const ItemRequest* request = params_.plan.item_requests + source.request_begin + index;
+        if (index < item_.num_requests) {
+          const ItemRequest* request = params_.plan.item_requests + item_.request_begin + index;
           requests_[i] = *reinterpret_cast<const int2*>(request);
         }
       }
     }
   }
 
-  // Queries and record of an item, whose requests have been loaded.
-  __device__ __forceinline__ void publish(const ItemSource& source) {
-    const int units = tile_units(source.tile);
+  // Queries and record of the item, whose requests have been loaded.
+  __device__ __forceinline__ void publish() {
+    const int units = tile_units(item_.tile);
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
       const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
@@ -241,12 +341,11 @@ class Producer {
     }
 
     const int tile_rows = units * kUnitRows;
-    const int num_rows = source.num_requests * params_.rows.group_size;
+    const int num_rows = item_.num_requests * params_.rows.group_size;
     ItemRecord& record = storage_.records[queries_.record()];
     if (lane_ == 0) {
-      record.tile = source.tile;
+      record.tile = item_.tile;
       record.num_rows = num_rows;
-      record.num_tokens = source.num_tokens;
     }
     uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
 #pragma unroll
@@ -309,15 +408,31 @@ class Producer {
   const Copy copy_;
   const uint32_t slot_bytes_;
   TicketQueue<Storage, kIsKey> tickets_;
-  ItemBatch batch_;
-  ItemSource lane_source_;  // this lane's item of the batch
-  int index_ = 0;           // in the batch, of the item whose slots were loaded last
-  const char* cache_;       // of the present item's KV head and this lane's chunk, slot 0
-  int first_head_;          // query heads of the KV head: first_head_ to first_head_ + group_size
-  SlotBatch next_slots_;
+
+  // Where prefetch() is: up to four stages ahead of what is filled.
+  TicketRange ticket_;
+  ItemSource lane_item_;        // first_lane_item_ + lane
+  SegmentSource lane_segment_;  // first_lane_segment_ + lane
+  int first_lane_item_;
+  int first_lane_segment_;
+  uint32_t not_empty_;           // lanes whose segment has KV
+  int tokens_left_ = INT32_MAX;  // in the ticket, once the lanes hold its last segment
+  int next_item_;
+  int next_segment_ = 0;     // first of the item that is not listed
+  ItemSource item_;          // the present item
+  int end_segment_ = 0;      // its segments' end
+  bool is_complete_ = true;  // its last stage has been prefetched
+  uint32_t pending_ = 0;     // lanes whose segments of the item are to come
+  const int32_t* slots_;     // of the present segment's next stage
+  int left_ = 0;             // its tokens from there on
+  StageRecord record_;       // of its whole stages
+  StageBatch next_;
+
+  const char* cache_;  // of the present item's KV head and this lane's chunk, slot 0
+  int first_head_;     // query heads of the KV head: first_head_ to first_head_ + group_size
   RingPosition<Storage::kStages> ring_;
   QueryPosition queries_;
-  int2 requests_[2] = {};  // of this lane's rows of the item to be published next
+  int2 requests_[2] = {};  // of this lane's rows of the item
 };
 
 }  // namespace pat

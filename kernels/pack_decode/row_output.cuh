@@ -14,22 +14,14 @@ template <typename T, int kColumns, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row, int column,
                                               const float2 (&values)[kTiles], float scale) {
   if (row == kNoTarget) return;
-  if (row >= 0) {
-    float* target = params.partial_out + static_cast<int64_t>(row) * kColumns + column;
+  const bool is_partial = row >= 0;
+  T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
+              static_cast<int64_t>(is_partial ? row : ~row) * kColumns + column;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (kMayEnd && column + tile * 8 >= kColumns) continue;
-      *reinterpret_cast<float2*>(target + tile * 8) =
-          make_float2(values[tile].x * scale, values[tile].y * scale);
-    }
-  } else {
-    T* target = static_cast<T*>(params.out) + static_cast<int64_t>(~row) * kColumns + column;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (kMayEnd && column + tile * 8 >= kColumns) continue;
-      *reinterpret_cast<uint32_t*>(target + tile * 8) =
-          ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
-    }
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (kMayEnd && column + tile * 8 >= kColumns) continue;
+    *reinterpret_cast<uint32_t*>(target + tile * 8) =
+        ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
   }
 }
 
@@ -94,8 +86,8 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
   }
 }
 
-// A tile whose KV is split across the kKvWarps warps of a row group, of which the first num_parts have read
-// something. Every warp gathers its share of the columns. All consumer warps call it together.
+// A tile whose KV is split across the kKvWarps warps of a row group, of which only the first num_parts can have
+// read something. Every warp gathers its share of the columns. All consumer warps call it together.
 template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,

@@ -1,4 +1,4 @@
-// Which items a CTA executes: tickets, drawn until none is left, as batches that a warp's lanes hold one item each of.
+// Which items a CTA executes: tickets, drawn until none is left.
 #pragma once
 
 #include "decode_params.h"
@@ -6,12 +6,16 @@
 
 namespace pat {
 
-// Up to 32 neighbouring items of one ticket. count 0: there are no more.
-struct ItemBatch {
+// Neighbouring items and their segments, for one KV head.
+struct TicketRange {
   int first_item;
-  int count;
-  int ticket_end;  // end of the ticket's items
+  int end_item;
+  int first_segment;
+  int end_segment;
   int kv_head;
+
+  __device__ static TicketRange none() { return {0, 0, 0, 0, 0}; }
+  __device__ __forceinline__ bool has_items() const { return first_item < end_item; }
 };
 
 // A producer warp's view. The K producer draws, shortly before the present ticket ends: any earlier, and a ticket would
@@ -23,8 +27,8 @@ class TicketQueue {
       : params_(params), storage_(storage), lane_(lane) {}
 
   // The first draw is the CTA's number, so that a small plan starts without waiting for the counter.
-  __device__ __forceinline__ ItemBatch first() {
-    const ItemBatch batch = batch_of(blockIdx.x);
+  __device__ __forceinline__ TicketRange first() {
+    const TicketRange range = range_of(blockIdx.x);
     // Loaded beside the ticket, not before it: what lies behind the plan's tickets is read, but not used.
     const PlanHeader& header = *params_.plan.header;
     const int4 identity = *reinterpret_cast<const int4*>(&header);  // its first four fields
@@ -33,7 +37,7 @@ class TicketQueue {
         identity.z != params_.num_requests || identity.w != params_.rows.group_size) {
       __trap();  // no plan, or one of another batch than this graph was captured for
     }
-    return static_cast<int>(blockIdx.x) < num_draws_ ? batch : none();
+    return static_cast<int>(blockIdx.x) < num_draws_ ? range : TicketRange::none();
   }
 
   // Has the next draw on its way, once per ticket.
@@ -43,13 +47,10 @@ class TicketQueue {
     is_drawn_ = true;
   }
 
-  __device__ __forceinline__ ItemBatch after(const ItemBatch& batch) {
-    const int next = batch.first_item + batch.count;
-    if (next < batch.ticket_end) {
-      return {next, min(32, batch.ticket_end - next), batch.ticket_end, batch.kv_head};
-    }
+  // Until there is none.
+  __device__ __forceinline__ TicketRange next() {
     const int draw = next_draw();
-    return draw < num_draws_ ? batch_of(draw) : none();
+    return draw < num_draws_ ? range_of(draw) : TicketRange::none();
   }
 
   // Once the K producer has drawn its last. That of the last CTA puts the counter back to zero.
@@ -64,13 +65,11 @@ class TicketQueue {
   }
 
  private:
-  __device__ static ItemBatch none() { return {0, 0, 0, 0}; }
-
-  __device__ __forceinline__ ItemBatch batch_of(int draw) const {
+  __device__ __forceinline__ TicketRange range_of(int draw) const {
     const int ticket = max(min(draw / params_.num_kv_heads, params_.max_tickets - 1), 0);
-    const int begin = params_.plan.ticket_begin[ticket];
-    const int end = params_.plan.ticket_begin[ticket + 1];
-    return {begin, min(32, end - begin), end, draw % params_.num_kv_heads};
+    const int2* const ends = reinterpret_cast<const int2*>(params_.plan.ticket_begin + ticket);
+    const int2 begin = ends[0], end = ends[1];
+    return {begin.x, end.x, begin.y, end.y, draw % params_.num_kv_heads};
   }
 
   __device__ __forceinline__ bool all_drawn_at_once() const {

@@ -13,11 +13,14 @@ template <typename T, typename Dims, bool kSoftCap>
 struct WarpAttention {
   static constexpr int kColumnTiles = kOutColumns<Dims> / 8;
   static constexpr int kDepthSteps = Dims::kKey / 16;
+  // Probabilities are relative to exp2(maximum) and may exceed 1: as long as they stay below 2 to this power, what has
+  // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
+  static constexpr float kSlack = 8.f;
 
   ptx::Fragment queries[kDepthSteps];
   float out[kColumnTiles][4];  // those beyond Dims::kValue hold whatever lies behind the values
-  float maximum[2];            // of the scores so far; -inf before the first
-  float sum[2];                // of this lane's columns only, until finish()
+  float maximum[2];  // of a row's scores, or lower by at most kSlack; -inf before the first
+  float sum[2];      // of this lane's columns only, until finish()
 
   // `tile` holds tile_rows query rows; this warp's are the 16 from first_row.
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
@@ -40,11 +43,20 @@ struct WarpAttention {
     clear();
   }
 
-  // Scores of kTokens tokens, of which the first num_valid count (at least one), to unnormalised probabilities.
-  // Rescales `out` and `sum` where the maximum has risen.
+  // What `out` has to be multiplied with because a row's maximum has risen.
+  struct Rescaling {
+    bool any;  // in the warp
+    float factor[2];
+  };
+
+  // Scores of kTokens tokens of a stage, from first_token on, to unnormalised probabilities. The stage counts for some
+  // row of the warp, whose first is row first_row of the item, and at least one of the tokens does. rescale() must
+  // follow before these are multiplied with values: `out` may be in use until then.
   template <int kTokens>
-  __device__ __forceinline__ void weigh(float (&scores)[kTokens / 8][4], int num_valid,
-                                        const LogitScale& scale, uint32_t lane) {
+  __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
+                                             const StageRecord& stage, int first_row,
+                                             int first_token, const LogitScale& scale,
+                                             uint32_t lane) {
     if constexpr (kSoftCap) {
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
@@ -52,28 +64,40 @@ struct WarpAttention {
         for (int i = 0; i < 4; ++i) scores[tile][i] = ptx::tanh(scores[tile][i] * scale.inner);
       }
     }
-    if (num_valid < kTokens) {
+    if (!stage.is_whole(first_row / kUnitRows)) {
 #pragma unroll
-      for (int tile = 0; tile < kTokens / 8; ++tile) {
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + lane / 4 + i / 2 * 8;
+        const bool counts = row >= stage.first_row() && row < stage.end_row();
+        const int num_valid = counts ? stage.num_tokens() - first_token : 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int tile = 0; tile < kTokens / 8; ++tile) {
           const int column = tile * 8 + lane % 4 * 2 + i % 2;
           if (column >= num_valid) scores[tile][i] = -INFINITY;
         }
       }
     }
-    update_maximum<kTokens>(scores, scale);
+    const Rescaling rescaling = update_maximum<kTokens>(scores, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float shift = maximum[h] * scale.outer;
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          scores[tile][i] = ptx::exp2(scores[tile][i] * scale.outer - shift);
+          scores[tile][i] = ptx::exp2(scores[tile][i] * scale.outer - shift_[h]);
           sum[h] += scores[tile][i];
         }
       }
+    }
+    return rescaling;
+  }
+
+  __device__ __forceinline__ void rescale(const Rescaling& rescaling) {
+    if (!rescaling.any) return;
+#pragma unroll
+    for (int tile = 0; tile < kColumnTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[tile][i] *= rescaling.factor[i / 2];
     }
   }
 
@@ -105,40 +129,44 @@ struct WarpAttention {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      maximum[h] = -INFINITY;
-      sum[h] = 0.f;
+      maximum[h] = limit_[h] = -INFINITY;
+      sum[h] = shift_[h] = 0.f;
     }
   }
 
   template <int kTokens>
-  __device__ __forceinline__ void update_maximum(const float (&scores)[kTokens / 8][4],
-                                                 const LogitScale& scale) {
-    float latest[2] = {maximum[0], maximum[1]};
+  __device__ __forceinline__ Rescaling update_maximum(const float (&scores)[kTokens / 8][4],
+                                                      const LogitScale& scale) {
+    float latest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) latest[i / 2] = fmaxf(latest[i / 2], scores[tile][i]);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 1));
-      latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 2));
-    }
-    // Past the first few steps of a range the maximum rarely moves, and the rescaling is skipped.
-    if (__any_sync(kFullWarp, latest[0] > maximum[0] || latest[1] > maximum[1])) {
+    Rescaling rescaling{};
+    // Each lane for its own columns: the row's are compared where one of them asks for it.
+    rescaling.any = __any_sync(kFullWarp, latest[0] > limit_[0] || latest[1] > limit_[1]);
+    if (rescaling.any) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float factor = ptx::exp2((maximum[h] - latest[h]) * scale.outer);
-        sum[h] *= factor;
-#pragma unroll
-        for (int tile = 0; tile < kColumnTiles; ++tile) {
-          out[tile][2 * h] *= factor;
-          out[tile][2 * h + 1] *= factor;
+        latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 1));
+        latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 2));
+        rescaling.factor[h] = 1.f;
+        if (latest[h] > maximum[h]) {
+          rescaling.factor[h] = ptx::exp2((maximum[h] - latest[h]) * scale.outer);
+          sum[h] *= rescaling.factor[h];
+          maximum[h] = latest[h];
+          shift_[h] = latest[h] * scale.outer;
+          limit_[h] = latest[h] + kSlack / scale.outer;
         }
-        maximum[h] = latest[h];
       }
     }
+    return rescaling;
   }
+
+  // The maximum as an exponent; 0 before the first, so that weights of a row that no token has counted for are 0, not NaN.
+  float shift_[2];
+  float limit_[2];  // scores above it need a new maximum
 };
 
 }  // namespace pat

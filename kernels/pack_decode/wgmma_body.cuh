@@ -2,6 +2,9 @@
 // whose instructions always multiply 64 rows. Rows that a tile does not have cost tensor core time that a
 // memory-bound item does not miss; in return a KV stage is read from shared memory once, and no warp ever waits
 // for another one's part of a row.
+//
+// Stages overlap: while a stage's scores become probabilities, the values of the stage before are multiplied. What is
+// under way is the same at every point of the code, or ptxas would let one multiplication wait for the other.
 #pragma once
 
 #include "pack_decode/consumer.cuh"
@@ -11,17 +14,52 @@
 
 namespace pat {
 
+using StageScores = float[kStageTokens / 8][4];
+using StageWeights = ptx::Fragment[kStageTokens / 16];
+
+// Starts the multiplication of a stage's keys.
+template <typename T, typename Dims, bool kSoftCap>
+__device__ __forceinline__ void start_scores(StageScores& scores,
+                                             const WarpAttention<T, Dims, kSoftCap>& part,
+                                             uint32_t stage) {
+  const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+  wgmma::fence_copies();
+  wgmma::tie(scores);
+  wgmma::begin();
+#pragma unroll
+  for (int step = 0; step < Dims::kKey / 16; ++step) {
+    wgmma::multiply_keys<T>(scores, part.queries[step], keys.at(KeyOperand::address(0, step)),
+                            step > 0);
+  }
+  wgmma::commit();
+}
+
+// Starts the multiplication of a stage's values.
+template <typename T, typename Dims, bool kSoftCap>
+__device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& part,
+                                             const StageWeights& weights, uint32_t stage) {
+  const wgmma::Operand<ValueOperand::kPanelBytes, ValueOperand::kGroupBytes> values(
+      stage + Dims::kKeyBytes);
+  wgmma::tie(part.out);
+  wgmma::begin();
+#pragma unroll
+  for (int step = 0; step < kStageTokens / 16; ++step) {
+    wgmma::multiply_values<T>(part.out, weights[step], values.at(ValueOperand::address(0, step)));
+  }
+  wgmma::commit();
+}
+
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
   static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
+  using Attention = WarpAttention<T, Dims, kSoftCap>;
 
   const uint32_t lane = ptx::lane_id();
   const int units = tile_units(consumer.record().tile);
-  const int num_tokens = consumer.record().num_tokens;
   const int first_row = consumer.warp * kUnitRows;
   const bool has_rows = first_row < consumer.record().num_rows;
 
-  WarpAttention<T, Dims, kSoftCap> part;
+  Attention part;
   if (has_rows) {
     part.begin(consumer.queries(units), units * kUnitRows, first_row, lane);
   } else {
@@ -29,43 +67,55 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   }
   consumer.release_queries(units, first_row, lane);
 
-  for (int token = 0; token < num_tokens; token += kStageTokens) {
-    const uint32_t keys = consumer.wait_for_stage();
-    const uint32_t values = keys + Dims::kKeyBytes;
-    float scores[kStageTokens / 8][4];
-    wgmma::fence_copies();
-    wgmma::tie(scores);
-    wgmma::begin();
+  StageScores scores;
+  StageWeights weights;
+  const auto weigh = [&](const StageRecord& record) {
+    typename Attention::Rescaling rescaling{};
+    if (record.counts_for(consumer.warp)) {
+      rescaling =
+          part.template weigh<kStageTokens>(scores, record, first_row, 0, params.logit_scale, lane);
+    } else {
 #pragma unroll
-    for (int step = 0; step < Dims::kKey / 16; ++step) {
-      wgmma::multiply_keys<T>(
-          scores, part.queries[step],
-          wgmma::descriptor(KeyOperand::address(keys, step), 0, KeyOperand::kGroupBytes), step > 0);
+      for (int tile = 0; tile < kStageTokens / 8; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
+      }
     }
-    wgmma::finish();
-    wgmma::tie(scores);
-    if (has_rows) {
-      part.template weigh<kStageTokens>(scores, num_tokens - token, params.logit_scale, lane);
-    }
-    // Before begin(): what is written to a register after it is not ordered with the multiplications.
-    ptx::Fragment weights[kStageTokens / 16];
+    return rescaling;
+  };
+  const auto pack_weights = [&] {
 #pragma unroll
     for (int step = 0; step < kStageTokens / 16; ++step) {
       part.pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
     }
-    wgmma::tie(part.out);
-    wgmma::begin();
-#pragma unroll
-    for (int step = 0; step < kStageTokens / 16; ++step) {
-      wgmma::multiply_values<T>(
-          part.out, weights[step],
-          wgmma::descriptor(ValueOperand::address(values, step), ValueOperand::kPanelBytes,
-                            ValueOperand::kGroupBytes));
-    }
-    wgmma::finish();
+  };
+
+  uint32_t stage = consumer.wait_for_stage();
+  StageRecord record = consumer.stage_record();
+  start_scores(scores, part, stage);
+  wgmma::wait<0>();
+  wgmma::tie(scores);
+  weigh(record);  // nothing to rescale yet
+  pack_weights();
+  while (!record.is_last()) {
+    const uint32_t before = stage;
+    stage = consumer.wait_for_following_stage();
+    start_scores(scores, part, stage);
+    start_output(part, weights, before);
+    record = consumer.following_stage_record();
+    wgmma::wait<1>();
+    wgmma::tie(scores);
+    const auto rescaling = weigh(record);
+    wgmma::wait<0>();
     wgmma::tie(part.out);
     consumer.release_stage();
+    part.rescale(rescaling);
+    pack_weights();
   }
+  start_output(part, weights, stage);
+  wgmma::wait<0>();
+  wgmma::tie(part.out);
+  consumer.release_stage();
 
   if (has_rows) {
     part.finish();

@@ -1,6 +1,7 @@
 // Shared memory of pack_decode and the positions in its rings: what the producer warps hand to the consumers.
 //
-//   KV ring     kStages stages of 32 tokens, K and V. It runs on across work items, so loads never drain.
+//   KV ring     kStages stages of 32 tokens, K and V, of one segment each, and what the consumers must know of them. It
+//               runs on across work items, so loads never drain.
 //   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
@@ -36,6 +37,9 @@ inline constexpr bool kUsesWgmma = true;
 #else
 inline constexpr bool kUsesWgmma = false;
 #endif
+
+// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
+inline constexpr int kStageArrivals = kUsesWgmma ? 1 : 32;
 
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
@@ -78,11 +82,50 @@ inline constexpr int32_t kNoMoreItems = -1;
 
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
-  int32_t tile;        // or kNoMoreItems
-  int32_t num_rows;    // query rows in use
-  int32_t num_tokens;  // of the item's KV range, 0 if it is empty
-  int32_t reserved;
+  int32_t tile;      // or kNoMoreItems
+  int32_t num_rows;  // query rows in use
   RowTarget targets[kMaxTileRows];
+};
+
+// What the consumers must know of a stage, written by the K producer. A unit of 16 rows, which is a warp's, learns from
+// two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage: the
+// only one of an item without KV is empty.
+struct StageRecord {
+  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kAny = 24, kWhole = 28;  // first bits
+
+  uint32_t packed;
+
+  // Of whole stages for rows [first_row, end_row) of num_rows.
+  __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows) {
+    const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
+    // Rows that the item does not have mask nothing.
+    if (end_row == num_rows) end_row = kMaxTileRows;
+    const uint32_t whole = (1u << end_row / kUnitRows) - 1 & -(1u << units(first_row));
+    return {static_cast<uint32_t>(first_row | end_row << kEndRow | kStageTokens << kTokens) |
+            any << kAny | whole << kWhole};
+  }
+  __device__ __forceinline__ static StageRecord empty() { return {1u << kLast}; }
+
+  __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
+    if (num_tokens == kStageTokens) return *this;
+    constexpr uint32_t kOthers = (1u << kTokens) - 1 | 15u << kAny;
+    return {packed & kOthers | static_cast<uint32_t>(num_tokens) << kTokens};
+  }
+  __device__ __forceinline__ StageRecord as_last(bool is_last) const {
+    return {packed | uint32_t{is_last} << kLast};
+  }
+
+  __device__ __forceinline__ int first_row() const { return packed & 0x7f; }
+  __device__ __forceinline__ int end_row() const { return packed >> kEndRow & 0x7f; }
+  __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x3f; }
+  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
+  __device__ __forceinline__ bool counts_for(int unit) const { return packed >> kAny >> unit & 1; }
+  __device__ __forceinline__ bool is_whole(int unit) const { return packed >> kWhole >> unit & 1; }
+
+ private:
+  __device__ __forceinline__ static int units(int rows) {
+    return (rows + kUnitRows - 1) / kUnitRows;
+  }
 };
 
 // The swizzle is one of addresses: its pattern repeats after this many bytes.
@@ -109,6 +152,7 @@ struct SharedState {
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
   ItemRecord records[kQueryUnits];
+  StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_empty[kMaxStages];

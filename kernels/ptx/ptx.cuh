@@ -50,6 +50,21 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
       : "memory");
 }
 
+// Of the one thread for which `acts` is true, without a branch: stores a word to shared memory, then arrives.
+__device__ __forceinline__ void store_and_arrive(uint32_t shared, uint32_t word, uint32_t barrier,
+                                                 bool acts) {
+  asm volatile(
+      "{\n"
+      ".reg .pred acts;\n"
+      ".reg .b64 state;\n"
+      "setp.ne.b32 acts, %3, 0;\n"
+      "@acts st.shared.b32 [%0], %1;\n"
+      "@acts mbarrier.arrive.shared.b64 state, [%2];\n"
+      "}" ::"r"(shared),
+      "r"(word), "r"(barrier), "r"(static_cast<int>(acts))
+      : "memory");
+}
+
 // Arrives once all copies that this thread has issued so far have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -166,6 +181,21 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// The floats of a register of two T, the lower half first.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t packed) {
+  return {__half2float(__ushort_as_half(packed & 0xffff)),
+          __half2float(__ushort_as_half(packed >> 16))};
 }
 
 // --- fast math. Relative error 2^-22 for exp2, 2^-23 for reciprocal, 2^-11 for tanh; absolute 2^-22 for log2 ---

@@ -12,15 +12,22 @@
 
 namespace pat::wgmma {
 
-// Descriptor of a right-hand side in the 128-byte swizzle. Keys (k contiguous): stride is the distance of 8-row
-// groups along n, leading is unused. Values (n contiguous): stride is the distance of 8-row groups along k,
-// leading that of 64-column panels along n.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading_bytes,
-                                               uint32_t stride_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  return kSwizzle128 | uint64_t{stride_bytes >> 4} << 32 | uint64_t{leading_bytes >> 4} << 16 |
-         ((address & 0x3ffff) >> 4);
-}
+// A right-hand side in the 128-byte swizzle, from which the descriptors of its parts follow by one addition. Keys (k
+// contiguous): stride is the distance of 8-row groups along n, leading is unused. Values (n contiguous): stride is the
+// distance of 8-row groups along k, leading that of 64-column panels along n.
+template <uint32_t kLeadingBytes, uint32_t kStrideBytes>
+struct Operand {
+  uint32_t low;
+
+  __device__ __forceinline__ explicit Operand(uint32_t address)
+      : low((address >> 4) + (kLeadingBytes >> 4 << 16)) {}
+
+  // Descriptor of the part that begins `offset` bytes behind.
+  __device__ __forceinline__ uint64_t at(uint32_t offset) const {
+    constexpr uint32_t kSwizzle128 = 1u << 30;
+    return uint64_t{kSwizzle128 | kStrideBytes >> 4} << 32 | (low + (offset >> 4));
+  }
+};
 
 // Shared memory written by copies is visible to the matrix instructions after this.
 __device__ __forceinline__ void fence_copies() {
@@ -30,12 +37,18 @@ __device__ __forceinline__ void fence_copies() {
 // Registers written before are visible to the multiplications after this.
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Waits for all multiplications issued.
-__device__ __forceinline__ void finish() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Ends a group: the multiplications issued since the last one.
+__device__ __forceinline__ void commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Ties an accumulator to begin() or finish(): no access to it moves across. Costs nothing.
+// Waits for all groups but the latest kGroups.
+template <int kGroups>
+__device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// Ties an accumulator to begin() or wait(): no access to it moves across. Costs nothing.
 template <int kTiles>
 __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
 #pragma unroll

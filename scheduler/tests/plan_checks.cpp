@@ -30,10 +30,13 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   CHECK_EQ(plan.header->magic, kPlanMagic);
   CHECK_EQ(static_cast<size_t>(h.num_requests), batch.seq_lens.size());
 
-  CHECK_EQ(plan.ticket_begin[0], 0);
-  CHECK_EQ(plan.ticket_begin[h.num_tickets], h.num_work_items);
+  CHECK_EQ(plan.ticket_begin[0].work_item, 0);
+  CHECK_EQ(plan.ticket_begin[h.num_tickets].work_item, h.num_work_items);
+  CHECK_EQ(plan.ticket_begin[h.num_tickets].kv_segment, h.num_kv_segments);
   for (int32_t t = 0; t < h.num_tickets; ++t) {
-    CHECK(plan.ticket_begin[t] < plan.ticket_begin[t + 1]);
+    const TicketBegin& begin = plan.ticket_begin[t];
+    CHECK(begin.work_item < plan.ticket_begin[t + 1].work_item);
+    CHECK_EQ(begin.kv_segment, plan.work_items[begin.work_item].segment_begin);
   }
 
   // The slot buffer: spans one after the other.
@@ -45,47 +48,70 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(num_slots, h.num_shared_slots);
 
+  // What a request reads in one work item: positions, in the order of the segments.
   struct Read {
-    Range range;
+    std::vector<Range> ranges;
     int32_t partial_slot;
   };
   std::vector<std::vector<Read>> reads(batch.seq_lens.size());
   std::vector<char> taken(h.num_item_requests, 0);
   int64_t planned = 0;
+  int32_t next_segment = 0;
   for (int32_t i = 0; i < h.num_work_items; ++i) {
     const WorkItem& item = plan.work_items[i];
     const int32_t rows = item.num_requests * config.group_size;
     CHECK(rows > 0 && rows <= kTileTable[item.tile].block_q);
     CHECK(kTileTable[item.tile].block_q <= config.max_block_q);
     CHECK(item.tile == 0 || rows > kTileTable[item.tile - 1].block_q);
-    Range range{item.kv_begin, item.kv_end};
-    const GatherSpan* span = nullptr;
-    if (item.kv_request == kSharedKv) {
-      span =
-          std::upper_bound(plan.gather_spans, plan.gather_spans + h.num_gather_spans, item.kv_begin,
-                           [](int32_t slot, const GatherSpan& s) { return slot < s.slot_begin; }) -
-          1;
-      CHECK(item.kv_end <= span->slot_begin + span->num_tokens);
-      range.begin += span->kv_begin - span->slot_begin;
-      range.end += span->kv_begin - span->slot_begin;
-    } else {
-      CHECK_EQ(item.num_requests, 1);
-      CHECK_EQ(item.kv_request, plan.item_requests[item.request_begin].request);
-      if (range.end == kOpenEnd) range.end = batch.seq_lens[item.kv_request];
-    }
-    CHECK(range.begin >= 0 && range.begin < range.end);
-    planned += range.end - range.begin;
-    for (int32_t r = item.request_begin; r < item.request_begin + item.num_requests; ++r) {
-      CHECK(r >= 0 && r < h.num_item_requests && !taken[r]);
-      taken[r] = 1;
-      const ItemRequest& entry = plan.item_requests[r];
+    std::vector<Read> item_reads(item.num_requests);
+    for (int32_t r = 0; r < item.num_requests; ++r) {
+      const int32_t index = item.request_begin + r;
+      CHECK(index >= 0 && index < h.num_item_requests && !taken[index]);
+      taken[index] = 1;
+      const ItemRequest& entry = plan.item_requests[index];
       CHECK(entry.request >= 0 && entry.request < h.num_requests);
-      if (span != nullptr && entry.request != span->request) {
-        CHECK(share(batch.paths[entry.request], batch.paths[span->request], range));
+      item_reads[r].partial_slot = entry.partial_slot;
+    }
+    CHECK_EQ(item.segment_begin, next_segment);
+    CHECK(item.num_segments >= 1);
+    next_segment += item.num_segments;
+    for (int32_t s = item.segment_begin; s < next_segment; ++s) {
+      const KvSegment& segment = plan.kv_segments[s];
+      const int32_t first = segment.first_request(), end = segment.end_request();
+      CHECK(first >= 0 && first < end && end <= item.num_requests);
+      Range range{segment.kv_begin, segment.kv_end};
+      const GatherSpan* span = nullptr;
+      if (segment.kv_request == kSharedKv) {
+        span = std::upper_bound(
+                   plan.gather_spans, plan.gather_spans + h.num_gather_spans, segment.kv_begin,
+                   [](int32_t slot, const GatherSpan& s) { return slot < s.slot_begin; }) -
+               1;
+        CHECK(segment.kv_end <= span->slot_begin + span->num_tokens);
+        range.begin += span->kv_begin - span->slot_begin;
+        range.end += span->kv_begin - span->slot_begin;
+      } else {
+        CHECK_EQ(end, first + 1);
+        CHECK_EQ(segment.kv_request, plan.item_requests[item.request_begin + first].request);
+        if (range.end == kOpenEnd) range.end = batch.seq_lens[segment.kv_request];
       }
-      reads[entry.request].push_back({range, entry.partial_slot});
+      CHECK(range.begin >= 0 && range.begin < range.end);
+      planned += range.end - range.begin;
+      for (int32_t r = first; r < end; ++r) {
+        const int32_t request = plan.item_requests[item.request_begin + r].request;
+        if (span != nullptr && request != span->request) {
+          CHECK(share(batch.paths[request], batch.paths[span->request], range));
+        }
+        std::vector<Range>& ranges = item_reads[r].ranges;
+        CHECK(ranges.empty() || ranges.back().end == range.begin);
+        ranges.push_back(range);
+      }
+    }
+    for (int32_t r = 0; r < item.num_requests; ++r) {
+      CHECK(!item_reads[r].ranges.empty());
+      reads[plan.item_requests[item.request_begin + r].request].push_back(item_reads[r]);
     }
   }
+  CHECK_EQ(next_segment, h.num_kv_segments);
   CHECK(std::count(taken.begin(), taken.end(), 1) == h.num_item_requests);
   CHECK_EQ(planned, scheduler.last_plan().kv_tokens().planned);
 
@@ -94,11 +120,11 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   for (size_t request = 0; request < reads.size(); ++request) {
     std::vector<Read>& all = reads[request];
     std::sort(all.begin(), all.end(),
-              [](const Read& a, const Read& b) { return a.range.begin < b.range.begin; });
+              [](const Read& a, const Read& b) { return a.ranges[0].begin < b.ranges[0].begin; });
     int32_t position = 0;
     for (const Read& read : all) {
-      CHECK_EQ(read.range.begin, position);
-      position = read.range.end;
+      CHECK_EQ(read.ranges.front().begin, position);
+      position = read.ranges.back().end;
       CHECK_EQ(read.partial_slot, all.size() == 1 ? kDirectStore : next_partial++);
     }
     CHECK_EQ(position, batch.seq_lens[request]);

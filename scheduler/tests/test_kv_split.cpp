@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "batches.h"
 #include "kv_split.h"
@@ -19,26 +21,55 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   forest.build(arrays.view());
   forest.arrange(batch.seq_lens);
   const TileSelection tiles(config.group_size, config.max_block_q);
-  Packer(config.policy, config.cost, tiles).pack(forest, batch.seq_lens, made.packing);
+  Packer(config.policy, config.cost.packing, tiles).pack(forest, batch.seq_lens, made.packing);
   KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
       .split(made.packing, made.split);
   return made;
 }
 
+// Whether a segment of a piece is one of the packing that no cut has shortened.
+bool is_whole(const Packing& packing, const Segment& segment) {
+  return std::ranges::any_of(packing.segments, [&](const Segment& other) {
+    return other.span == segment.span && other.kv_begin == segment.kv_begin &&
+           other.kv_end == segment.kv_end;
+  });
+}
+
+// A pack of more requests than a tile holds is several tiles.
+int64_t num_uncut_segments(const Packing& packing, const TileSelection& tiles) {
+  int64_t num_segments = 0;
+  for (const Pack& pack : packing.packs) {
+    num_segments += int64_t{pack.num_segments} * tiles.num_tiles(pack.num_requests);
+  }
+  return num_segments;
+}
+
 void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(config.group_size, config.max_block_q);
   const auto& [packing, split] = made;
-  int64_t cut_requests = 0;
+  int64_t taken_requests = 0;
   for (const Piece& piece : split.pieces) {
-    const Pack& pack = packing.packs[piece.pack];
-    const int32_t tokens = piece.kv_end - piece.kv_begin;
-    if (piece.kv_begin > pack.kv_begin) {
-      cut_requests += piece.num_requests;
-      CHECK_EQ((piece.kv_begin - pack.kv_begin) % kCutGranularity, 0);
+    CHECK(piece.num_requests > 0 && piece.num_segments > 0);
+    CHECK(piece.num_requests <= tiles.requests_per_tile());
+    taken_requests += piece.num_requests;
+    std::vector<char> touched(piece.num_requests, 0);
+    int64_t tokens = 0;
+    for (int32_t s = piece.segment_begin; s < piece.segment_begin + piece.num_segments; ++s) {
+      const Segment& segment = split.segments[s];
+      CHECK(segment.first >= 0 && segment.first < segment.end && segment.end <= piece.num_requests);
+      std::fill(touched.begin() + segment.first, touched.begin() + segment.end, 1);
+      tokens += segment.num_tokens();
+      // A part of a segment is not short.
+      CHECK(segment.num_tokens() >= config.min_piece_tokens || is_whole(packing, segment));
     }
-    if (tokens < pack.kv_end - pack.kv_begin) CHECK(tokens >= config.min_piece_tokens);
+    CHECK_EQ(tokens, piece.num_tokens);
+    CHECK(std::ranges::count(touched, 1) == piece.num_requests);
   }
-  CHECK(cut_requests <= KvSplitter::max_cut_requests(config.num_workers, tiles));
+  const int64_t packed = static_cast<int64_t>(packing.requests.size());
+  const int64_t most_cut = KvSplitter::max_cut_requests(config.num_workers, tiles);
+  CHECK(taken_requests - packed <= most_cut + packing.spare_requests);
+  CHECK(static_cast<int64_t>(split.segments.size()) <=
+        num_uncut_segments(packing, tiles) + KvSplitter::kMaxSegmentsPerCut * most_cut);
   size_t num_pieces = 0;
   for (const Ticket& ticket : split.tickets) {
     CHECK(ticket.piece_begin < ticket.piece_end);
@@ -75,15 +106,13 @@ TEST(kv_split_of_one_long_tile) {
 }
 
 TEST(kv_split_takes_the_longest_and_largest_input) {
-  for (const int32_t cost : {0, 1, CostModel::kLargest}) {
+  for (const int32_t cost : {0, 1, kLargestCost}) {
     for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {
       SchedulerConfig made = config(16, 3);
       made.min_piece_tokens = piece;
-      made.cost = {.partial_row = cost,
-                   .piece = cost,
-                   .query_row = cost,
-                   .shortest = cost,
-                   .rows_at_ridge = std::max(cost, 1)};
+      CostModel::visit(made.cost, [&](const std::string&, int32_t& value, int32_t least) {
+        value = std::max(cost, least);
+      });
       const Batch batch =
           make_batch({{-1, 1'000'000'000}, {0, 1'000'000'000}, {-1, 70}},
                      {{1, 1'000}, {1, 147'483'647}, {0, 3}, {2, 5}, {2, 0}, {-1, 0}});

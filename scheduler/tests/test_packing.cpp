@@ -32,26 +32,38 @@ TEST(packing_keeps_tree_order) {
     std::vector<int32_t> rank(batch.seq_lens.size());
     for (size_t i = 0; i < rank.size(); ++i)
       rank[forest.requests_in_tree_order()[i]] = static_cast<int32_t>(i);
-    std::vector<int32_t> end(batch.seq_lens.size(), 0);  // of the packs of each request so far
-    int32_t next = 0, last_private = -1;
+    std::vector<int32_t> end(batch.seq_lens.size(), 0);  // of the segments of each request so far
+    int32_t next = 0, next_segment = 0;
     for (const Pack& pack : packing.packs) {
       CHECK_EQ(pack.request_begin, next);
       next += pack.num_requests;
-      CHECK(pack.num_requests > 0 && pack.kv_begin < pack.kv_end);
+      CHECK(pack.num_requests > 0 && pack.num_segments > 0);
+      CHECK_EQ(pack.segment_begin, next_segment);
+      next_segment += pack.num_segments;
       int32_t last = -1;
       for (const int32_t request : packing.requests_of(pack)) {
         CHECK(rank[request] > last);
         last = rank[request];
-        CHECK_EQ(end[request], pack.kv_begin);
-        end[request] = pack.kv_end;
       }
-      if (pack.is_private) {
-        CHECK(pack.num_requests == 1 && last > last_private);
-        last_private = last;
-      } else {
-        CHECK_EQ(last_private, -1);  // private packs are the last
+      for (const Segment& segment : packing.segments_of(pack)) {
+        CHECK(segment.first >= 0 && segment.end <= pack.num_requests);
+        CHECK(segment.kv_begin < segment.kv_end);
+        CHECK_EQ(segment.is_open, segment.is_private());
+        if (segment.is_private()) {
+          CHECK_EQ(segment.end, segment.first + 1);
+        } else {
+          const GatherSpan& span = packing.spans[segment.span];
+          CHECK(segment.kv_begin >= span.kv_begin);
+          CHECK(segment.kv_end <= span.kv_begin + span.num_tokens);
+        }
+        for (int32_t i = segment.first; i < segment.end; ++i) {
+          const int32_t request = packing.requests_of(pack)[i];
+          CHECK_EQ(end[request], segment.kv_begin);
+          end[request] = segment.kv_end;
+        }
       }
     }
+    CHECK_EQ(static_cast<size_t>(next_segment), packing.segments.size());
     CHECK_EQ(static_cast<size_t>(next), packing.requests.size());
     CHECK(end == batch.seq_lens);
   }
@@ -59,7 +71,7 @@ TEST(packing_keeps_tree_order) {
 
 int64_t tokens_read(const Packing& packing) {
   int64_t tokens = 0;
-  for (const Pack& pack : packing.packs) tokens += pack.kv_end - pack.kv_begin;
+  for (const Segment& segment : packing.segments) tokens += segment.num_tokens();
   return tokens;
 }
 
@@ -71,6 +83,7 @@ TEST(packing_of_deep_trees_stays_within_its_budget) {
         const Batch batch = caterpillar_batch(num_requests, node_tokens, 20);
         const auto [forest, packing] = pack(batch, policy);
         CHECK(packing.requests.size() <= size_t{kMaxPacksPerRequest} * num_requests);
+        CHECK(packing.segments.size() <= size_t{kMaxSegmentsPerRequest} * num_requests);
         // And sharing goes on: unshared, a chain of n nodes is read n(n + 1) / 2 times in all.
         const bool merges_little = policy == Policy::kMemory || policy == Policy::kPerNode;
         if (num_requests < 256 || node_tokens < 300 || !merges_little) continue;
@@ -92,7 +105,7 @@ TEST(packing_within_the_budget_is_left_alone) {
     // So many more at the end that the mean is nearly the depth.
     for (int i = 0; i < 2000; ++i) requests.push_back({depth - 1, 50});
     const auto [forest, packing] = pack(make_batch(nodes, requests), Policy::kPerNode);
-    const int64_t shared = std::ranges::count(packing.packs, false, &Pack::is_private);
+    const int64_t shared = std::ranges::count(packing.segments, false, &Segment::is_private);
     CHECK(depth <= 11 ? shared == depth : shared < depth);
   }
 }

@@ -94,10 +94,10 @@ TEST(plan_is_made_before_any_batch_came) {
 
 TEST(plan_costs_are_checked) {
   SchedulerConfig made = config();
-  made.cost.rows_at_ridge = 0;
-  CHECK_THROWS(PackScheduler{made}, "cost rows_at_ridge must be 1 to 1048576, got 0");
-  made.cost = {.piece = -1};
-  CHECK_THROWS(PackScheduler{made}, "cost piece must be 0 to 1048576, got -1");
+  made.cost.split.token[2] = 0;
+  CHECK_THROWS(PackScheduler{made}, "cost token_64 must be 1 / 64 to 16384, got 0 / 64");
+  made.cost = {.packing = {.item = -1}};
+  CHECK_THROWS(PackScheduler{made}, "cost packed_item must be 0 / 64 to 16384, got -1 / 64");
 }
 
 TEST(plan_steps_left_of_any_lengths) {

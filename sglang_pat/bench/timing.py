@@ -26,13 +26,17 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def interleaved_us(
     contenders: Mapping[str, Callable[[], object]], *, rounds: int = 30, warmup: int = 3
 ) -> dict[str, float]:
-    """Median microseconds of each. Every round runs each once, after overwriting the L2."""
-    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    """Median microseconds of each. Every round runs each once, with an L2 that holds other data.
+
+    That data was read, not written: else its write-back would be part of what is timed.
+    """
+    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    total = torch.empty((), dtype=torch.int64, device="cuda")
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in contenders}
     for i in range(warmup + rounds):
         for name, run in contenders.items():
             begin, end = _event(), _event()
-            flush.zero_()
+            torch.sum(flush, dim=None, out=total)
             begin.record()
             run()
             end.record()

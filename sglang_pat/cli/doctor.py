@@ -156,7 +156,7 @@ def all_checks() -> list[Check]:
     """Every check, in the order in which their failures should be mended."""
     gpus, sglang = find_gpus(), check_sglang()
     checks = [check_packages(), check_scheduler(), check_gpu(gpus), check_torch(gpus)]
-    checks += check_kernels(gpus)
+    checks += [*check_kernels(gpus), *check_calibration(gpus)]
     checks += [check_environment(), sglang, check_entry_point(), check_white_list()]
     if sglang.status != "failed":
         checks += _checks_by_sglang()
@@ -356,6 +356,38 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
         status: Status = "failed" if gpus and not has_kernels else "warning"
         return [Check("compiler", status, *_found_and_advice(error)), cache_check]
     return [Check("compiler", "ok", f"{compiler.name}, {compiler.cuda_headers}"), cache_check]
+
+
+def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
+    """What planning weighs on the GPUs here: one check for each kind of GPU.
+
+    Parameters
+    ----------
+    gpus
+        The GPUs of this machine.
+    cache
+        The folder of compiled kernels. None: the one that a server would use.
+    """
+    try:
+        from sglang_pat.executors import calibration, jit, kernel_cache
+    except Exception:  # of torch: the checks above name it
+        return []
+    checks = []
+    for name in sorted({gpu.name for gpu in gpus}):
+        machine = calibration.Machine(name, calibration.driver_version(), jit.source_hash())
+        try:
+            found = calibration.load(machine, cache)
+        except (ValueError, kernel_cache.KernelCacheError) as error:
+            checks.append(Check("calibration", "failed", *_found_and_advice(error)))
+            continue
+        if found is None:
+            text = f"{name}: not measured, planning takes the values it comes with"
+            checks.append(Check("calibration", "ok", f"{text} (`sglang-pat calibrate` measures)"))
+        else:
+            costs = ", ".join(f"{each} {value}" for each, value in found.costs.items())
+            text = f"{name}: measured, off by {found.error:.1%}; in tokens: {costs}"
+            checks.append(Check("calibration", "ok", text))
+    return checks
 
 
 def _found_and_advice(error: Exception) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import advise, build, demo, doctor, replay
+from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 
@@ -26,7 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in (
         ("doctor", doctor),
         ("build", build),
+        ("calibrate", calibrate),
         ("demo", demo),
+        ("bench", bench),
         ("advise", advise),
         ("replay", replay),
     ):

@@ -132,13 +132,13 @@ class CudaExecutor:
         rows = (sizes.num_partials, self._num_qo_heads)
         v_head_dim = self.kernels.config.v_head_dim
         integers = partial(torch.zeros, dtype=torch.int32, device=self._device)
-        floats = partial(torch.empty, dtype=torch.float32, device=self._device)
+        empty = partial(torch.empty, device=self._device)
         self.buffers = DeviceBuffers(
             plan=integers(plan_size),
             capacity=sizes.plan,
             shared_slots=integers(sizes.num_shared_slots),
-            partial_out=floats((*rows, v_head_dim)),
-            partial_lse=floats(rows),
+            partial_out=empty((*rows, v_head_dim), dtype=self.kernels.config.dtype),
+            partial_lse=empty(rows, dtype=torch.float32),
             counters=integers((_COUNTERS, 2)),
             loaded=LoadedPlan(self._stream()),
         )

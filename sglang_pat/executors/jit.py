@@ -31,6 +31,7 @@ _ELEMENTS = {
     torch.bfloat16: ("__nv_bfloat16", "bf16"),
 }
 # Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
+_DIGITS = 16  # of a hash
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
 
@@ -186,13 +187,23 @@ def cache_key(config: KernelConfig) -> str:
     The compiler is no part of it: a machine that runs the kernels need not have it. Which one made
     an entry is recorded in its build.json.
     """
+    digest = _hash_of_sources()
+    digest.update(json.dumps(config.options).encode())
+    return f"{config.name}-{digest.hexdigest()[:_DIGITS]}"
+
+
+def source_hash() -> str:
+    """Changes with every source file of the kernels."""
+    return _hash_of_sources().hexdigest()[:_DIGITS]
+
+
+def _hash_of_sources() -> hashlib._Hash:
     digest = hashlib.sha256()
     folder = source_folder()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         contents = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)
-    digest.update(json.dumps(config.options).encode())
-    return f"{config.name}-{digest.hexdigest()[:16]}"
+    return digest
 
 
 def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from sglang_pat._launch_params import DecodeArgument, GatherArgument, SinkType
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.batch import IntArray, Step
-from sglang_pat.executors.jit import KernelConfig, build
+from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, load_kernels
 from sglang_pat.plan import PlanHeader
@@ -64,8 +64,10 @@ class DeviceBuffers(NamedTuple):
         Entries of each section.
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
-    partial_out, partial_lse : torch.Tensor
-        float32 `[num_partials, num_qo_heads, v_head_dim]` and `[num_partials, num_qo_heads]`.
+    partial_out : torch.Tensor
+        `[num_partials, num_qo_heads, v_head_dim]`, in the dtype of the kernels.
+    partial_lse : torch.Tensor
+        float32 `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
         int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
         count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
@@ -126,14 +128,11 @@ class DecodeKernels:
         self._buffers: DeviceBuffers | None = None
         self._step: Step | None = None
 
-    @classmethod
-    def load(cls, config: KernelConfig) -> DecodeKernels:
-        """The kernels of `config`, compiled if need be (`jit.py`)."""
-        build(config)
-        return cls(config)
-
     def num_ctas(self, device: torch.device) -> int:
-        """How many CTAs of pack_decode the device runs at the same time: as many are launched."""
+        """How many CTAs of pack_decode the device runs at the same time: as many are launched.
+
+        Loads the kernels, compiled if need be (`jit.py`), if that has not been done.
+        """
         with torch.cuda.device(device):
             return self._kernels().num_ctas
 
@@ -326,7 +325,7 @@ class DecodeKernels:
             raise ValueError(f"plan must be aligned to {_ALIGNMENT} bytes, got {plan.data_ptr()}")
         _check_type(buffers.shared_slots, "shared_slots", torch.int32, 1)
         _check_contiguous(buffers.shared_slots, "shared_slots", plan)
-        _check_type(buffers.partial_out, "partial_out", torch.float32, 3)
+        _check_type(buffers.partial_out, "partial_out", self.config.dtype, 3)
         _check_contiguous(buffers.partial_out, "partial_out", plan)
         rows = buffers.partial_out.shape[:2]
         _check_shape(buffers.partial_out, "partial_out", (*rows, self.config.v_head_dim))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,6 @@ from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackSchedul
 from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import DecodePlan, copy_plan
-
-_Int64Array = npt.NDArray[np.int64]
 
 # KV elements that one batched product gathers at most, so that memory stays bounded for long
 # contexts.
@@ -40,16 +39,32 @@ def gather_slots(
     return slots
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemGroup:
-    """Work items of similar size, executed as one batched product. Padding repeats valid ones."""
+class _SegmentRanges(NamedTuple):
+    """int64 `[segments]` each. The requests of a segment are a range of the item_requests."""
 
-    slots: torch.Tensor  # int64 [items, tokens]
-    token_mask: torch.Tensor  # bool [items, tokens]: False in the padding
-    requests: torch.Tensor  # int64 [items, requests]
-    direct: torch.Tensor  # int64 [n, 2]: (item, request column) stored to the output
-    partial: torch.Tensor  # int64 [n, 2]: (item, request column) stored to a partial
-    partial_slot: torch.Tensor  # int64 [n]
+    tile: npt.NDArray[np.int64]
+    kv_request: npt.NDArray[np.int64]
+    kv_begin: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
+    entry_begin: npt.NDArray[np.int64]
+    num_requests: npt.NDArray[np.int64]
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> _SegmentRanges:
+        return _SegmentRanges(*(field[mask] for field in self))
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentGroup:
+    """Segments of similar size, executed as one batched product. Padding repeats valid ones.
+
+    An entry is a pair of a segment and one of its requests.
+    """
+
+    slots: torch.Tensor  # int64 [segments, tokens]
+    token_mask: torch.Tensor  # bool [segments, tokens]: False in the padding
+    requests: torch.Tensor  # int64 [segments, requests]
+    entries: torch.Tensor  # int64 [n, 2]: (segment, request column) of every entry
+    item_request: torch.Tensor  # int64 [n]: into the plan's item_requests
 
 
 class PlanExecution:
@@ -71,61 +86,65 @@ class PlanExecution:
         self._partial_owner = torch.repeat_interleave(
             torch.arange(len(merges), device=device), merges[:, 2]
         )
-        items = plan.work_items.astype(np.int64)
-        kv_begin, kv_end = items[:, 4], items[:, 5]
-        is_open = kv_end == OPEN_END
-        kv_end[is_open] = step.host_seq_lens[items[is_open, 3]]
-        num_tokens = np.maximum(kv_end - kv_begin, 0)
+        item_requests = torch.from_numpy(plan.item_requests.astype(np.int64)).to(device)
+        self._request, self._partial_slot = item_requests.unbind(1)
+        self._is_direct = self._partial_slot == DIRECT_STORE
+
+        items, segments = plan.work_items.astype(np.int64), plan.kv_segments.astype(np.int64)
+        item_of = np.repeat(np.arange(len(items)), items[:, 4])
+        ends = segments[:, 2].copy()
+        is_open = ends == OPEN_END
+        ends[is_open] = step.host_seq_lens[segments[is_open, 0]]
+        first, end = segments[:, 3] & 0xFFFF, segments[:, 3] >> 16
+        ranges = _SegmentRanges(
+            tile=items[item_of, 0],
+            kv_request=segments[:, 0],
+            kv_begin=segments[:, 1],
+            num_tokens=np.maximum(ends - segments[:, 1], 0),
+            entry_begin=items[item_of, 2] + first,
+            num_requests=end - first,
+        )
+        ranges = ranges.where(ranges.num_tokens > 0)
         # Similar sizes go together: the same tile, and lengths within a factor of two.
-        length_class = np.ceil(np.log2(np.maximum(num_tokens, 16))).astype(np.int64)
-        group_key = items[:, 0] * 64 + length_class
+        length_class = np.ceil(np.log2(np.maximum(ranges.num_tokens, 16))).astype(np.int64)
+        group_key = ranges.tile * 64 + length_class
         self._groups = [
-            self._group(
-                items[(group_key == key) & (num_tokens > 0)],
-                num_tokens[(group_key == key) & (num_tokens > 0)],
-                shared_slots,
-                step,
-            )
-            for key in np.unique(group_key[num_tokens > 0])
+            self._group(ranges.where(group_key == key), shared_slots, step)
+            for key in np.unique(group_key)
         ]
+        self._entry_owner = torch.cat(
+            [group.item_request for group in self._groups]
+            or [torch.empty(0, dtype=torch.int64, device=device)]
+        )
 
     def _group(
-        self,
-        work_items: _Int64Array,
-        num_tokens: _Int64Array,
-        shared_slots: torch.Tensor,
-        step: Step,
-    ) -> _ItemGroup:
+        self, ranges: _SegmentRanges, shared_slots: torch.Tensor, step: Step
+    ) -> _SegmentGroup:
         device = step.req_to_token.device
 
-        def to_device(array: _Int64Array) -> torch.Tensor:
+        def to_device(array: npt.NDArray[np.int64]) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
 
-        lengths = to_device(num_tokens)[:, None]
-        offsets = torch.arange(int(num_tokens.max()), device=device)[None, :]
-        positions = to_device(work_items[:, 4])[:, None] + torch.minimum(offsets, lengths - 1)
-        kv_request = to_device(work_items[:, 3])
+        lengths = to_device(ranges.num_tokens)[:, None]
+        offsets = torch.arange(int(ranges.num_tokens.max()), device=device)[None, :]
+        positions = to_device(ranges.kv_begin)[:, None] + torch.minimum(offsets, lengths - 1)
+        kv_request = to_device(ranges.kv_request)
         is_shared = kv_request == SHARED_KV
         slots = torch.empty_like(positions)
         slots[is_shared] = shared_slots[positions[is_shared]]
         rows = step.req_pool_indices[kv_request[~is_shared]].long()
         slots[~is_shared] = step.req_to_token[rows[:, None], positions[~is_shared]].long()
 
-        num_requests = work_items[:, 1]
+        num_requests = ranges.num_requests[:, None]
         columns = np.arange(num_requests.max())[None, :]
-        entries = work_items[:, 2:3] + np.minimum(columns, num_requests[:, None] - 1)
-        requests, partial_slots = np.moveaxis(
-            self._plan.item_requests[entries].astype(np.int64), 2, 0
-        )
-        valid = columns < num_requests[:, None]
-        is_direct = partial_slots == DIRECT_STORE
-        return _ItemGroup(
+        item_request = ranges.entry_begin[:, None] + np.minimum(columns, num_requests - 1)
+        valid = columns < num_requests
+        return _SegmentGroup(
             slots=slots,
             token_mask=offsets < lengths,
-            requests=to_device(np.ascontiguousarray(requests)),
-            direct=to_device(np.argwhere(valid & is_direct)),
-            partial=to_device(np.argwhere(valid & ~is_direct)),
-            partial_slot=to_device(partial_slots[valid & ~is_direct]),
+            requests=self._request[to_device(item_request)],
+            entries=to_device(np.argwhere(valid)),
+            item_request=to_device(item_request[valid]),
         )
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +161,12 @@ class PlanExecution:
         num_partials = self._plan.header.num_partials
         partial_out = q.new_zeros((num_partials, num_qo_heads, v_head_dim), dtype=dtype)
         partial_lse = q.new_full((num_partials, num_qo_heads), -math.inf, dtype=dtype)
+        entry_out = q.new_empty((len(self._entry_owner), num_qo_heads, v_head_dim), dtype=dtype)
+        entry_lse = q.new_empty((len(self._entry_owner), num_qo_heads), dtype=dtype)
+        begin = 0
         for group in self._groups:
-            per_item = group.slots.shape[1] * k_cache.shape[1] * max(head_dim, v_head_dim)
-            step = max(1, _MAX_GATHERED_ELEMENTS // per_item)
+            per_segment = group.slots.shape[1] * k_cache.shape[1] * max(head_dim, v_head_dim)
+            step = max(1, _MAX_GATHERED_ELEMENTS // per_segment)
             results = [
                 _attend(
                     q[group.requests[i : i + step]].to(dtype),
@@ -156,14 +178,20 @@ class PlanExecution:
                 )
                 for i in range(0, len(group.slots), step)
             ]
-            item_out = torch.cat([r[0] for r in results])
-            item_lse = torch.cat([r[1] for r in results])
-            item, column = group.direct.unbind(1)
-            out[group.requests[item, column]] = item_out[item, column]
-            lse[group.requests[item, column]] = item_lse[item, column]
-            item, column = group.partial.unbind(1)
-            partial_out[group.partial_slot] = item_out[item, column]
-            partial_lse[group.partial_slot] = item_lse[item, column]
+            segment, column = group.entries.unbind(1)
+            end = begin + len(segment)
+            entry_out[begin:end] = torch.cat([r[0] for r in results])[segment, column]
+            entry_lse[begin:end] = torch.cat([r[1] for r in results])[segment, column]
+            begin = end
+        # A row of a work item: its softmax runs through all of its segments.
+        row_out, row_lse = merge_partials(
+            entry_out, entry_lse, self._entry_owner, len(self._is_direct)
+        )
+        direct, partial = self._is_direct, ~self._is_direct
+        out[self._request[direct]] = row_out[direct]
+        lse[self._request[direct]] = row_lse[direct]
+        partial_out[self._partial_slot[partial]] = row_out[partial]
+        partial_lse[self._partial_slot[partial]] = row_lse[partial]
         if num_partials:
             merged_out, merged_lse = merge_partials(
                 partial_out, partial_lse, self._partial_owner, len(self._merged_requests)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from sglang_pat.attention import PackAttention
-from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.batch import DecodeBatch
 from sglang_pat.bench import peers, timing
+from sglang_pat.bench.token_table import token_table
 from sglang_pat.replay.models import ModelShape
 from sglang_pat.replay.options import TimeModel
 from sglang_pat.replay.result import StepRow
@@ -113,22 +114,3 @@ def mean_times(
             "tpot_ms": round(attention + weights_ms, 4),
         }
     return result
-
-
-def token_table(paths: PrefixPaths, seq_lens: IntArray) -> IntArray:
-    """req_to_token for paths without a pool: int32 `[num_requests, longest length]`."""
-    table = np.zeros((len(seq_lens), int(seq_lens.max(initial=1))), dtype=np.int32)
-    first_slot: dict[int, int] = {}
-    next_slot = 1
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        end = 0
-        for index in range(int(paths.path_begin[request]), int(paths.path_begin[request + 1])):
-            node, begin = int(paths.node_id[index]), int(paths.kv_begin[index])
-            end = int(paths.kv_end[index])
-            if node not in first_slot:
-                first_slot[node] = next_slot
-                next_slot += end - begin
-            table[request, begin:end] = np.arange(end - begin) + first_slot[node]
-        table[request, end:seq_len] = np.arange(seq_len - end) + next_slot
-        next_slot += seq_len - end
-    return table

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sglang_pat._scheduler import PrefixForest
+from sglang_pat._scheduler import PLAN_SECTIONS, PrefixForest
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
@@ -209,12 +209,6 @@ class RankChecker:
 def digest(plan: DecodePlan) -> str:
     """Of all that the kernels read of the plan."""
     state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
-    for section in (
-        plan.ticket_begin,
-        plan.work_items,
-        plan.item_requests,
-        plan.gather_spans,
-        plan.merges,
-    ):
-        state.update(section.tobytes())
+    for name, *_ in PLAN_SECTIONS:
+        state.update(getattr(plan, name).tobytes())
     return state.hexdigest()

@@ -65,6 +65,25 @@ def test_lengths(length: int, num_requests: int) -> None:
     check_case(make_case([(-1, length)], [(0, 7)] * num_requests), Heads(8, 2))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("rise", "length"), [(3.0, 330), (-3.0, 330), (15.0, 150), (-15.0, 150)])
+def test_logits_that_rise_or_fall(rise: float, length: int, dtype: torch.dtype) -> None:
+    """By `rise` every 32 tokens: little, so that sums are rescaled now and then, and much."""
+    case = make_case([(-1, length)], [(0, 1), (0, 70)] * 3 + [(-1, length)])
+    heads = Heads(8, 2, dtype=dtype)
+    tensors = Tensors.make(case, heads)
+    tensors.q[..., 0] = 8.0
+    position = torch.arange(case.tokens.shape[1], device="cuda")
+    logits = rise * (position // 32 - (length // 32 if rise > 0 else 0))
+    for request, tokens in enumerate(case.seq_lens):
+        slots = tensors.req_to_token[tensors.req_pool_indices[request], :tokens].long()
+        column = (logits[:tokens] * 128**0.5 / 8.0).to(dtype)
+        tensors.k_cache[slots, :, 0] = column[:, None]
+    step = planned_step(heads)
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    check(*run(step, tensors), tensors)
+
+
 def test_only_padding_rows() -> None:
     check_case(make_case([], [(-1, 0)] * 5), Heads(8, 2))
 

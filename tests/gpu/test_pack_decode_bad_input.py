@@ -46,7 +46,7 @@ def decode(**changes) -> None:
             "v_cache must be aligned to 16 bytes",
         ),
         ({"out": lambda out: out[1:]}, r"out must have shape \[\d+, 8, 128\]"),
-        ({"partial_out": lambda s: s.partial_out.half()}, "partial_out must be 3-D float32"),
+        ({"partial_out": lambda s: s.partial_out.half()}, "partial_out must be 3-D bfloat16"),
         ({"plan": lambda s: s.plan[:64]}, "plan must hold"),
         ({"seq_lens": lambda s: s.seq_lens.float()}, "seq_lens must be 1-D int32 or int64"),
         ({"seq_lens": lambda s: s.seq_lens[:3]}, "entry for each"),

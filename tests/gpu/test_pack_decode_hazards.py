@@ -251,7 +251,7 @@ def test_nothing_runs_before_a_plan_is_loaded() -> None:
 
 def test_workers_are_the_ctas_that_the_device_holds() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = DecodeKernels.load(KernelConfig.for_device(HEADS.dtype, HEADS.head_dim, device))
+    kernels = DecodeKernels(KernelConfig.for_device(HEADS.dtype, HEADS.head_dim, device))
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     ctas_per_sm = 1 if torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0)) else 2
     assert kernels.num_ctas(device) == ctas_per_sm * num_sms

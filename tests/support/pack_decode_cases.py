@@ -107,9 +107,7 @@ def planned_step(heads: Heads, **options):
     config = KernelConfig.for_device(
         heads.dtype, heads.head_dim, torch.device("cuda"), heads.v_head_dim
     )
-    return PlannedStep(
-        DecodeKernels.load(config), heads.num_qo_heads, heads.num_kv_heads, **options
-    )
+    return PlannedStep(DecodeKernels(config), heads.num_qo_heads, heads.num_kv_heads, **options)
 
 
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:

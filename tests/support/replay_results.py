@@ -74,7 +74,7 @@ def result(
     return {
         "meta": {
             "command": "sglang-pat replay conversation_trace.jsonl --max-batch 64",
-            "versions": {"sglang-pat": "0.1.0", "sglang": "0.5.23"},
+            "versions": {"sglang-pat": "0.2.0", "sglang": "0.5.23"},
             "interrupted": False,
             "seconds": 1.5,
             "steps_per_second": steps / 1.5,

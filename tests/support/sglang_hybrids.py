@@ -189,7 +189,8 @@ class HybridCache:
             req.set_extend_range(len(req.prefix_indices), length)
             if req.kv is None:
                 req.kv = ReqKvInfo(kv_allocated_len=length, swa_evicted_seqlen=0)
-            req.kv_committed_len = req.kv.kv_allocated_len = length
+            req.kv.kv_allocated_len = length
+            place(req).kv_committed_len = length
 
     # --- what the scheduler does with a request ---
 
@@ -219,7 +220,7 @@ class HybridCache:
         if IS_CHECKPOINTED:
             self.cache.checkpoint(req, up_to=len(tokens))
         else:
-            req.cache_protected_len = matched
+            place(req).cache_protected_len = matched
             self.cache.cache_unfinished_req(req)
         self.running.append(req)
         return req
@@ -271,7 +272,12 @@ class HybridCache:
 
     def _release_window(self, req: Any) -> None:
         if hasattr(req, "lock_receipt"):
-            if req.lock_receipt.swa_uuid_for_lock is None:
+            receipt = req.lock_receipt
+            if hasattr(receipt, "component_lock_uuids"):  # 0.5.21 and 0.5.22
+                lock = receipt.component_lock_uuids.get(ComponentType.SWA)
+            else:
+                lock = receipt.swa_uuid_for_lock
+            if lock is None:
                 return
             self.cache.dec_swa_lock_only(req.last_node, req.lock_receipt)
         elif req.swa_uuid_for_lock is None:
@@ -286,10 +292,10 @@ class HybridCache:
         """Hand all of its KV to the tree."""
         self.running.remove(req)
         req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
-        if IS_CHECKPOINTED:
+        if not hasattr(self.cache, "cache_finished_req"):  # from 0.5.21 on
             from sglang.srt.mem_cache.common import release_kv_cache
 
-            release_kv_cache(req, self.cache, checkpoint=True)
+            release_kv_cache(req, self.cache, **({"checkpoint": True} if IS_CHECKPOINTED else {}))
         else:
             self.cache.cache_finished_req(req, kv_len_to_handle=self.length(req))
             self.rows.free(req)

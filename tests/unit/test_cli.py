@@ -34,8 +34,8 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "give a command: doctor, build, demo, advise, replay, support"),
-        ("serve", "'serve' (choose from 'doctor', 'build', 'demo', 'advise', 'replay', 'support')"),
+        ("", "give a command: doctor, build, calibrate, demo, bench, advise, replay, support"),
+        ("serve", "'serve' (choose from 'doctor', 'build', 'calibrate', 'demo', 'bench', "),
         ("--verbose", "unknown argument '--verbose'; allowed: --help, --version"),
         ("doctor --jsn f", "unknown argument '--jsn'; allowed: --help, --json"),
         ("doctor --js f", "unknown argument '--js'; allowed: --help, --json"),

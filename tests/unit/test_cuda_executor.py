@@ -44,7 +44,7 @@ class Staging:
 class Kernels:
     """Like DecodeKernels, as far as plans are loaded."""
 
-    config = SimpleNamespace(head_dim=192, v_head_dim=HEAD_DIM)
+    config = SimpleNamespace(dtype=torch.bfloat16, head_dim=192, v_head_dim=HEAD_DIM)
 
     def __init__(self) -> None:
         self.loaded: list[tuple[Staging, Any]] = []
@@ -90,6 +90,8 @@ def test_without_a_reservation_buffers_grow_and_stay(kernels: Kernels) -> None:
     buffers = executor.buffers
     assert len(buffers.shared_slots) == 2 * 3200
     assert buffers.partial_out.shape == (len(buffers.partial_lse), HEADS, HEAD_DIM)
+    assert buffers.partial_out.dtype == torch.bfloat16
+    assert buffers.partial_lse.dtype == torch.float32
     assert len(buffers.partial_lse) >= large.num_partials > 0
     executor.load_plan(planned(SMALL), NO_STEP)
     assert executor.buffers is buffers

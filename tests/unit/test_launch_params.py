@@ -42,7 +42,7 @@ def test_the_plan_is_found_section_by_section() -> None:
 
 
 def test_a_capacity_of_other_sections_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"capacity must have 5 entries \(PlanCapacity\), got 2"):
+    with pytest.raises(ValueError, match=r"capacity must have 6 entries \(PlanCapacity\), got 2"):
         DecodeArgument().set_buffers(4096, [1, 2], 1, 2, 3)
 
 

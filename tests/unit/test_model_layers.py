@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from model_families import FAMILIES, Family
 
 from sglang_pat import support
 from sglang_pat.model_layers import (
@@ -60,7 +63,11 @@ def test_a_plain_decoder_is_accelerated() -> None:
          [FULL] * 4 + [WINDOW] * 2),
         # Llama 4: every fourth layer has no rotation
         ({"attention_chunk_size": 8192}, [CHUNK] * 3 + [FULL] + [CHUNK] * 2),
-        ({"attention_chunk_size": 8192, "no_rope_layers": [1, 0] * 3}, [CHUNK, FULL] * 3),
+        # SGLang's class does not read the list.
+        (
+            {"attention_chunk_size": 8192, "no_rope_layers": [1, 0] * 3},
+            [CHUNK] * 3 + [FULL] + [CHUNK] * 2,
+        ),
         # Qwen3-Next
         ({"full_attention_interval": 3}, [STATE, STATE, FULL] * 2),
         ({"layer_types": ["linear_attention", "full_attention"] * 3}, [STATE, FULL] * 3),
@@ -142,3 +149,19 @@ def test_the_decoder_of_a_multimodal_model() -> None:
 def test_a_config_without_sense_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kinds(**changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_configuration_tells_what_the_engine_decides(family: Family, tmp_path: Path) -> None:
+    """`Family.pat` and `Family.default` are what a running engine says (tests/engine), which asks
+    the layers of SGLang's own class. Advice reads the configuration alone."""
+    config = json.loads((family.write(tmp_path) / "config.json").read_text())
+    layers = {layer.index: layer for layer in read_layers(config)}
+    assert {index for index, layer in layers.items() if layer.is_accelerated} == set(family.pat)
+    for reason, indices in family.default.items():
+        for index in indices:
+            refusal = layers[index].refusal
+            assert refusal is not None
+            # SGLang's window is less by one where a token's own place is not counted.
+            topic = refusal.topic if refusal.topic != "attention" else refusal.words
+            assert reason.split()[:2] == topic.split()[:2]

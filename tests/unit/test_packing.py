@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from forests import ForestCase, make_case, make_scheduler, plan_case
+from plan_segments import plan_segments
 
 from sglang_pat._scheduler import SHARED_KV, TILE_TABLE
 
@@ -13,10 +14,10 @@ def shared_packs(case: ForestCase, policy: str, group_size: int = 4) -> list[tup
     plan = plan_case(make_scheduler(group_size, num_workers=1, policy=policy), case)
     span_of = {span[3]: span for span in plan.gather_spans.tolist()}
     packs: dict[int, tuple[int, int, int]] = {}
-    for _, count, _, kv_request, kv_begin, _, *_ in plan.work_items.tolist():
+    for _, kv_request, kv_begin, _, entries in plan_segments(plan):
         if kv_request == SHARED_KV:
             _, position, tokens, _ = span_of[kv_begin]
-            packs[kv_begin] = (position, tokens, packs.get(kv_begin, (0, 0, 0))[2] + count)
+            packs[kv_begin] = (position, tokens, packs.get(kv_begin, (0, 0, 0))[2] + len(entries))
     return list(packs.values())
 
 
@@ -110,7 +111,7 @@ def test_private_packs_are_in_tree_order() -> None:
     """Requests that share more lie closer together: their private ranges too."""
     case = make_case([(-1, 300), (-1, 400)], [(0, 9), (1, 9), (0, 9), (1, 9), (-1, 7), (0, 9)])
     plan = plan_case(make_scheduler(num_workers=1), case)
-    private = plan.work_items[plan.work_items[:, 3] != SHARED_KV, 3].tolist()
+    private = plan.kv_segments[plan.kv_segments[:, 0] != SHARED_KV, 0].tolist()
     assert private == [0, 2, 5, 1, 3, 4]
 
 

@@ -16,11 +16,13 @@ from forests import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_segments import plan_segments, segment_tokens
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
     MAX_PACKS_PER_REQUEST,
     OPEN_END,
+    PLAN_SECTIONS,
     SHARED_KV,
     TILE_TABLE,
     PackScheduler,
@@ -51,14 +53,13 @@ def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> 
     """Every request reads each of its KV tokens exactly once, and nothing else."""
     shared = gathered_slots(plan, case)
     read: list[list[np.ndarray]] = [[] for _ in seq_lens]
-    for item in plan.work_items.tolist():
-        _, count, first, kv_request, kv_begin, kv_end = item[:6]
+    for _, kv_request, kv_begin, kv_end, entries in plan_segments(plan):
         if kv_request == SHARED_KV:
             slots = shared[kv_begin:kv_end]
         else:
             end = seq_lens[kv_request] if kv_end == OPEN_END else kv_end
             slots = case.tokens[kv_request, kv_begin:end]
-        for request in plan.item_requests[first : first + count, 0].tolist():
+        for request in plan.item_requests[entries, 0].tolist():
             read[request].append(slots)
     for request, seq_len in enumerate(seq_lens.tolist()):
         have = np.concatenate([np.empty(0, np.int32), *read[request]])
@@ -69,32 +70,45 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
     h = plan.header
     # Work items: each in one ticket, its rows within its tile, and in the smallest tile that holds
     # them.
-    assert plan.ticket_begin[0] == 0
-    assert plan.ticket_begin[-1] == h.num_work_items
-    assert (np.diff(plan.ticket_begin) > 0).all()
+    assert plan.ticket_begin[0].tolist() == [0, 0]
+    assert plan.ticket_begin[-1].tolist() == [h.num_work_items, h.num_kv_segments]
+    assert (np.diff(plan.ticket_begin, axis=0) > 0).all()
+    first_items = plan.ticket_begin[:-1, 0]
+    assert (plan.ticket_begin[:-1, 1] == plan.work_items[first_items, 3]).all()
     taken = np.zeros(h.num_item_requests, dtype=int)
-    for tile, count, first, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
+    for tile, count, first, *_ in plan.work_items.tolist():
         rows = count * group_size
         assert 0 < rows <= TILE_TABLE[tile][0]
         assert tile == 0 or rows > TILE_TABLE[tile - 1][0]
         taken[first : first + count] += 1
+    assert (taken == 1).all()
+    for _, kv_request, kv_begin, kv_end, entries in plan_segments(plan):
         assert kv_begin >= 0
         assert kv_end > kv_begin or kv_end == OPEN_END
-        assert kv_request == SHARED_KV or count == 1
-    assert (taken == 1).all()
+        assert kv_request == SHARED_KV or plan.item_requests[entries, 0].tolist() == [kv_request]
 
     # Partials: dense and unique; merged in the order of the KV; single ones stored
-    # directly.
+    # directly. A request's segments in a work item ascend.
     num_requests = len(case.seq_lens)
-    reads_of: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]
+    first_position = np.full(h.num_item_requests, -1)
+    last_position = np.full(h.num_item_requests, -1)
     spans = plan.gather_spans
-    for _, count, first, kv_request, kv_begin, *_ in plan.work_items.tolist():
+    for _, kv_request, kv_begin, _, entries in plan_segments(plan):
         position = kv_begin
         if kv_request == SHARED_KV:
             span = spans[np.searchsorted(spans[:, 3], kv_begin, side="right") - 1]
             position += int(span[1] - span[3])
-        for request, slot in plan.item_requests[first : first + count].tolist():
-            reads_of[request].append((position, slot))
+        assert (last_position[entries] < position).all()
+        last_position[entries] = position
+        first_position[entries] = np.where(
+            first_position[entries] < 0, position, first_position[entries]
+        )
+    assert (first_position >= 0).all(), "every request of a work item is in one of its segments"
+    reads_of: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]
+    for position, (request, slot) in zip(
+        first_position.tolist(), plan.item_requests.tolist(), strict=True
+    ):
+        reads_of[request].append((position, slot))
     slots_of = [[slot for _, slot in sorted(reads)] for reads in reads_of]
     used: list[int] = []
     merged = {}
@@ -118,10 +132,7 @@ def check_tokens(plan: DecodePlan, case: ForestCase) -> None:
     # A node whose holders all end inside it cannot occur, so every distinct token counts once.
     assert tokens.lower_bound == len(distinct)
     assert tokens.lower_bound <= tokens.planned <= tokens.query_centric
-    read = 0
-    for _, _, _, kv_request, kv_begin, kv_end, *_ in plan.work_items.tolist():
-        read += (case.seq_lens[kv_request] if kv_end == OPEN_END else kv_end) - kv_begin
-    assert tokens.planned == read
+    assert tokens.planned == segment_tokens(plan, case.seq_lens).sum()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -156,7 +167,7 @@ def test_a_plan_serves_grown_requests(case: ForestCase, growth: int, data: st.Da
         check_coverage(plan, case, grown)
     else:
         # Refused only where it must be: too long, or nothing in the plan reads the new tokens.
-        open_requests = set(plan.work_items[plan.work_items[:, 5] == OPEN_END, 3].tolist())
+        open_requests = set(plan.kv_segments[plan.kv_segments[:, 2] == OPEN_END, 0].tolist())
         assert growth > 256 or any(g and r not in open_requests for r, g in enumerate(grows))
     assert not serves(scheduler, grown[:-1])
     if case.seq_lens[0] > 0:
@@ -191,7 +202,7 @@ def test_the_same_batch_gives_the_same_bytes(case: ForestCase, other: ForestCase
     plan_case(used, other)  # leaves its state behind
     again = plan_case(used, case)
     assert fresh.header == again.header
-    for name in ("ticket_begin", "work_items", "item_requests", "gather_spans", "merges"):
+    for name, *_ in PLAN_SECTIONS:
         assert getattr(fresh, name).tobytes() == getattr(again, name).tobytes()
 
 
@@ -272,10 +283,8 @@ def test_a_padding_row_has_nothing_to_merge() -> None:
 
 def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
     """KV tokens of every ticket."""
-    ends = plan.work_items[:, 5]
-    ends = np.where(ends == OPEN_END, case.seq_lens[plan.work_items[:, 3]], ends)
-    tokens = ends - plan.work_items[:, 4]
-    return [int(part.sum()) for part in np.split(tokens, plan.ticket_begin[1:-1])]
+    tokens = segment_tokens(plan, case.seq_lens)
+    return [int(part.sum()) for part in np.split(tokens, plan.ticket_begin[1:-1, 1])]
 
 
 def test_a_little_work_is_one_ticket_for_each_worker() -> None:
@@ -300,7 +309,7 @@ def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:
     """The shared ones twice as fast, so that they end first."""
     case = make_case([(-1, 2048)], [(0, 900)] * 512)
     plan = plan_case(make_scheduler(), case)
-    is_shared = plan.work_items[:, 3] == SHARED_KV
+    is_shared = plan.kv_segments[:, 0] == SHARED_KV
     last_shared = np.flatnonzero(is_shared)[-1]
     private_before = (~is_shared[:last_shared]).sum()
     assert 0.35 < private_before / (~is_shared).sum() < 0.65
@@ -319,6 +328,4 @@ def test_no_cut_leaves_a_piece_that_is_too_short() -> None:
     for tokens in range(30_000, 34_000, 37):
         case = make_case([], [(-1, tokens)] * 3 + [(-1, 2 * tokens)])
         plan = plan_case(make_scheduler(num_workers=7), case)
-        ends = plan.work_items[:, 5]
-        ends = np.where(ends == OPEN_END, case.seq_lens[plan.work_items[:, 3]], ends)
-        assert (ends - plan.work_items[:, 4]).min() >= 128
+        assert segment_tokens(plan, case.seq_lens).min() >= 128

@@ -15,10 +15,12 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_planning  # noqa: E402
 import plot_serving  # noqa: E402
 from serving import latency, traffic  # noqa: E402
-from serving.cases import Case, cases_of, traffic_of  # noqa: E402
-from serving.http_server import as_flags  # noqa: E402
+from serving.cases import cases_of, floor_ms, traffic_of  # noqa: E402
 from serving.models import MODELS, write_tokenizer  # noqa: E402
 from serving.results import Results, identical  # noqa: E402
+
+from sglang_pat.bench.cases import Case  # noqa: E402
+from sglang_pat.bench.http_server import as_flags  # noqa: E402
 
 LLAMA = MODELS["llama-3-8b"]
 META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
@@ -36,7 +38,7 @@ META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
     ],
 )
 def test_the_floor_is_weights_and_kv_once(case: Case, floor: float) -> None:
-    assert case.floor_ms(LLAMA) == pytest.approx(floor, abs=0.05)
+    assert floor_ms(case, LLAMA) == pytest.approx(floor, abs=0.05)
 
 
 def test_the_weights_of_an_8b_model_are_16_gb() -> None:
@@ -80,6 +82,7 @@ def test_the_tokenizer_keeps_lengths(tmp_path: Path) -> None:
 
 def test_switches_that_are_off_are_left_out() -> None:
     given = {"model_path": "m", "tp_size": 2, "disable_cuda_graph": True, "sleep_on_idle": False}
+    assert as_flags({"bs": [1, 8]}) == ["--bs", "1", "8"]
     assert as_flags(given) == ["--model-path", "m", "--tp-size", "2", "--disable-cuda-graph"]
 
 
@@ -147,22 +150,24 @@ class FakeServer:
     def stream(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> Any:
         self.asked.append((len(prompts), sampling))
         self.now += 0.1
+        self.plans += 2 * sampling[0]["max_new_tokens"]
         for token in range(1, sampling[0]["max_new_tokens"] + 1):
             self.now += 0.01
             for index, each in enumerate(sampling):
                 if token % each["stream_interval"] in (0, 1):
-                    yield {"index": index, "meta_info": {"completion_tokens": token}}
+                    counts = {"completion_tokens": token}
+                    yield {"index": index, "meta_info": counts, "output_ids": [token]}
 
 
 def test_what_is_timed_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, case = FakeServer(monkeypatch), Case(24, 30, 5, 16, groups=2)
+    server, case = FakeServer(monkeypatch), Case(24, 30, 5, 64, groups=2)
     result = latency.measure(server, case, 1000)  # type: ignore[arg-type]
     assert result["tpot_ms"] == pytest.approx(10.0)
-    assert result["first_ms"] == pytest.approx(110.0)
+    assert result["tpot_quartiles_ms"] == pytest.approx([10.0, 10.0])
     assert result["ttft_ms"]["p99"] == pytest.approx(110.0)
     assert result["itl_ms"] == pytest.approx({"mean": 10.0, "p50": 10.0, "p99": 10.0})
     assert len(result["answers"]) == 24
-    assert result["stats"]["plans_built"] == latency.REPEATS * 2 * 16
+    assert result["stats"]["plans_built"] == latency.REPEATS * 2 * 64
     assert result["stats"]["kv_read_ratio"] == 0.25
     assert server.asked[0][0] == 2  # the two prefixes alone, before anything else
     _, streamed = server.asked[-1]
@@ -190,7 +195,7 @@ def test_results_are_continued_by_the_next_command(tmp_path: Path) -> None:
     (entry,) = data["cases"]
     assert entry["tpot_ms"] == {"pat": 10.0, "fa3": 29.0}
     assert entry["answers_identical"] == {"pat": 0.5}
-    assert entry["floor_ms"] == case.floor_ms(LLAMA)
+    assert entry["floor_ms"] == floor_ms(case, LLAMA)
     assert [each["median_tpot_ms"] for each in data["serving"]] == [8.0]
 
     plot_serving.draw(data, tmp_path / "serving.png")

@@ -23,6 +23,8 @@ import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
 from serving.memory import Memory  # noqa: E402
 
+from sglang_pat.bench.decoding import DecodeRun  # noqa: E402
+
 # --- answers ---
 
 
@@ -156,25 +158,33 @@ def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
 # --- hybrid models ---
 
 
-def test_the_median_of_the_rounds_counts_and_gates_follow_from_it() -> None:
-    def case(name: str, pat: float, default: float, cached: float = 1.0) -> dict[str, Any]:
-        rounds = [(1.0, 1.0 + 0.1 * pat), (1.0, 1.0 + 0.1 * pat), (1.0, 9.0)]
-        seconds = {"pat": rounds, "default": [(2.0, 2.0 + 0.1 * default)] * 3}
-        found = bench_hybrid_models.summary(seconds, tokens=100)
-        assert found["tpot_ms"] == pytest.approx({"pat": pat, "default": default})
-        hits = {"pat": cached, "default": 1.0}
-        return found | {"model": "a", "case": name, "share_of_prompts_cached": hits}
+def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
+    def runs(milliseconds: float, noise: float, cached: float = 1.0) -> list[DecodeRun]:
+        steps = range(0, 256, 8)  # the context grows, by a quarter
+        slices = {
+            step: milliseconds * (1 + step / 1024 + noise * (step % 24 - 8) / 8) for step in steps
+        }
+        return [DecodeRun(slices, 100.0, cached, [])] * 3
 
-    def passed(*args: Any) -> bool:
-        (gate,) = bench_hybrid_models.gates([case(*args)]).values()
+    def gate(
+        name: str, pat: float, default: float, *, noise: float = 0.002, cached: float = 1.0
+    ) -> dict[str, Any]:
+        found = bench_hybrid_models.summary(
+            {"pat": runs(pat, noise, cached), "default": runs(default, 0.0)}
+        )
+        assert found["default_over_pat"]["median"] == pytest.approx(default / pat, rel=0.01)
+        (gate,) = bench_hybrid_models.gates([found | {"model": "a", "case": name}]).values()
         assert isinstance(gate["passed"], bool)
-        return gate["passed"]
+        return gate
 
-    assert passed("shared", 4.0, 5.0)
-    assert not passed("shared", 5.01, 5.0)
-    assert not passed("shared", 4.0, 5.0, 0.5)  # the prefix was not found: nothing was compared
-    assert passed("unshared", 5.05, 5.0)
-    assert not passed("unshared", 5.15, 5.0)
+    assert gate("shared", 4.0, 5.0)["passed"]
+    assert not gate("shared", 5.05, 5.0)["passed"]
+    assert not gate("shared", 4.0, 5.0, cached=0.5)["passed"]  # the prefix was not found
+    assert gate("unshared", 5.05, 5.0, cached=0.5)["passed"]
+    assert not gate("unshared", 5.15, 5.0)["passed"]
+    noisy = gate("shared", 4.0, 5.0, noise=0.2)
+    assert noisy["noise"] > noisy["noise_at_most"]
+    assert not noisy["passed"]
 
 
 # --- speculation ---

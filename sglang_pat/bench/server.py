@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import requests
 
-from serving.http_server import HttpServer, running_process
+from sglang_pat.bench.http_server import HttpServer, running_process
 from sglang_pat.sglang.sinks import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
@@ -143,16 +143,41 @@ def running_server(
     folder: Path,
     *,
     environment: Mapping[str, str] | None = None,
+    name: str | None = None,
+    wait: bool = True,
+    flags: Sequence[str] = (),
     **arguments: Any,
 ) -> Iterator[Server]:
-    """Until the block ends. folder: for the log and pat's counters. environment: beside that of
-    the contender. arguments: as of sglang.Engine.
+    """One server, until the block ends.
 
-    RuntimeError or TimeoutError, with the end of the log, if the server does not start.
+    Parameters
+    ----------
+    contender
+        Its backend.
+    model
+        The folder of the model.
+    folder
+        For the log and pat's counters.
+    environment
+        Variables beside those of the contender.
+    name
+        Of the files in `folder`. None: the contender's.
+    wait
+        Whether to wait until it can be asked. If not, `http_server.wait_for_all` does.
+    flags
+        Of the server's command line, behind all others.
+    arguments
+        As of sglang.Engine.
+
+    Raises
+    ------
+    RuntimeError, TimeoutError
+        The server does not start. With the end of the log.
     """
     # A benchmark that is told to end must take its servers along, which are no group of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    stats_file = folder / f"{contender.name}-stats.json" if contender.is_pat else None
+    name = contender.name if name is None else name
+    stats_file = folder / f"{name}-stats.json" if contender.is_pat else None
     variables = {"HF_HUB_OFFLINE": "1", **contender.environment, **(environment or {})}
     if stats_file is not None:
         variables["SGLANG_PAT_STATS_FILE"] = str(stats_file)
@@ -165,8 +190,9 @@ def running_server(
         "log_level": "warning",
         **arguments,
     }
-    log = folder / f"{contender.name}.log"
+    log = folder / f"{name}.log"
+    seconds = START_SECONDS if wait else None
     with running_process(
-        LAUNCH, arguments, log, start_seconds=START_SECONDS, environment=variables
+        LAUNCH, arguments, log, flags=flags, start_seconds=seconds, environment=variables
     ) as process:
         yield Server(process, stats_file)

@@ -32,18 +32,18 @@ class HttpServer:
     url: str
     log: Path
 
+    def is_ready(self) -> bool:
+        """RuntimeError, with the end of the log, if it has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{self.tail()}")
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{self.url}/health", timeout=5).ok
+        return False
+
     def wait_until_ready(self, seconds: float) -> None:
         """RuntimeError with the end of the log if it ends instead, TimeoutError if it takes
         longer."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended:\n{self.tail()}")
-            with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).ok:
-                    return
-            time.sleep(_POLL_SECONDS)
-        raise TimeoutError(f"no answer within {seconds} s:\n{self.tail()}")
+        wait_for_all({self.url: self}, seconds)
 
     def tail(self) -> str:
         """The end of the log."""
@@ -74,27 +74,50 @@ class HttpServer:
             time.sleep(0.1)
 
 
+def wait_for_all(servers: Mapping[str, HttpServer], seconds: float) -> dict[str, float]:
+    """Wait until all answer. Returns, by name, after how many seconds each one did.
+
+    RuntimeError with the end of the log if one ends instead, TimeoutError if one takes longer.
+    """
+    begun = time.monotonic()
+    ready: dict[str, float] = {}
+    while True:
+        for name, server in servers.items():
+            if name not in ready and server.is_ready():
+                ready[name] = time.monotonic() - begun
+        late = servers.keys() - ready.keys()
+        if not late:
+            return ready
+        if time.monotonic() - begun > seconds:
+            tails = "\n".join(servers[name].tail() for name in sorted(late))
+            raise TimeoutError(f"no answer of {sorted(late)} within {seconds} s:\n{tails}")
+        time.sleep(_POLL_SECONDS)
+
+
 @contextlib.contextmanager
 def running_process(
     command: Sequence[str],
     arguments: Mapping[str, Any],
     log: Path,
     *,
-    start_seconds: float,
+    start_seconds: float | None,
     environment: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[HttpServer]:
-    """`command` with `arguments` as flags and a free port, ready to be asked, until the block ends.
+    """`command` with `arguments` as flags and a free port, until the block ends.
 
-    arguments: the keyword arguments of sglang.Engine. environment: in addition to this process's
-    own. Raises what `HttpServer.wait_until_ready` does.
+    arguments: the keyword arguments of sglang.Engine. start_seconds: how long to wait until it is
+    ready; None: not at all. environment: in addition to this process's own. flags: behind the
+    others. Raises what
+    `wait_for_all` does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = as_flags({**arguments, "port": port})
+    all_flags = [*as_flags({**arguments, "port": port}), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *flags],
+            [*command, *all_flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -102,20 +125,23 @@ def running_process(
         )
     server = HttpServer(process, f"http://127.0.0.1:{port}", log)
     try:
-        server.wait_until_ready(start_seconds)
+        if start_seconds is not None:
+            server.wait_until_ready(start_seconds)
         yield server
     finally:
         server.kill()
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left
-    out."""
+    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left out,
+    and a list is a flag with several values."""
     flags: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
             flags.append(flag)
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
         elif value is not False:
             flags += [flag, str(value)]
     return flags

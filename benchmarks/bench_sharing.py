@@ -1,0 +1,186 @@
+"""When it pays: time per output token of SGLang's backend over pat's, by batch and shared KV.
+
+All requests of a batch have contexts of one length; a part of it is a prefix that they share.
+
+    python benchmarks/bench_sharing.py --by kernels --json FILE
+    python benchmarks/bench_sharing.py --by server [--json FILE]
+
+By kernels: attention of a layer is timed beside FlashInfer and FA3, and the rest of a step comes
+from the time model of `sglang-pat advise`. Half a minute. By server: two servers, one after the
+other, of the Llama-3-8B shape with random weights; three minutes. plot_sharing.py draws either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from metadata import gpu_state, metadata
+from rich.table import Table
+from serving.models import MODELS, TINY, ModelShape
+from serving.tables import console
+
+from sglang_pat.bench.cases import Case
+from sglang_pat.replay.models import GPUS
+from sglang_pat.replay.step_time import StepTime
+
+BATCHES = (1, 8, 32, 128)
+SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
+CONTEXT = 2048
+TOKENS = 72  # of an answer, in the server
+GPU = "H100"  # of the time model
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """share: of a request's context, the part that it has in common with all others."""
+
+    batch: int
+    share: float
+    context: int
+
+    @property
+    def prefix(self) -> int:
+        return round(self.share * self.context)
+
+    @property
+    def private(self) -> int:
+        return self.context - self.prefix
+
+    @property
+    def tree(self) -> str:
+        if not self.prefix:
+            return f"{self.batch}_{self.context}"
+        return f"1,{self.batch}_{self.prefix},{self.private}"
+
+    @property
+    def case(self) -> Case:
+        return Case(self.batch, self.prefix, self.private, TOKENS)
+
+
+def cells(context: int, batches: tuple[int, ...] = BATCHES) -> list[Cell]:
+    """A batch of one shares nothing."""
+    return [
+        Cell(batch, share, context)
+        for batch in batches
+        for share in SHARES
+        if batch > 1 or share == 0
+    ]
+
+
+def by_kernels(model: ModelShape, context: int) -> list[dict[str, Any]]:
+    """Attention measured, the rest of a step estimated."""
+    from bench_kernels import measure
+    from request_forests import Forest
+    from workloads import KvPool, Workload
+
+    config = model.config
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    asked = cells(context)
+    workloads = [Workload(Forest.of_tree(cell.tree), *heads) for cell in asked]
+    pool = KvPool(max(map(KvPool.bytes_for, workloads)))
+    names = ["pat", "flashinfer", "fa3"]
+    return [
+        estimated(cell, model, measure(workload, pool, names, rounds=7)["us"])
+        for cell, workload in zip(asked, workloads, strict=True)
+    ]
+
+
+def estimated(cell: Cell, model: ModelShape, us: Mapping[str, float]) -> dict[str, Any]:
+    """A cell from the times of its attention. us: of a layer, by kernel."""
+    rest = 1000 * StepTime.of(model.config, GPUS[GPU]).without_attention(cell.batch)
+    other = min(name for name in us if name != "pat" and us[name] == _best(us))
+    layers = model.config["num_hidden_layers"]
+    tpot = {name: rest + layers * us[name] / 1000 for name in ("pat", other)}
+    return asdict(cell) | {
+        "attention_us": dict(us),
+        "tpot_ms": {"pat": tpot["pat"], "other": tpot[other]},
+        "other": other,
+        "gain": tpot[other] / tpot["pat"],
+    }
+
+
+def _best(us: Mapping[str, float]) -> float:
+    return min(value for name, value in us.items() if name != "pat")
+
+
+def by_server(model: ModelShape, context: int) -> list[dict[str, Any]]:
+    """Both measured. A batch that the server does not hold is made smaller, and named as it was."""
+    from sglang_pat.bench import comparison
+
+    asked = {
+        f"{cell.batch} x {cell.share}": cell
+        for cell in cells(context, BATCHES if model.name != TINY else (1, 4))
+    }
+    cases = {name: cell.case for name, cell in asked.items()}
+    measured = {}
+    with tempfile.TemporaryDirectory(prefix="bench-sharing-") as folder:
+        path = model.write(Path(folder))
+        served = comparison.Model(path, model.vocab_size, model.config["max_position_embeddings"])
+        for backend in ("pat", "default"):
+            measured[backend], cases = comparison.measure(
+                backend,
+                served,
+                cases,
+                path,
+                arguments={**model.arguments, "skip_tokenizer_init": True},
+                flags=(),
+                report=console.print,
+                rounds=1,
+            )
+    compared = comparison.compare(measured["pat"], measured["default"], cases)
+    return [
+        asdict(asked[each.name])
+        | {
+            "batch": each.case.batch,
+            "tpot_ms": {"pat": each.pat.median, "other": each.other.median},
+            "other": "default",
+            "gain": each.gain.median,
+            "gain_quartiles": [each.gain.low, each.gain.high],
+        }
+        for each in compared
+    ]
+
+
+def show(found: list[dict[str, Any]], by: str) -> None:
+    """A row for each batch, a column for each share."""
+    table = Table(title=f"time per output token, other / pat, by {by}")
+    table.add_column("requests", justify="right")
+    for share in SHARES:
+        table.add_column(f"{share:.0%} shared", justify="right")
+    for batch in dict.fromkeys(cell["batch"] for cell in found):
+        gains = {cell["share"]: cell["gain"] for cell in found if cell["batch"] == batch}
+        table.add_row(str(batch), *(f"{gains[s]:.2f}" if s in gains else "" for s in SHARES))
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--by", choices=("kernels", "server"), required=True)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--context", type=int, default=CONTEXT, metavar="N", help="of a request")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    meta = metadata() | {
+        "by": args.by,
+        "model": args.model,
+        "context": args.context,
+        "clocks": {"before": gpu_state()},
+    }
+    measure = by_kernels if args.by == "kernels" else by_server
+    found = measure(MODELS[args.model], args.context)
+    meta["clocks"]["after"] = gpu_state()
+    show(found, args.by)
+    if args.json:
+        args.json.write_text(json.dumps({"meta": meta, "cells": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

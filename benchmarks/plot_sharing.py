@@ -1,0 +1,50 @@
+"""Draw the result of bench_sharing.py: what pat gains, by the share of common KV and the batch.
+
+python benchmarks/plot_sharing.py benchmarks/results/h100/sharing.json docs/sharing.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("result", type=Path, help="JSON of bench_sharing.py")
+    parser.add_argument("picture", type=Path, help="PNG to write")
+    args = parser.parse_args()
+    draw(json.loads(args.result.read_text()), args.picture)
+
+
+def draw(result: dict[str, Any], picture: Path) -> None:
+    figure, axis = plt.subplots(figsize=(7, 4.2))
+    cells, meta = result["cells"], result["meta"]
+    for batch in dict.fromkeys(cell["batch"] for cell in cells):
+        points = sorted((cell["share"], cell["gain"]) for cell in cells if cell["batch"] == batch)
+        requests = "1 request" if batch == 1 else f"{batch} requests"
+        axis.plot(*zip(*points, strict=True), marker="o", label=requests)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1))
+    axis.set_xlabel("of a request's context, shared with all others")
+    axis.set_ylabel("time per output token, other / pat")
+    axis.set_title(
+        f"{meta['model']} shape, {meta['context']:,} tokens, {meta['gpu']}, by {meta['by']}",
+        fontsize=10,
+    )
+    axis.legend(fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

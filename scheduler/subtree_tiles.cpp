@@ -1,0 +1,187 @@
+#include "subtree_tiles.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace pat {
+
+namespace {
+
+// Shorter nodes share a segment with their ancestors where the same requests of a pack hold both: a segment fills
+// whole stages of the kernels' rings. For longer ones that is nothing, and their slots are gathered once for all packs.
+constexpr int32_t kShortNode = 255;
+// In trees so deep that these are too many segments, so many levels share a segment, however long the nodes are. They
+// begin at multiples of it, so that packs have most segments, and their slots, in common.
+constexpr int32_t kFewestFusedLevels = 64;
+
+bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }
+
+}  // namespace
+
+void Packing::clear() {
+  packs.clear();
+  requests.clear();
+  segments.clear();
+  spans.clear();
+}
+
+int32_t Packing::add_span(int32_t request, int32_t kv_begin, int32_t kv_end) {
+  const int64_t slot_begin = num_slots();
+  const int32_t num_tokens = kv_end - kv_begin;
+  if (slot_begin + num_tokens > std::numeric_limits<int32_t>::max()) {
+    throw std::length_error("shared slots of this plan do not fit into int32: " +
+                            std::to_string(slot_begin + num_tokens));
+  }
+  spans.push_back({.request = request,
+                   .kv_begin = kv_begin,
+                   .num_tokens = num_tokens,
+                   .slot_begin = static_cast<int32_t>(slot_begin)});
+  return static_cast<int32_t>(spans.size()) - 1;
+}
+
+void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                        Packing& out) {
+  find_common_nodes(forest);
+  choose_cuts(forest);
+  // Ends: once all levels share a segment, a pack has at most two for each of its requests.
+  for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
+    levels = std::max(kFewestFusedLevels, 4 * levels);
+  }
+}
+
+void SubtreeTiler::find_common_nodes(const PrefixForest& forest) {
+  const std::vector<ForestNode>& nodes = forest.nodes();
+  common_before_.clear();
+  depth_.clear();
+  for (const ForestNode& node : nodes) {
+    const bool is_first = node.parent >= 0 && node.holder_begin == nodes[node.parent].holder_begin;
+    depth_.push_back(node.parent < 0 ? 0 : depth_[node.parent] + 1);
+    common_before_.push_back(is_first ? common_before_[node.parent] : node.parent);
+  }
+  const std::vector<int32_t>& order = forest.requests_in_tree_order();
+  common_.clear();
+  for (size_t place = 0; place < order.size(); ++place) {
+    const int32_t anchor = forest.anchor(order[place]);
+    const bool is_first = anchor >= 0 && static_cast<size_t>(nodes[anchor].holder_begin) == place;
+    common_.push_back(is_first ? common_before_[anchor] : anchor);
+  }
+}
+
+int64_t SubtreeTiler::cost_of_cut(const PrefixForest& forest, int32_t place) const {
+  const int64_t tokens = common_[place] < 0 ? 0 : forest.nodes()[common_[place]].kv_end;
+  return cost_.item + cost_.reread_token * tokens;
+}
+
+void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
+  const int32_t num_places = static_cast<int32_t>(common_.size());
+  const int32_t longest = tiles_.requests_per_tile();
+  best_.assign(num_places + 1, 0);
+  run_begin_.assign(num_places + 1, 0);
+  candidates_.resize(num_places);
+  int32_t front = 0, back = 0;  // the candidates in use; cost and place ascend
+  for (int32_t place = 0; place < num_places; ++place) {
+    // best_[place] becomes the cost of all cuts up to here, one at `place` included.
+    if (common_[place] < 0) front = back = 0;  // no run goes across
+    if (place > 0) best_[place] += cost_of_cut(forest, place);
+    while (back > front && best_[candidates_[back - 1]] > best_[place]) --back;
+    candidates_[back++] = place;
+    while (candidates_[front] <= place - longest) ++front;
+    run_begin_[place + 1] = candidates_[front];
+    best_[place + 1] = best_[candidates_[front]];
+  }
+  cut_cost_ = best_[num_places];
+  // From the last run to the first; then the other way round.
+  candidates_.clear();
+  for (int32_t end = num_places; end > 0; end = run_begin_[end]) candidates_.push_back(end);
+  std::reverse(candidates_.begin(), candidates_.end());
+}
+
+bool SubtreeTiler::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                        int32_t fused_levels, Packing& out) {
+  out.clear();
+  known_spans_.assign(forest.nodes().size(), {.top = -1, .span = -1});
+  const int64_t most = int64_t{kMaxSegmentsPerRequest} * static_cast<int64_t>(seq_lens.size());
+  int32_t begin = 0;
+  for (const int32_t end : candidates_) {
+    emit_pack(forest, seq_lens, begin, end, fused_levels, out);
+    if (static_cast<int64_t>(out.segments.size()) > most) return false;
+    begin = end;
+  }
+  return true;
+}
+
+int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t bottom,
+                              int32_t request, Packing& out) {
+  KnownSpan& known = known_spans_[bottom];
+  if (known.top != top) {
+    known.top = top;
+    known.span = out.add_span(request, forest.nodes()[top].kv_begin, forest.nodes()[bottom].kv_end);
+  }
+  return known.span;
+}
+
+void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                             int32_t begin, int32_t end, int32_t fused_levels, Packing& out) {
+  const std::vector<ForestNode>& nodes = forest.nodes();
+  const std::vector<int32_t>& order = forest.requests_in_tree_order();
+  const auto segment_begin = static_cast<int32_t>(out.segments.size());
+  const auto request_begin = static_cast<int32_t>(out.requests.size());
+  for (int32_t place = begin; place < end; ++place) {
+    const int32_t request = order[place];
+    const int32_t first = place - begin;
+    out.requests.push_back(request);
+    // The nodes that this request is the first of the pack to hold; the last one is the uppermost.
+    path_.clear();
+    const int32_t known = place == begin ? -1 : common_[place];
+    for (int32_t n = forest.anchor(request); n != known; n = nodes[n].parent) path_.push_back(n);
+    const auto last_holder = [&](int32_t node) {
+      return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
+    };
+    int32_t private_begin = forest.private_begin(request);
+    while (!path_.empty()) {
+      const int32_t top = path_.back();
+      const int32_t last = last_holder(top);
+      if (last == first + 1) {  // no other request of the pack holds it, or what is below
+        private_begin = nodes[top].kv_begin;
+        break;
+      }
+      int32_t bottom = top;
+      path_.pop_back();
+      const auto fuses = [&](int32_t above, int32_t below) {
+        if (last_holder(below) != last) return false;
+        if (fused_levels > 0) return depth_[below] % fused_levels != 0;
+        return is_short(nodes[above]) && is_short(nodes[below]);
+      };
+      while (!path_.empty() && fuses(bottom, path_.back())) {
+        bottom = path_.back();
+        path_.pop_back();
+      }
+      out.segments.push_back({.span = span_of(forest, top, bottom, request, out),
+                              .kv_begin = nodes[top].kv_begin,
+                              .kv_end = nodes[bottom].kv_end,
+                              .first = first,
+                              .end = last,
+                              .is_open = false});
+    }
+    if (seq_lens[request] == private_begin) continue;
+    out.segments.push_back({.span = Segment::kPrivate,
+                            .kv_begin = private_begin,
+                            .kv_end = seq_lens[request],
+                            .first = first,
+                            .end = first + 1,
+                            .is_open = true});
+  }
+  const auto num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin;
+  if (num_segments == 0) {  // a padding row
+    out.requests.resize(request_begin);
+    return;
+  }
+  out.packs.push_back({.request_begin = request_begin,
+                       .num_requests = end - begin,
+                       .segment_begin = segment_begin,
+                       .num_segments = num_segments});
+}
+
+}  // namespace pat

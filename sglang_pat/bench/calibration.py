@@ -1,0 +1,330 @@
+"""Measures what planning weighs, and fits it: behind `sglang-pat calibrate`.
+
+Each of a designed set of plans is timed as a graph of several layers. A layer's time is taken to be
+a sum: a constant, and so much for each KV token from memory, each that is read again, each partial
+row, each work item and each query row of an item. The sum is fitted by non-negative least squares
+on the relative error. The bodies of the kernel are timed apart: by prefixes with exactly as many
+query rows as a body has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_pat._scheduler import TILE_TABLE
+from sglang_pat.attention import PackAttention
+from sglang_pat.batch import DecodeBatch, PathNode, PrefixPaths
+from sglang_pat.bench import timing
+from sglang_pat.bench.token_table import token_table
+from sglang_pat.executors.calibration import Calibration, Machine
+from sglang_pat.plan import DecodePlan
+
+FloatArray = npt.NDArray[np.float64]
+
+LARGEST_ERROR = 0.10  # root mean square of the relative errors
+LAYERS = 8
+ROUNDS = 9
+POOL_BYTES = 8 << 30  # at most
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+GROUP_SIZE = NUM_QO_HEADS // NUM_KV_HEADS
+POLICIES = ("per-node", "query-centric")
+_COST_UNIT = 64  # of CostModel.query_row
+_SHORTEST = 48  # CostModel.shortest: not fitted
+_LARGEST_COST = 1 << 20
+_RIDGE_FROM = 1.15  # a body is bound by its arithmetic if a token costs so much more than in others
+
+
+class CalibrationError(RuntimeError):
+    """The fit is not to be used. The message says why."""
+
+
+class Features(NamedTuple):
+    """What a layer's time is a sum of; counted over all KV heads."""
+
+    layer: float  # 1
+    merge: float  # 1 if partials are merged
+    token: float  # from memory
+    reread: float  # tokens that another item reads as well
+    partial_row: float
+    item: float
+    query_row: float
+
+    @classmethod
+    def of(cls, plan: DecodePlan) -> Features:
+        header, tokens = plan.header, plan.kv_tokens
+        return cls(
+            1.0,
+            float(header.num_partials > 0),
+            float(tokens.lower_bound * NUM_KV_HEADS),
+            float((tokens.planned - tokens.lower_bound) * NUM_KV_HEADS),
+            float(header.num_partials * NUM_QO_HEADS),
+            float(header.num_work_items * NUM_KV_HEADS),
+            float(header.num_item_requests * NUM_QO_HEADS),
+        )
+
+
+class Design(NamedTuple):
+    """A plan to measure: `prefixes` of `prefix` tokens, each above `sharers` requests with
+    `private` tokens of their own. body: the rows of the body that it is there for; 0: for the sum.
+    """
+
+    prefixes: int
+    prefix: int
+    sharers: int
+    private: int
+    policy: str = "memory"
+    body: int = 0
+
+    def batch(self) -> DecodeBatch:
+        count = self.prefixes * self.sharers
+        path = [PathNode(0, 0, self.prefix)] if self.prefix else []
+        paths = [
+            [node._replace(node_id=request // self.sharers) for node in path]
+            for request in range(count)
+        ]
+        lens = np.full(count, self.prefix + self.private, dtype=np.int32)
+        return DecodeBatch(lens, PrefixPaths.from_lists(paths), key=self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefixes * (self.prefix + self.sharers * self.private)
+
+
+def designs() -> list[Design]:
+    """Memory-bound plans that differ in what they are made of, and one for each body."""
+    unshared = [
+        Design(count, 0, 1, tokens)
+        for count, tokens in (
+            (1024, 64),
+            (3072, 64),
+            (1024, 160),
+            (512, 512),
+            (256, 1024),
+            (64, 4096),
+            (8, 32768),
+            (1, 65536),
+        )
+    ]
+    one_item_each = [  # of many query rows, and no partials
+        Design(512, 64, 16, 0),
+        Design(1024, 64, 8, 0),
+        Design(2048, 64, 4, 0),
+        Design(256, 512, 16, 0),
+    ]
+    cut = [Design(1, 65536, sharers, 0) for sharers in (4, 8, 16)]  # many partials of many rows
+    shared = [
+        Design(*shape, policy)
+        for shape in (
+            (64, 256, 4, 64),
+            (128, 512, 4, 128),
+            (16, 1024, 16, 128),
+            (32, 2048, 4, 512),
+            (8, 4096, 16, 256),
+            (1, 4096, 16, 256),
+            (256, 128, 4, 32),
+            (128, 64, 16, 16),
+        )
+        for policy in POLICIES
+    ]
+    return [*unshared, *one_item_each, *cut, *shared, *(_for_body(rows) for rows in bodies())]
+
+
+def bodies() -> list[int]:
+    """Query rows of the kernel's bodies, ascending."""
+    return sorted({tile[0] for tile in TILE_TABLE})
+
+
+def _for_body(rows: int) -> Design:
+    return Design(32, 4096, max(1, rows // GROUP_SIZE), 16, "per-node", rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A layer of a design took so many microseconds."""
+
+    design: Design
+    features: Features
+    us: float
+
+
+def measure(report: Callable[[str], None]) -> list[Measurement]:
+    """Time all designs on the present CUDA device. report: is told of each."""
+    timer = _Timer(max(design.num_tokens for design in designs()))
+    found = []
+    for design in designs():
+        measured = timer.measure(design)
+        report(f"{design}: {measured.us:.1f} us")
+        found.append(measured)
+    return found
+
+
+class _Timer:
+    """K and V for all designs, and the attention of each policy."""
+
+    def __init__(self, most_tokens: int) -> None:
+        free, _ = torch.cuda.mem_get_info()
+        row_bytes = NUM_KV_HEADS * HEAD_DIM * 2
+        slots = min(POOL_BYTES, free // 2) // (2 * row_bytes)
+        if slots <= most_tokens:
+            raise CalibrationError(
+                f"{free / 1e9:.1f} GB of the GPU's memory are free; "
+                f"{4 * row_bytes * most_tokens / 1e9:.1f} GB are needed"
+            )
+        shape = (slots, NUM_KV_HEADS, HEAD_DIM)
+        self._k = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+        self._v = torch.empty_like(self._k).normal_()
+
+    def measure(self, design: Design) -> Measurement:
+        attention = PackAttention(
+            NUM_QO_HEADS,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            dtype=torch.bfloat16,
+            device="cuda",
+            policy=design.policy,
+        )
+        batch = design.batch()
+        table = torch.from_numpy(token_table(batch.read_paths(), batch.seq_lens)).cuda()
+        num_slots = int(table.max()) + 1
+        table = torch.randperm(num_slots, device="cuda").int()[table.long()]
+        lens = torch.from_numpy(batch.seq_lens).cuda()
+        q = torch.randn(len(lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty_like(q)
+        rows = torch.arange(len(lens), device="cuda")
+        plan = attention.plan(batch, req_to_token=table, req_pool_indices=rows, seq_lens=lens)
+        features = Features.of(plan)
+        layers = list(self._layers(num_slots))
+
+        def step() -> None:
+            for k_cache, v_cache in layers:
+                attention.run(q, k_cache, v_cache, out=out)
+
+        graph = timing.capture(step)
+        us = timing.interleaved_us({"pat": graph.replay}, rounds=ROUNDS)["pat"]
+        return Measurement(design, features, us / len(layers))
+
+    def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of so many slots each. They overlap if they must, shifted by as much as there is."""
+        stride = min(num_slots, (len(self._k) - num_slots) // (LAYERS - 1))
+        for begin in range(0, LAYERS * stride, stride):
+            yield self._k[begin : begin + num_slots], self._v[begin : begin + num_slots]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """microseconds: of each feature. bodies: a token's cost in the body of so many rows, over that
+    of a token from memory. errors: relative, of each plan that was fitted."""
+
+    microseconds: Features
+    bodies: dict[int, float]
+    errors: FloatArray
+
+    @property
+    def error(self) -> float:
+        return float(np.sqrt(np.mean(self.errors**2)))
+
+    @property
+    def worst(self) -> float:
+        return float(np.abs(self.errors).max())
+
+    def costs(self) -> dict[str, int]:
+        """Arguments of CostModel: in tokens from memory."""
+        us = self.microseconds
+        bound = [rows / rate for rows, rate in self.bodies.items() if rate > _RIDGE_FROM]
+        ridge = sum(bound) / len(bound) if bound else max(self.bodies)
+        return {
+            "partial_row": _cost(us.partial_row / us.token),
+            "piece": _cost(us.item / us.token),
+            "query_row": _cost(_COST_UNIT * us.query_row / us.token),
+            "shortest": _SHORTEST,
+            "rows_at_ridge": max(1, _cost(ridge)),
+        }
+
+
+def fit(measurements: Sequence[Measurement]) -> Fit:
+    """CalibrationError if the sum does not describe the measurements."""
+    summed = [each for each in measurements if not each.design.body]
+    matrix = np.array([each.features for each in summed])
+    us = np.array([each.us for each in summed])
+    # Columns of one size, rows over their time: the error of each row is relative.
+    scale = matrix.max(axis=0)
+    scale[scale == 0] = 1
+    relative = matrix / scale / us[:, None]
+    solution = nnls(relative, np.ones(len(us)))
+    found = Fit(Features(*(solution / scale)), {}, relative @ solution - 1)
+    _check(found)
+    for each in measurements:
+        if each.design.body:
+            found.bodies[each.design.body] = _rate(each, found.microseconds)
+    return found
+
+
+def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
+    """The x >= 0 with the least |matrix @ x - target|, by Lawson and Hanson's active sets."""
+    count = matrix.shape[1]
+    x = np.zeros(count)
+    passive = np.zeros(count, dtype=bool)
+    tolerance = 1e-12 * np.abs(matrix.T @ target).max()
+    for _ in range(3 * count):
+        gradient = matrix.T @ (target - matrix @ x)
+        gradient[passive] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= tolerance:
+            break
+        passive[best] = True
+        while True:
+            trial = np.zeros(count)
+            trial[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
+            if trial[passive].min() > 0:
+                break
+            falling = passive & (trial <= 0)
+            step = (x[falling] / (x[falling] - trial[falling])).min()
+            x += step * (trial - x)
+            passive &= x > 1e-15
+            x[~passive] = 0
+            if not passive.any():
+                break
+        x = np.where(passive, trial, 0.0)
+    return x
+
+
+def calibrate(machine: Machine, measurements: Sequence[Measurement]) -> Calibration:
+    """The fit as it is kept. CalibrationError if it is bad."""
+    found = fit(measurements)
+    microseconds = found.microseconds._asdict()
+    return Calibration(
+        machine,
+        found.costs(),
+        microseconds | {f"body_{rows}": rate for rows, rate in found.bodies.items()},
+        found.error,
+        found.worst,
+        len(measurements),
+    )
+
+
+def _check(found: Fit) -> None:
+    if found.error > LARGEST_ERROR:
+        raise CalibrationError(
+            f"the fit is off by {found.error:.1%} (allowed: {LARGEST_ERROR:.0%}), at most by "
+            f"{found.worst:.1%}: is the GPU used by somebody else, or throttled?"
+        )
+    if found.microseconds.token <= 0:
+        raise CalibrationError("the fit gives KV tokens no time: is the GPU used by others?")
+
+
+def _rate(measured: Measurement, microseconds: Features) -> float:
+    """Of a token in a body: what is left of the time, over that of as many tokens from memory."""
+    costs = np.multiply(measured.features, microseconds)
+    tokens = measured.features.token
+    rest = measured.us - costs.sum() + costs[Features._fields.index("token")]
+    return max(1.0, float(rest / (tokens * microseconds.token)))
+
+
+def _cost(value: float) -> int:
+    return min(round(value), _LARGEST_COST)

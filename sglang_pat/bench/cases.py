@@ -1,0 +1,44 @@
+"""Batches of requests that start together: what a server is timed with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+_FIRST_TOKEN = 256  # below: special tokens, in some models
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`groups` prefixes of `prefix` tokens, `batch / groups` requests with each, `private` tokens
+    more per request, and `generated` tokens answered. At temperature 0 answers can be compared.
+    """
+
+    batch: int
+    prefix: int
+    private: int
+    generated: int
+    groups: int = 1
+    temperature: float = 0.0
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Random tokens; the same for everybody. The requests of a group are neighbours."""
+        source = random.Random(0)
+
+        def tokens(count: int) -> list[int]:
+            return source.choices(range(_FIRST_TOKEN, vocab_size - _FIRST_TOKEN), k=count)
+
+        prefixes = [tokens(self.prefix) for _ in range(self.groups)]
+        per_group = self.batch // self.groups
+        return [prefixes[i // per_group] + tokens(self.private) for i in range(self.batch)]
+
+    @property
+    def pool_tokens(self) -> int:
+        """Slots of the KV pool that the whole batch takes."""
+        return self.groups * self.prefix + self.batch * (self.private + self.generated)
+
+    @property
+    def title(self) -> str:
+        requests = "1 request" if self.batch == 1 else f"{self.batch} requests"
+        groups = f"{self.groups} x " if self.groups > 1 else ""
+        return f"{requests}, {groups}{self.prefix} shared + {self.private} private"

@@ -1,0 +1,210 @@
+"""pat against another attention backend, in SGLang's server, on this machine's GPUs.
+
+Behind `sglang-pat bench`. One server after another serves the same batches; both are timed in the
+steps in which all requests decode (`decoding.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.decoding import DecodeRun, Spread, decode_run, ratio, tpot
+from sglang_pat.bench.server import Server, contender, running_server, sampling_of
+from sglang_pat.model_layers import decoder_config, positive
+
+PAT = "pat"
+ROUNDS = 3
+POOL_SHARE = (
+    0.8  # of the KV pool that a batch may take: answers of earlier rounds stay in the cache
+)
+MOST_NOISE = 0.10  # distance of the quartiles of a ratio, over its median
+Report = Callable[[str], None]
+
+
+class Model(NamedTuple):
+    """path: what the server is given, a folder. vocab_size and context_len: of its decoder."""
+
+    path: Path
+    vocab_size: int
+    context_len: int
+
+    @classmethod
+    def of(cls, config: Path, folder: Path, *, weights: bool) -> Model:
+        """The model of a `config.json`, in `folder` without its weights. ValueError names what is
+        wrong with the file."""
+        try:
+            read = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{config}: not a config.json: {error}") from None
+        if not isinstance(read, dict) or "architectures" not in read:
+            raise ValueError(f"{config}: no config.json of a model: it names no architectures")
+        decoder = decoder_config(read)
+        path = config.parent
+        if not weights:
+            (folder / "config.json").write_text(json.dumps(read))
+            path = folder
+        try:
+            return cls(
+                path,
+                positive(decoder, "vocab_size"),
+                int(decoder.get("max_position_embeddings") or 1 << 20),
+            )
+        except ValueError as error:
+            raise ValueError(f"{config}: {error}") from None
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one server gave. runs: by case."""
+
+    start_seconds: float
+    info: dict[str, Any]
+    runs: dict[str, list[DecodeRun]] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One case: milliseconds per token of both, and the other's time over pat's."""
+
+    name: str
+    case: Case
+    pat: Spread
+    other: Spread
+    gain: Spread
+
+    @property
+    def too_noisy(self) -> bool:
+        return self.gain.noise > MOST_NOISE
+
+    def as_dict(self, other: str) -> dict[str, Any]:
+        case = self.case
+        return {
+            "name": self.name,
+            "requests": case.batch,
+            "prefix": case.prefix,
+            "private": case.private,
+            "tokens": case.generated,
+            "tpot_ms": {PAT: self.pat.as_dict(), other: self.other.as_dict()},
+            "tokens_per_second": {
+                PAT: 1000 * case.batch / self.pat.median,
+                other: 1000 * case.batch / self.other.median,
+            },
+            "gain": self.gain.as_dict(),
+            "too_noisy": self.too_noisy,
+        }
+
+
+def measure(
+    backend: str,
+    model: Model,
+    cases: Mapping[str, Case],
+    folder: Path,
+    *,
+    arguments: Mapping[str, Any],
+    flags: Sequence[str],
+    report: Report,
+    rounds: int = ROUNDS,
+) -> tuple[Measured, dict[str, Case]]:
+    """Start a server and time all cases.
+
+    Parameters
+    ----------
+    backend
+        A name of SGLang, or `default`: what SGLang chooses.
+    model
+        What is served.
+    cases
+        By name. They are made smaller if the server's KV pool or context do not hold them.
+    folder
+        For the log.
+    arguments, flags
+        Of the server: keywords of sglang.Engine, and flags as they are.
+    report
+        Is told what happens.
+    rounds
+        Passes of each case.
+
+    Returns
+    -------
+    tuple
+        What was measured, and the cases as they were.
+
+    Raises
+    ------
+    RuntimeError, TimeoutError
+        The server does not start or does not answer, or a case does not fit.
+    """
+    begin = time.perf_counter()
+    with running_server(contender(backend), model.path, folder, flags=flags, **arguments) as server:
+        info = server.info()
+        measured = Measured(time.perf_counter() - begin, info)
+        report(f"{backend}: ready after {measured.start_seconds:.0f} s")
+        fitted = {name: fit(case, model, info) for name, case in cases.items()}
+        for name, case in fitted.items():
+            measured.runs[name] = _runs(server, case, model.vocab_size, rounds)
+            spread = tpot(measured.runs[name])
+            report(f"{backend}, {case.title}: {spread.median:.3f} ms per token")
+        measured.stats = server.stats()
+    return measured, fitted
+
+
+def fit(case: Case, model: Model, info: Mapping[str, Any]) -> Case:
+    """The case, or a smaller one that the server holds. RuntimeError if none does."""
+    context = min(int(info.get("context_length") or model.context_len), model.context_len)
+    most = context - case.private - case.generated - 1
+    if most < 0:
+        raise RuntimeError(
+            f"{case.title} with {case.generated} tokens answered: the context ends at {context}"
+        )
+    pool = int(POOL_SHARE * int(info["max_total_num_tokens"]))
+    case = replace(case, prefix=min(case.prefix, most))
+    while case.batch > 1 and case.pool_tokens > pool:
+        case = replace(case, batch=case.batch // 2)
+    if case.pool_tokens > pool:
+        raise RuntimeError(f"{case.title}: takes {case.pool_tokens} of {pool} tokens of KV")
+    return case
+
+
+def _runs(server: Server, case: Case, vocab_size: int, rounds: int) -> list[DecodeRun]:
+    prompts = case.prompts(vocab_size)
+    server.flush()
+    if case.prefix:  # first alone, so that the prompts find it in the tree
+        server.generate([prompts[0][: case.prefix]], sampling_of(1))
+    server.generate(prompts, sampling_of(4))  # compiles what is compiled at first use
+    return [decode_run(server, prompts, case.generated) for _ in range(rounds)]
+
+
+def compare(pat: Measured, other: Measured, cases: Mapping[str, Case]) -> list[Compared]:
+    """Case by case. RuntimeError if two runs have no token in common."""
+    return [
+        Compared(
+            name,
+            case,
+            tpot(pat.runs[name]),
+            tpot(other.runs[name]),
+            ratio(other.runs[name], pat.runs[name]),
+        )
+        for name, case in cases.items()
+    ]
+
+
+def verdict(compared: Sequence[Compared], other: str) -> str:
+    """What was found, in one sentence."""
+    parts = [f"{_words(each)} {each.name} ({each.gain.median:.2f}x)" for each in compared]
+    return f"pat is {', '.join(parts)}, against {other}."
+
+
+def _words(compared: Compared) -> str:
+    gain = compared.gain
+    if compared.too_noisy:
+        return "too noisy to judge"
+    if gain.median - 2 * gain.error > 1:
+        return "faster"
+    return "slower" if gain.median + 2 * gain.error < 1 else "as fast"

@@ -1,0 +1,151 @@
+"""Time per output token of a batch on a server: of the steps in which all of its requests decode.
+
+Prefill, admission and the end of a batch are left out: the window opens when the last request has
+its first token, and closes when the first one ends. One request, the observer, streams each of its
+tokens; the others report their first token and their last, because streams of a whole batch would
+keep SGLang's tokenizer process busier than the GPU. The window is cut into slices of SLICE tokens.
+Slices of two servers that begin at the same token are compared: the context grows in between.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_pat.bench.server import Server, sampling_of
+
+SLICE = 8  # tokens
+MIN_SLICES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """One pass of a batch.
+
+    Attributes
+    ----------
+    slices_ms
+        Milliseconds per token, by the token of the observer with which a slice begins.
+    first_ms
+        Until the last request had its first token.
+    cached
+        Share of the prompts' tokens that were in the prefix cache.
+    answers
+        The last chunk of each request.
+    """
+
+    slices_ms: Mapping[int, float]
+    first_ms: float
+    cached: float
+    answers: Sequence[Mapping[str, Any]]
+
+    @property
+    def tpot_ms(self) -> float:
+        return statistics.median(self.slices_ms.values())
+
+
+def decode_run(
+    server: Server, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float = 0.0
+) -> DecodeRun:
+    """Answer all prompts with `num_tokens` each.
+
+    RuntimeError if too few steps had all requests running.
+    """
+    sampling = [
+        sampling_of(num_tokens, temperature, stream_interval=1 if index == 0 else num_tokens)
+        for index in range(len(prompts))
+    ]
+    begin = time.perf_counter()
+    first: dict[int, float] = {}
+    last: dict[int, tuple[float, Mapping[str, Any]]] = {}
+    observed: list[tuple[float, int]] = []
+    for chunk in server.stream(prompts, sampling):
+        now, index = time.perf_counter(), chunk["index"]
+        first.setdefault(index, now)
+        last[index] = now, chunk
+        if index == 0:
+            observed.append((now, chunk["meta_info"]["completion_tokens"]))
+    if len(first) < len(prompts):
+        raise RuntimeError(f"{len(first)} of {len(prompts)} requests were answered")
+    opens, closes = max(first.values()), min(when for when, _ in last.values())
+    slices = slices_of([seen for seen in observed if opens <= seen[0] <= closes])
+    if len(slices) < MIN_SLICES:
+        raise RuntimeError(
+            f"{len(slices)} slices of {SLICE} tokens had all {len(prompts)} requests running, of "
+            f"{num_tokens} tokens; {MIN_SLICES} are needed: ask for more tokens, or fewer requests"
+        )
+    answers = [last[index][1] for index in range(len(prompts))]
+    cached = sum(answer["meta_info"].get("cached_tokens", 0) for answer in answers)
+    return DecodeRun(slices, 1000 * (opens - begin), cached / sum(map(len, prompts)), answers)
+
+
+def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
+    """Milliseconds per token of each slice of SLICE tokens that lies between arrivals.
+
+    arrivals: when the observer's answer had so many tokens. Where several arrive together, a slice
+    begins with the first arrival at or behind its token.
+    """
+    at: dict[int, tuple[float, int]] = {}
+    for when, tokens in arrivals:
+        at.setdefault(tokens // SLICE, (when, tokens))
+    result = {}
+    for number, (begin, had) in at.items():
+        if number + 1 in at:
+            end, has = at[number + 1]
+            result[number * SLICE] = 1000 * (end - begin) / (has - had)
+    if at:  # the window opens within the first one
+        result.pop(min(at) * SLICE, None)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with its quartiles, and the standard error that they let expect of the median."""
+
+    median: float
+    low: float
+    high: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """At least one value."""
+        ordered = sorted(values)
+        if len(ordered) == 1:
+            return cls(ordered[0], ordered[0], ordered[0], math.inf)
+        low, median, high = statistics.quantiles(ordered, n=4, method="inclusive")
+        # Of a normal distribution: sigma is the distance of the quartiles / 1.349, and the error
+        # of a median 1.253 sigma / sqrt(n).
+        return cls(median, low, high, 1.253 * (high - low) / 1.349 / math.sqrt(len(ordered)))
+
+    @property
+    def noise(self) -> float:
+        """Distance of the quartiles, over the median."""
+        return (self.high - self.low) / self.median
+
+    def as_dict(self) -> dict[str, float | None]:
+        error = self.error if math.isfinite(self.error) else None
+        return {"median": self.median, "low": self.low, "high": self.high, "error": error}
+
+
+def tpot(runs: Sequence[DecodeRun]) -> Spread:
+    """Milliseconds per token, over all slices of all runs."""
+    return Spread.of(value for run in runs for value in run.slices_ms.values())
+
+
+def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
+    """Time of one server over that of the other: of slices at the same token, in runs that followed
+    each other. RuntimeError if none has the same token."""
+    found = [
+        milliseconds / other.slices_ms[token]
+        for run, other in zip(slower, faster, strict=True)
+        for token, milliseconds in run.slices_ms.items()
+        if token in other.slices_ms
+    ]
+    if not found:
+        raise RuntimeError("the two servers have no slice at the same token: ask for more tokens")
+    return Spread.of(found)

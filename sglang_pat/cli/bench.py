@@ -1,0 +1,252 @@
+"""`sglang-pat bench`: pat against the server's present attention backend, on this machine's GPUs.
+
+Two starts of SGLang's server and the batches between take two to five minutes. Weights are random
+unless `--weights` is given: the time of a token does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.cli.replay import whole_number
+from sglang_pat.output_file import output_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sglang_pat.bench.cases import Case
+    from sglang_pat.bench.comparison import Compared, Measured
+
+DESCRIPTION = "measure pat against the present attention backend in SGLang's server"
+DEFAULT = "default"
+TOKENS = 136  # of an answer
+_PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
+_GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # half of the time of a start
+_CPU_ARGUMENTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 32768,
+    "mem_fraction_static": 0.95,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `parser`, and the command itself as the default `run`."""
+    count = whole_number(1)
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=Path,
+        metavar="CONFIG",
+        help="the path of a model's config.json or of its folder",
+    )
+    parser.add_argument(
+        "--against",
+        default=DEFAULT,
+        metavar="BACKEND",
+        help="a backend of SGLang (default: the one that SGLang chooses)",
+    )
+    parser.add_argument(
+        "--weights", action="store_true", help="load the model's weights (default: random ones)"
+    )
+    parser.add_argument(
+        "--requests", type=count, default=64, metavar="N", help="that run together (default: 64)"
+    )
+    parser.add_argument(
+        "--prefix", type=count, default=4096, metavar="N", help="shared tokens (default: 4096)"
+    )
+    parser.add_argument(
+        "--private",
+        type=count,
+        default=256,
+        metavar="N",
+        help="tokens of each request behind the prefix (default: 256)",
+    )
+    parser.add_argument(
+        "--unshared",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="tokens of each request where nothing is shared (default: 1024)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: only to see that it works, with a tiny model (default: cuda)",
+    )
+    parser.add_argument(
+        "--server-args",
+        default="",
+        metavar="ARGS",
+        help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything, as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input."""
+    gpus = find_gpus()
+    problem = _problem(arguments, gpus)
+    if problem is not None:
+        print(f"sglang-pat bench: {problem}", file=sys.stderr)
+        return 2
+    from sglang_pat.bench import comparison
+
+    console = _console()
+    with tempfile.TemporaryDirectory(prefix="sglang-pat-bench-") as folder:
+        try:
+            model = comparison.Model.of(
+                _config(arguments.model), Path(folder), weights=arguments.weights
+            )
+        except ValueError as error:
+            print(f"sglang-pat bench: {error}", file=sys.stderr)
+            return 2
+        try:
+            measured, cases = _measure(arguments, model, Path(folder), console)
+            compared = comparison.compare(measured["pat"], measured[arguments.against], cases)
+        except (RuntimeError, TimeoutError) as error:
+            print(f"sglang-pat bench: {error}", file=sys.stderr)
+            return 1
+    other = _backend_name(arguments.against, measured[arguments.against].info)
+    verdict = comparison.verdict(compared, other)
+    console.print(_table(compared, other))
+    console.print(verdict)
+    if arguments.json is not None:
+        result = _as_json(arguments, gpus, measured, compared, verdict)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
+    if arguments.against == "pat":
+        return "--against pat; allowed: another backend of SGLang, or default"
+    if "--attention-backend" in arguments.server_args:
+        return "--server-args must not hold --attention-backend; --against names the other backend"
+    if not _config(arguments.model).is_file():
+        return f"--model {arguments.model}: no file; allowed: a config.json, or its folder"
+    if importlib.util.find_spec("sglang") is None:
+        return "SGLang is not installed beside this package; `sglang-pat doctor` says what is"
+    if arguments.device == "cuda" and not gpus:
+        return "no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more"
+    return None
+
+
+def _config(model: Path) -> Path:
+    return model / "config.json" if model.is_dir() else model
+
+
+def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
+    from sglang_pat.bench.cases import Case
+
+    requests = arguments.requests
+    return {
+        "with a shared prefix": Case(requests, arguments.prefix, arguments.private, TOKENS),
+        "with nothing shared": Case(requests, 0, arguments.unshared, TOKENS),
+        "with one request": Case(1, 0, arguments.unshared, TOKENS),
+    }
+
+
+def _measure(
+    arguments: argparse.Namespace, model: Any, folder: Path, console: Console
+) -> tuple[dict[str, Measured], dict[str, Case]]:
+    """Of both servers; the first one decides how large the cases are."""
+    import shlex
+
+    from sglang_pat.bench import comparison
+
+    on_cpu = arguments.device == "cpu"
+    given = {
+        "skip_tokenizer_init": True,
+        "max_running_requests": max(arguments.requests, 1),
+        **({} if arguments.weights else {"load_format": "dummy"}),
+        **(_CPU_ARGUMENTS if on_cpu else _GPU_ARGUMENTS),
+    }
+    measured = {}
+    cases = _cases(arguments)
+    for backend in ("pat", arguments.against):
+        measured[backend], cases = comparison.measure(
+            backend,
+            model,
+            cases,
+            folder,
+            arguments=given,
+            flags=shlex.split(arguments.server_args),
+            report=console.print,
+        )
+    return measured, cases
+
+
+def _backend_name(asked: str, info: dict[str, Any]) -> str:
+    """What SGLang has chosen for decoding, if the choice was its own."""
+    chosen = info.get("decode_attention_backend") or info.get("attention_backend")
+    return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
+
+
+def _table(compared: list[Compared], other: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title="ms per output token: median (quartiles)")
+    for column in ("batch", "pat", other, "gain"):
+        table.add_column(column, justify="left" if column == "batch" else "right", no_wrap=True)
+    for each in compared:
+        cells = (
+            f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
+            for spread in (each.pat, each.other, each.gain)
+        )
+        table.add_row(each.case.title, *cells)
+    return table
+
+
+def _as_json(
+    arguments: argparse.Namespace,
+    gpus: list[Gpu],
+    measured: dict[str, Measured],
+    compared: list[Compared],
+    verdict: str,
+) -> dict[str, Any]:
+    info = ("attention_backend", "decode_attention_backend", "max_total_num_tokens", "pat")
+    return {
+        "meta": {
+            "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
+            "versions": {package: _version(package) for package in _PACKAGES},
+            "model": str(arguments.model),
+            "weights": "the model's" if arguments.weights else "random",
+            "server_args": arguments.server_args,
+            "device": arguments.device,
+        },
+        "servers": {
+            backend: {
+                "start_seconds": each.start_seconds,
+                **{name: each.info[name] for name in info if name in each.info},
+                "stats": each.stats,
+            }
+            for backend, each in measured.items()
+        },
+        "cases": [each.as_dict(arguments.against) for each in compared],
+        "verdict": verdict,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,142 @@
+"""What planning weighs on a GPU: the file that `sglang-pat calibrate` writes, and who reads it.
+
+One file per GPU, driver and kernels, in the folder of compiled kernels. All ranks of a server read
+the same file, so they come to the same plans. Without a file the scheduler's own values hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_pat._scheduler import CostModel
+from sglang_pat.executors import jit, kernel_cache
+
+FOLDER = "calibration"
+_FORMAT = 1
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a calibration holds for."""
+
+    gpu: str
+    driver: str
+    kernels: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        return cls(torch.cuda.get_device_name(device), driver_version(), jit.source_hash())
+
+    @property
+    def file_name(self) -> str:
+        words = f"{self.gpu} {self.driver} {self.kernels}"
+        return "".join(c if c.isalnum() or c in "." else "-" for c in words) + ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A fit, as it is kept.
+
+    Attributes
+    ----------
+    machine
+        For which it holds.
+    costs
+        Arguments of `CostModel`.
+    microseconds
+        What was fitted, by name.
+    error, worst
+        Root mean square and largest of the fit's relative errors.
+    num_plans
+        How many were measured.
+    """
+
+    machine: Machine
+    costs: Mapping[str, int]
+    microseconds: Mapping[str, float]
+    error: float
+    worst: float
+    num_plans: int
+
+    @property
+    def cost_model(self) -> CostModel:
+        return CostModel(**self.costs)
+
+    def save(self, cache: Path | None = None) -> Path:
+        """Write the file, all at once. OSError if it cannot be written."""
+        path = _folder(cache) / self.machine.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as new:
+            json.dump({"format": _FORMAT, **asdict(self)}, new, indent=1)
+        os.chmod(new.name, 0o644)
+        os.replace(new.name, path)
+        return path
+
+
+def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
+    """The calibration of a machine, or None if there is none.
+
+    KernelCacheError names a file that cannot be used, and what to do.
+    """
+    path = _folder(cache) / machine.file_name
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _unusable(path, error) from error
+    try:
+        return _read(data, machine)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unusable(path, error) from error
+
+
+def costs_of(device: torch.device) -> CostModel:
+    """Those measured on this machine, else the scheduler's own. KernelCacheError as in `load`."""
+    found = load(_machine(device))
+    return CostModel() if found is None else found.cost_model
+
+
+def driver_version() -> str:
+    """Of the driver's kernel module; where that is hidden, the CUDA version that it has."""
+    try:
+        words = _DRIVER_FILE.read_text().split()
+    except OSError:
+        return f"cuda-{torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
+    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+
+
+@functools.cache
+def _machine(device: torch.device) -> Machine:
+    return Machine.of(device)
+
+
+def _folder(cache: Path | None) -> Path:
+    return (kernel_cache.default_cache() if cache is None else cache) / FOLDER
+
+
+def _read(data: Any, machine: Machine) -> Calibration:
+    if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+        raise ValueError(f"not in format {_FORMAT}")
+    found = Calibration(**(data | {"machine": Machine(**data["machine"])}))
+    if found.machine != machine:
+        raise ValueError(f"made for {found.machine}, this is {machine}")
+    _ = found.cost_model  # names what is out of range
+    return found
+
+
+def _unusable(path: Path, error: Exception) -> kernel_cache.KernelCacheError:
+    return kernel_cache.KernelCacheError(
+        f"{path} is no calibration that can be used ({error}): remove it, or make it anew: "
+        "sglang-pat calibrate"
+    )

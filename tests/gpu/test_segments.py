@@ -1,0 +1,171 @@
+"""The CUDA kernels on work items of many segments, made by hand, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from forests import ForestCase, make_case
+from hand_plans import MAX_ROWS, HandItem, HandPlan, HandSegment, random_plan
+from pack_decode_cases import BF16, FP16, Heads, Tensors, check, needs_gpu, planned_step, run
+
+from sglang_pat._scheduler import OPEN_END, SHARED_KV
+from sglang_pat.batch import Step
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+
+
+def load(step, plan: HandPlan, tensors: Tensors, seq_lens: np.ndarray) -> None:
+    tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.executor.load_plan(plan, Step(*tables, seq_lens))
+
+
+def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> None:
+    """Twice, with what lies behind the plan poisoned: the second run finds the counters at zero."""
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
+    load(step, plan, tensors, case.seq_lens)
+    first = run(step, tensors, **options)
+    check(*first, tensors, **options)
+    second = run(step, tensors, **options)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
+
+
+def random_case(seed: int, max_requests: int = 40) -> ForestCase:
+    rng = np.random.default_rng(seed)
+
+    def length() -> int:
+        return int(rng.choice([1, 3, 16, 31, 32, 33, 65, 128, 200, 700]))
+
+    num_nodes = int(rng.integers(0, 12))
+    nodes = [(int(rng.integers(-1, i)) if i else -1, length()) for i in range(num_nodes)]
+    requests = [
+        (int(rng.integers(-1, num_nodes)), length() if rng.random() < 0.8 else 0)
+        for _ in range(int(rng.integers(1, max_requests)))
+    ]
+    return make_case(nodes, requests, seed=seed)
+
+
+def tails(lengths: list[int], group_size: int, *, reverse: bool = False) -> HandPlan:
+    """One item of private tails behind a prefix of 100 tokens; or the prefix behind the tails."""
+    segments = [HandSegment(SHARED_KV, 0, 100, 0, len(lengths))]
+    segments += [HandSegment(r, 100, OPEN_END, r, r + 1) for r in range(len(lengths))]
+    requests = [*range(len(lengths))]
+    items = [HandItem(requests, segments[::-1] if reverse else segments)]
+    return HandPlan(len(lengths), group_size, items, [(0, 0, 100)])
+
+
+def tails_case(lengths: list[int]) -> ForestCase:
+    return make_case([(-1, 100)], [(0, length) for length in lengths])
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+def test_random_plans(group_size: int) -> None:
+    for seed in range(8):
+        case = random_case(100 * group_size + seed)
+        check_plan(case, random_plan(case, group_size, seed), Heads(2 * group_size, 2))
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), (256, 256)])
+def test_head_dims(head_dims: tuple[int, int]) -> None:
+    for seed in range(4):
+        case = random_case(seed, 16)
+        heads = Heads(8, 2, head_dims[0], FP16 if head_dims[0] == 64 else BF16, head_dims[1])
+        check_plan(case, random_plan(case, 4, seed), heads)
+
+
+@pytest.mark.parametrize("logit_cap", [1.0, 30.0])
+def test_logit_cap(logit_cap: float) -> None:
+    case = random_case(7)
+    check_plan(case, random_plan(case, 4, 7), Heads(8, 2), logit_cap=logit_cap)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 8, 16])
+def test_rows_may_be_masked_before_they_count(group_size: int, *, reverse: bool) -> None:
+    """A row's first tokens come after segments of other rows of its warp, and of other warps."""
+    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
+    plan = tails(lengths, group_size, reverse=reverse)
+    check_plan(tails_case(lengths), plan, Heads(2 * group_size, 2))
+
+
+@pytest.mark.parametrize("reader", [0, 7, 15])
+def test_many_stages_of_one_request(reader: int) -> None:
+    """The other warps skip more stages than the ring has."""
+    lengths = [3] * 16
+    lengths[reader] = 3000
+    for reverse in (False, True):
+        check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), Heads(8, 2))
+
+
+def test_tails_may_be_empty() -> None:
+    for lengths in ([0, 0, 9], [9, 0, 0], [0, 0, 0], [0] * 16, [33] + [0] * 15):
+        for reverse in (False, True):
+            check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), Heads(8, 2))
+
+
+def test_items_may_have_no_kv() -> None:
+    """Some alone in their ticket, some before and behind others; some rows have it elsewhere."""
+    case = make_case([], [(-1, 50), (-1, 0), (-1, 33), (-1, 0)])
+    whole = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(4)]
+    nothing = HandItem([0, 1, 2], [HandSegment(0, 50, OPEN_END, 0, 2), HandSegment(2, 8, 8, 2, 3)])
+    items = [nothing, *whole, nothing, nothing]
+    for tickets in ([7], [1] * 7, [1, 5, 1], [2, 2, 3]):
+        check_plan(case, HandPlan(4, 4, items, tickets=tickets), Heads(8, 2))
+
+
+def test_a_row_without_kv_in_its_item_is_an_empty_partial() -> None:
+    case = make_case([(-1, 64)], [(0, 40), (0, 0), (0, 10)])
+    shared = HandItem([0, 1, 2], [HandSegment(SHARED_KV, 0, 64, 0, 3)])
+    private = [HandSegment(0, 64, OPEN_END, 0, 1), HandSegment(2, 64, OPEN_END, 2, 3)]
+    for rows in (1, 4, 16):
+        plan = HandPlan(3, rows, [shared, HandItem([0, 1, 2], private)], [(0, 0, 64)])
+        check_plan(case, plan, Heads(2 * rows, 2))
+
+
+@pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65, 100])
+@pytest.mark.parametrize("empty", [0, 1, 2, 40])
+def test_more_segments_than_a_warp_has_lanes(count: int, empty: int) -> None:
+    """Of two tokens each, behind them empty ones; a second item follows in the same ticket."""
+    case = make_case([], [(-1, 2 * count), (-1, 70)])
+    segments = [HandSegment(0, 2 * i, 2 * i + 2, 0, 1) for i in range(count)]
+    segments += [HandSegment(0, 2 * count, OPEN_END, 0, 1)] * empty
+    items = [HandItem([0], segments), HandItem([1], [HandSegment(1, 0, OPEN_END, 0, 1)])]
+    for order in (items, items[::-1]):
+        check_plan(case, HandPlan(2, 4, order, tickets=[2]), Heads(8, 2))
+
+
+def test_many_items_in_a_ticket() -> None:
+    lengths = [1 + 7 * (i % 9) for i in range(150)]
+    case = make_case([], [(-1, length) for length in lengths])
+    items = [
+        HandItem([r, r + 1], [HandSegment(s, 0, OPEN_END, s - r, s - r + 1) for s in (r, r + 1)])
+        for r in range(0, 150, 2)
+    ]
+    for tickets in ([75], [32, 43], [1] * 75):
+        check_plan(case, HandPlan(150, 4, items, tickets=tickets), Heads(4, 1))
+
+
+def test_open_segments_grow_with_their_requests() -> None:
+    for seed in range(6):
+        planned = random_case(seed)
+        growth = np.random.default_rng(seed).integers(0, 200, len(planned.seq_lens))
+        growth[planned.seq_lens == 0] = 0  # padding rows
+        whole = make_grown(planned, growth.astype(np.int32))
+        heads = Heads(8, 2)
+        tensors, step = Tensors.make(whole, heads), planned_step(heads)
+        load(step, random_plan(planned, 4, seed), tensors, planned.seq_lens)
+        check(*run(step, tensors), tensors)
+
+
+def make_grown(case: ForestCase, growth: np.ndarray) -> ForestCase:
+    """The requests with more private tokens, their slots behind all others."""
+    grown = case.seq_lens + growth
+    tokens = np.zeros((len(grown), int(grown.max())), dtype=np.int32)
+    next_slot = case.num_slots
+    for row, (old, new) in enumerate(zip(case.seq_lens, grown, strict=True)):
+        tokens[row, :old] = case.tokens[row, :old]
+        tokens[row, old:new] = np.arange(next_slot, next_slot + new - old)
+        next_slot += int(new - old)
+    return dataclasses.replace(case, seq_lens=grown, tokens=tokens)

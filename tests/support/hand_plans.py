@@ -1,0 +1,217 @@
+"""Plans made by hand: work items of many segments, as the contract allows them.
+
+The scheduler writes plans that are good; these are only right. So the executors meet orders, cuts
+and empty segments that no scheduler may ever write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from forests import ForestCase
+
+from sglang_pat._scheduler import (
+    DIRECT_STORE,
+    OPEN_END,
+    PLAN_MAGIC,
+    PLAN_SECTIONS,
+    PLAN_VERSION,
+    SHARED_KV,
+    TILE_TABLE,
+    PlanCapacity,
+)
+
+MAX_ROWS = TILE_TABLE[-1][0]
+
+
+class HandSegment(NamedTuple):
+    """KvSegment, its interval of requests as two numbers."""
+
+    kv_request: int
+    kv_begin: int
+    kv_end: int
+    first: int
+    end: int
+
+
+@dataclasses.dataclass
+class HandItem:
+    requests: list[int]
+    segments: list[HandSegment]
+
+
+class HandPlan:
+    """What an executor's load_plan() asks of a scheduler, for a plan that is given.
+
+    Parameters
+    ----------
+    num_requests, group_size
+        As in the header.
+    items
+        The work items. Partials follow from them: a request that is in one item is stored directly.
+    spans
+        (request, kv_begin, num_tokens) of every shared range, one behind the other in the slots.
+    tickets
+        How many items each ticket has. By default one.
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        group_size: int,
+        items: Sequence[HandItem],
+        spans: Sequence[tuple[int, int, int]] = (),
+        tickets: Sequence[int] | None = None,
+    ) -> None:
+        tickets = [1] * len(items) if tickets is None else tickets
+        assert sum(tickets) == len(items)
+        counts = [0] * num_requests
+        for item in items:
+            for request in item.requests:
+                counts[request] += 1
+        merges, next_slot = [], [DIRECT_STORE] * num_requests
+        self.num_partials = 0
+        for request, count in enumerate(counts):
+            if count != 1:
+                merges.append((request, self.num_partials, count, 0))
+                next_slot[request] = self.num_partials
+                self.num_partials += count
+        work_items, segments, item_requests = [], [], []
+        for requests, own in ((item.requests, item.segments) for item in items):
+            rows = len(requests) * group_size
+            tile = next(i for i, (block_q, _, _) in enumerate(TILE_TABLE) if rows <= block_q)
+            head = (tile, len(requests), len(item_requests), len(segments), len(own), 0, 0, 0)
+            work_items.append(head)
+            segments += [(*s[:3], s.first | s.end << 16) for s in own]
+            for request in requests:
+                item_requests.append((request, next_slot[request]))
+                next_slot[request] += counts[request] != 1
+        ends = np.cumsum([0, *tickets]).tolist()
+        segment_ends = [*(head[3] for head in work_items), len(segments)]
+        gather_spans, self.num_shared_slots = [], 0
+        for request, kv_begin, num_tokens in spans:
+            gather_spans.append((request, kv_begin, num_tokens, self.num_shared_slots))
+            self.num_shared_slots += num_tokens
+        self._sections = {
+            "ticket_begin": [(end, segment_ends[end]) for end in ends],
+            "work_items": work_items,
+            "kv_segments": segments,
+            "item_requests": item_requests,
+            "gather_spans": gather_spans,
+            "merges": merges,
+        }
+        self._counts = {
+            count: len(self._sections[name]) - extra for name, count, extra, _ in PLAN_SECTIONS
+        }
+        self._header = [
+            *(PLAN_MAGIC, PLAN_VERSION, num_requests, group_size),
+            *self._counts.values(),
+            *(self.num_partials, self.num_shared_slots),
+        ]
+
+    def required_capacity(self) -> PlanCapacity:
+        return PlanCapacity(**self._counts)
+
+    def write(
+        self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int, out: np.ndarray
+    ) -> tuple[int, int, int] | None:
+        entries = capacity.entries()
+        if (
+            any(count > entries[name] for name, count in self._counts.items())
+            or self.num_partials > num_partials
+            or self.num_shared_slots > num_shared_slots
+        ):
+            return None
+        layout = capacity.layout()
+        out[layout["header"] : layout["header"] + len(self._header)] = self._header
+        for name, section in self._sections.items():
+            flat = np.array(section, dtype=np.int32).reshape(-1)
+            out[layout[name] : layout[name] + len(flat)] = flat
+        return 0, 0, 0
+
+
+def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
+    """Cut a batch into work items at random: subtree tiles and packs of single nodes, segments in
+    any order, requests without KV in their item, segments without tokens.
+    """
+    rng = np.random.default_rng(seed)
+    cap = MAX_ROWS // group_size
+    num_requests = len(case.seq_lens)
+    # In the order of the tree, the holders of a node are neighbours.
+    order = sorted(range(num_requests), key=lambda r: [node.node_id for node in case.paths[r]])
+    holders: dict[int, list[int]] = {}
+    for request in order:
+        for node in case.paths[request]:
+            holders.setdefault(node.node_id, []).append(request)
+    span_of = {node.node_id: node for path in case.paths for node in path}
+    spans, slot_begin, num_slots = [], {}, 0
+    for node_id, held in holders.items():
+        num_tokens = span_of[node_id].kv_end - span_of[node_id].kv_begin
+        spans.append((held[0], span_of[node_id].kv_begin, num_tokens))
+        slot_begin[node_id] = num_slots
+        num_slots += num_tokens
+
+    def cuts(begin: int, end: int) -> list[int]:
+        """Some positions from begin to end, some of them twice: empty segments."""
+        inner = rng.integers(begin, end + 1, rng.integers(0, 3)).tolist()
+        return [begin, *sorted(inner * int(rng.integers(1, 3))), end]
+
+    def of_node(node_id: int, first: int, end: int) -> list[HandSegment]:
+        node = span_of[node_id]
+        live = rng.random() < 0.3
+        source = int(rng.choice(holders[node_id])) if live else SHARED_KV
+        shift = 0 if live else slot_begin[node_id] - node.kv_begin
+        ends = cuts(node.kv_begin, node.kv_end)
+        return [HandSegment(source, a + shift, b + shift, first, end) for a, b in pairwise(ends)]
+
+    def of_tail(request: int, row: int) -> list[HandSegment]:
+        begin = case.paths[request][-1].kv_end if case.paths[request] else 0
+        ends = [*cuts(begin, int(case.seq_lens[request]))[:-1], OPEN_END]
+        return [HandSegment(request, a, b, row, row + 1) for a, b in pairwise(ends)]
+
+    def runs(requests: list[int]) -> list[list[int]]:
+        result = []
+        while requests:
+            size = int(rng.integers(1, cap + 1)) if rng.random() < 0.5 else cap
+            result.append(requests[:size])
+            requests = requests[size:]
+        return result
+
+    def items_of(run: list[int], segments: list[HandSegment]) -> list[HandItem]:
+        if rng.random() < 0.5:
+            segments = [segments[i] for i in rng.permutation(len(segments))]
+        result = []
+        while segments:
+            size = int(rng.integers(1, len(segments) + 1)) if rng.random() < 0.3 else len(segments)
+            part, segments = segments[:size], segments[size:]
+            first, end = min(s.first for s in part), max(s.end for s in part)
+            if rng.random() < 0.5:  # else some requests may have nothing here
+                part = [s._replace(first=s.first - first, end=s.end - first) for s in part]
+                result.append(HandItem(run[first:end], part))
+            else:
+                result.append(HandItem(run, part))
+        return result
+
+    items = []
+    packs = {node_id for node_id in holders if rng.random() < 0.3}
+    for node_id in packs:
+        for run in runs(holders[node_id]):
+            items += items_of(run, of_node(node_id, 0, len(run)))
+    for run in runs([r for r in order if case.seq_lens[r] > 0 or rng.random() < 0.5]):
+        segments = []
+        for node_id in dict.fromkeys(node.node_id for r in run for node in case.paths[r]):
+            if node_id not in packs:
+                rows = [row for row, r in enumerate(run) if r in holders[node_id]]
+                segments += of_node(node_id, rows[0], rows[-1] + 1)
+        for row, request in enumerate(run):
+            segments += of_tail(request, row)
+        items += items_of(run, segments)
+    items = [items[i] for i in rng.permutation(len(items))]
+    tickets = []
+    while sum(tickets) < len(items):
+        tickets.append(int(rng.integers(1, min(40, len(items) - sum(tickets)) + 1)))
+    return HandPlan(num_requests, group_size, items, spans, tickets)

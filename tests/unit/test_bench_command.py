@@ -1,0 +1,222 @@
+"""`sglang-pat bench` without a server: input, sizes of the batches, what is concluded."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.bench import comparison
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.comparison import Compared, Model, compare, fit, verdict
+from sglang_pat.bench.decoding import DecodeRun, Spread
+from sglang_pat.cli import bench, main
+from sglang_pat.cli.gpus import Gpu
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "max_position_embeddings": 9000,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--against", "pat"], "--against pat; allowed: another backend of SGLang, or default"),
+        (["--server-args", "--attention-backend fa3"], "--against names the other backend"),
+        (["--model", "/nowhere"], "--model /nowhere: no file; allowed: a config.json"),
+        ([], "no NVIDIA GPU that the driver reports"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    flags: list[str],
+    message: str,
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "find_gpus", list)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+    assert main.main(["bench", "--model", str(config), *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("sglang-pat bench: ")
+    assert error.count("\n") == 1
+
+
+def test_without_sglang_there_is_nothing_to_measure(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
+    assert main.main(["bench", "--model", str(config)]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a config.json"),
+        ("[]", "names no architectures"),
+        ('{"architectures": ["A"]}', "vocab_size"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        Model.of(path, tmp_path, weights=True)
+    assert str(path) in str(raised.value)
+
+
+def test_a_model_without_weights_is_its_config_alone(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    assert Model.of(config, folder, weights=False) == (folder, 1000, 9000)
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert Model.of(config, folder, weights=True).path == config.parent
+
+
+def test_a_case_is_made_smaller_until_the_server_holds_it() -> None:
+    model, case = Model(Path(), 1000, 9000), Case(64, 4096, 256, 136)
+    large = {"max_total_num_tokens": 100_000, "context_length": None}
+    assert fit(case, model, large) == case
+    assert fit(case, model, large | {"max_total_num_tokens": 20_000}).batch == 16
+    assert fit(case, model, large | {"context_length": 2000}).prefix == 2000 - 256 - 136 - 1
+    with pytest.raises(RuntimeError, match="of 1600 tokens of KV"):
+        fit(case, model, large | {"max_total_num_tokens": 2000})
+    with pytest.raises(RuntimeError, match="the context ends at 300"):
+        fit(case, model, large | {"context_length": 300})
+
+
+def _compared(gain: float, spread: float) -> Compared:
+    runs = [DecodeRun({8: 1.0, 16: 1.0, 24: 1.0}, 1.0, 1.0, [])]
+    slices = {8: gain - spread, 16: gain, 24: gain + spread}
+    measured = [
+        comparison.Measured(1.0, {}, {"x": each})
+        for each in (runs, [DecodeRun(slices, 1.0, 1.0, [])])
+    ]
+    (found,) = compare(*measured, {"x": Case(4, 0, 8, 8)})
+    return found
+
+
+def test_the_verdict_knows_its_noise() -> None:
+    faster, equal, slower = _compared(1.3, 0.02), _compared(1.0, 0.02), _compared(0.9, 0.01)
+    noisy = _compared(1.3, 0.3)
+    assert (
+        verdict([faster, equal], "fa3")
+        == "pat is faster x (1.30x), as fast x (1.00x), against fa3."
+    )
+    assert "slower x (0.90x)" in verdict([slower], "fa3")
+    assert "too noisy to judge x (1.30x)" in verdict([noisy], "fa3")
+    result = faster.as_dict("fa3")
+    assert result["tokens_per_second"] == pytest.approx({"pat": 4000, "fa3": 4000 / 1.3})
+    assert result["gain"]["median"] == pytest.approx(1.3)
+    assert not result["too_noisy"]
+
+
+class FakeServer:
+    """Says what it was started with, and decodes at a speed of its own."""
+
+    def __init__(self, backend: str, log: list[Any]) -> None:
+        self.backend, self.log = backend, log
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "max_total_num_tokens": 10_000,
+            "decode_attention_backend": "pat" if self.backend == "pat" else "fa3",
+            "pat": {"layers": 4},
+        }
+
+    def flush(self) -> None:
+        self.log.append((self.backend, "flush"))
+
+    def generate(self, prompts: list[list[int]], sampling: Any) -> None:
+        self.log.append((self.backend, len(prompts), len(prompts[0])))
+
+    def stats(self) -> dict[str, Any]:
+        return {"plans_built": 3} if self.backend == "pat" else {}
+
+
+def test_two_servers_serve_the_same_batches(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log: list[Any] = []
+    started: list[Any] = []
+
+    @contextlib.contextmanager
+    def running_server(
+        contender: Any, model: Path, folder: Path, *, flags: list[str], **arguments: Any
+    ) -> Iterator[FakeServer]:
+        started.append((contender.backend, flags, arguments, (model / "config.json").exists()))
+        yield FakeServer(contender.backend or "default", log)
+
+    def decode_run(server: FakeServer, prompts: list[list[int]], tokens: int) -> DecodeRun:
+        speed = 2.0 if server.backend == "pat" else 3.0
+        return DecodeRun(dict.fromkeys(range(8, tokens, 8), speed), 5.0, 1.0, [])
+
+    monkeypatch.setattr(comparison, "running_server", running_server)
+    monkeypatch.setattr(comparison, "decode_run", decode_run)
+    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setenv("COLUMNS", "200")
+    out = tmp_path / "out.json"
+    flags = ["--server-args", "--tp 2", "--json", str(out), "--requests", "16"]
+    assert main.main(["bench", "--model", str(config), *flags]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "pat is faster with a shared prefix (1.50x), faster with nothing shared (1.50x)" in printed
+    )
+    assert "fa3 (SGLang's default)" in printed
+    assert [(backend, flags) for backend, flags, *_ in started] == [
+        ("pat", ["--tp", "2"]),
+        (None, ["--tp", "2"]),
+    ]
+    assert all(arguments["load_format"] == "dummy" and there for *_, arguments, there in started)
+    of_pat = [entry[1:] for entry in log if entry[0] == "pat"]
+    assert of_pat == [entry[1:] for entry in log if entry[0] == "default"]
+    assert (4, 1024) in of_pat  # 16 requests do not fit into 10,000 tokens
+    result = json.loads(out.read_text())
+    assert [case["requests"] for case in result["cases"]] == [8, 4, 1]
+    assert result["cases"][0]["tpot_ms"]["pat"]["median"] == 2.0
+    assert result["servers"]["pat"]["stats"] == {"plans_built": 3}
+    assert result["meta"]["gpus"] == [{"name": "H100", "driver": "1"}]
+
+
+def test_a_server_that_fails_is_told(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def running_server(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the server ended:\nout of memory")
+
+    monkeypatch.setattr(comparison, "running_server", running_server)
+    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+    assert main.main(["bench", "--model", str(config)]) == 1
+    assert "the server ended:\nout of memory" in capsys.readouterr().err
+
+
+def test_options_are_checked() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model", "x", "--requests", "0"])
+
+
+def test_a_single_value_has_no_error() -> None:
+    assert Spread.of([2.0]).noise == 0

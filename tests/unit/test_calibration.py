@@ -1,0 +1,298 @@
+"""Calibration without a GPU: designed plans, a fit to made-up times, the file and its readers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_pat._scheduler import TILE_TABLE, CostModel
+from sglang_pat.attention import PackAttention
+from sglang_pat.bench import calibration as bench
+from sglang_pat.bench.calibration import (
+    CalibrationError,
+    Design,
+    Features,
+    Measurement,
+    calibrate,
+    designs,
+    fit,
+    nnls,
+)
+from sglang_pat.bench.token_table import token_table
+from sglang_pat.cli import calibrate as command
+from sglang_pat.cli import doctor, main
+from sglang_pat.cli.gpus import Gpu
+from sglang_pat.executors import calibration, jit
+from sglang_pat.executors.calibration import Calibration, Machine, costs_of, load
+from sglang_pat.executors.kernel_cache import CACHE_VARIABLE, KernelCacheError
+
+MACHINE = Machine("NVIDIA H100 80GB HBM3", "580.159.04", "0123456789abcdef")
+TRUE = Features(
+    layer=6.0,
+    merge=2.0,
+    token=1.5e-4,
+    reread=0.7e-4,
+    partial_row=3.3e-4,
+    item=3.6e-3,
+    query_row=2.25e-4,
+)
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[tuple[Design, Features]]:
+    """All designs with the features of their plans, made as on a GPU with 264 CTAs."""
+    found = []
+    for design in designs():
+        attention = PackAttention(
+            bench.NUM_QO_HEADS,
+            bench.NUM_KV_HEADS,
+            bench.HEAD_DIM,
+            dtype=torch.bfloat16,
+            device="cpu",
+            policy=design.policy,
+            num_workers=33,
+        )
+        batch = design.batch()
+        lens = torch.from_numpy(batch.seq_lens)
+        table = torch.zeros((len(lens), int(lens.max())), dtype=torch.int32)
+        plan = attention.plan(
+            batch, req_to_token=table, req_pool_indices=torch.arange(len(lens)), seq_lens=lens
+        )
+        found.append((design, Features.of(plan)))
+    return found
+
+
+def timed(
+    planned: list[tuple[Design, Features]], true: Features = TRUE, noise: float = 0.0
+) -> list[Measurement]:
+    draw = np.random.default_rng(0)
+    result = []
+    for design, features in planned:
+        us = float(np.dot(features, true))
+        if design.body == TILE_TABLE[-1][0]:  # twice as slow per token
+            us += features.token * true.token
+        result.append(Measurement(design, features, us * (1 + noise * draw.normal())))
+    return result
+
+
+def test_made_up_times_are_found_again(planned: list[tuple[Design, Features]]) -> None:
+    found = fit(timed(planned))
+    assert found.error < 1e-6
+    assert found.microseconds == pytest.approx(TRUE, rel=1e-3)
+    largest = TILE_TABLE[-1][0]
+    assert found.bodies[largest] == pytest.approx(2.0, rel=0.01)
+    small = [rate for rows, rate in found.bodies.items() if rows < largest]
+    assert small == pytest.approx([1.0] * len(small), abs=0.01)
+    assert found.costs() == {
+        "partial_row": 2,
+        "piece": 24,
+        "query_row": 96,
+        "shortest": 48,
+        "rows_at_ridge": round(largest / 2),
+    }
+    CostModel(**found.costs())
+
+
+def test_noise_moves_the_fit_a_little(planned: list[tuple[Design, Features]]) -> None:
+    found = fit(timed(planned, noise=0.02))
+    assert 0.005 < found.error < 0.03
+    assert found.microseconds.token == pytest.approx(TRUE.token, rel=0.05)
+    assert found.microseconds.reread == pytest.approx(TRUE.reread, rel=0.3)
+    assert found.microseconds.item == pytest.approx(TRUE.item, rel=0.3)
+
+
+def test_a_bad_fit_is_refused(planned: list[tuple[Design, Features]]) -> None:
+    with pytest.raises(CalibrationError, match=r"off by \d\d\.\d% \(allowed: 10%\)"):
+        fit(timed(planned, noise=0.3))
+    without = TRUE._replace(token=0.0)
+    with pytest.raises(CalibrationError, match="KV tokens no time"):
+        fit(timed(planned, without))
+
+
+def test_the_designs_tell_the_features_apart(planned: list[tuple[Design, Features]]) -> None:
+    matrix = np.array([features for design, features in planned if not design.body])
+    scaled = matrix / np.linalg.norm(matrix, axis=0)
+    assert np.linalg.cond(scaled) < 50
+    assert len({design for design, _ in planned}) == len(planned)
+
+
+def test_each_body_has_a_design_of_its_own() -> None:
+    found = [design for design in designs() if design.body]
+    assert [design.body for design in found] == bench.bodies()
+    for design in found:
+        assert design.sharers * bench.GROUP_SIZE == design.body
+        assert design.prefix > 100 * design.private
+
+
+def test_least_squares_stay_non_negative() -> None:
+    draw = np.random.default_rng(1)
+    for _ in range(50):
+        matrix, target = draw.normal(size=(12, 5)), draw.normal(size=12)
+        x = nnls(matrix, target)
+        gradient = matrix.T @ (target - matrix @ x)
+        assert (x >= 0).all()
+        assert gradient.max() < 1e-9  # nothing would gain by growing
+        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9  # nor by any change
+    exact = np.abs(draw.normal(size=5))
+    matrix = draw.normal(size=(12, 5))
+    assert nnls(matrix, matrix @ exact) == pytest.approx(exact)
+
+
+# --- the file ---
+
+
+@pytest.fixture
+def made(planned: list[tuple[Design, Features]]) -> Calibration:
+    return calibrate(MACHINE, timed(planned))
+
+
+def test_the_file_is_read_as_it_was_written(made: Calibration, tmp_path: Path) -> None:
+    assert load(MACHINE, tmp_path) is None
+    path = made.save(tmp_path)
+    assert path.parent == tmp_path / "calibration"
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert load(MACHINE, tmp_path) == made
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("field", ["gpu", "driver", "kernels"])
+def test_another_machine_has_another_file(field: str, made: Calibration, tmp_path: Path) -> None:
+    made.save(tmp_path)
+    assert load(replace(MACHINE, **{field: "other"}), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": 9}, "not in format 1"),
+        ({"costs": {"piece": -1}}, "cost piece must be"),
+        ({"costs": {"nonsense": 1}}, "nonsense"),
+        ({"machine": {"gpu": "x", "driver": "y", "kernels": "z"}}, "made for"),
+        ({"machine": {"gpu": "x"}}, "missing"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(
+    change: dict[str, object], problem: str, made: Calibration, tmp_path: Path
+) -> None:
+    path = made.save(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(KernelCacheError, match=problem) as raised:
+        load(MACHINE, tmp_path)
+    assert str(path) in str(raised.value)
+    assert "sglang-pat calibrate" in str(raised.value)
+
+
+def test_half_a_file_is_named(made: Calibration, tmp_path: Path) -> None:
+    path = made.save(tmp_path)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(KernelCacheError, match="no calibration that can be used"):
+        load(MACHINE, tmp_path)
+
+
+def test_planning_takes_the_costs_of_the_file(
+    made: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(calibration, "_machine", lambda _: MACHINE)
+    replace(made, costs=dict(made.costs) | {"piece": 77}).save()
+    seen = {}
+    monkeypatch.setattr(calibration, "CostModel", lambda **costs: seen.update(costs))
+    costs_of(torch.device("cuda", 0))
+    assert seen["piece"] == 77
+
+
+def test_the_driver_has_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release")
+    monkeypatch.setattr(calibration, "_DRIVER_FILE", file)
+    assert calibration.driver_version() == "580.159.04"
+
+
+def test_the_hash_of_the_kernels_is_that_of_all_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.cu").write_text("one")
+    monkeypatch.setattr(jit, "source_folder", lambda: tmp_path)
+    before = jit.source_hash()
+    assert before == jit.source_hash()
+    (tmp_path / "a.cu").write_text("two")
+    assert before != jit.source_hash()
+
+
+# --- the commands ---
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_gpus", list)
+    assert main.main(["calibrate"]) == 2
+    assert "no NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_the_command_keeps_its_result_unless_it_is_told_not_to(
+    flags: list[str],
+    planned: list[tuple[Design, Features]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda _: timed(planned, noise=0.01))
+    assert main.main(["calibrate", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert f"fitted to {len(planned)} plans, off by" in printed
+    assert "piece 2" in printed
+    found = load(MACHINE, tmp_path)
+    assert (found is None) == bool(flags)
+    (check,) = doctor.check_calibration([Gpu(MACHINE.gpu, (9, 0), "")], tmp_path)
+    assert check.status == "ok"
+    assert ("not measured" if flags else "measured, off by") in check.found
+
+
+def test_a_bad_fit_leaves_the_file_alone(
+    planned: list[tuple[Design, Features]],
+    made: Calibration,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    made.save(tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda _: timed(planned, noise=0.4))
+    assert main.main(["calibrate"]) == 1
+    assert "Nothing was changed" in capsys.readouterr().err
+    assert load(MACHINE, tmp_path) == made
+
+
+def test_doctor_names_a_file_that_is_wrong(
+    made: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    made.save(tmp_path).write_text("{}")
+    (check,) = doctor.check_calibration([Gpu(MACHINE.gpu, (9, 0), "")], tmp_path)
+    assert check.status == "failed"
+    assert "sglang-pat calibrate" in check.advice
+    assert doctor.check_calibration([], tmp_path) == []
+
+
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    monkeypatch.setattr(command, "find_gpus", lambda: [Gpu(MACHINE.gpu, (9, 0), "")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(Machine, "of", lambda _: MACHINE)
+    monkeypatch.setattr(calibration, "driver_version", lambda: MACHINE.driver)
+    monkeypatch.setattr(jit, "source_hash", lambda: MACHINE.kernels)
+
+
+def test_a_table_has_shared_slots_once() -> None:
+    batch = Design(2, 3, 2, 1).batch()
+    table = token_table(batch.read_paths(), batch.seq_lens)
+    assert table.tolist() == [[1, 2, 3, 4], [1, 2, 3, 5], [6, 7, 8, 9], [6, 7, 8, 10]]

@@ -1,0 +1,209 @@
+"""The kernel benchmark without a GPU: what its suites hold, its forests, and its gates."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from baselines import _private_level, _shared_levels
+from kernel_gates import gates, summary
+from request_forests import Forest, lognormal_lengths, random_forest
+from workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
+
+from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/h100"
+
+
+@pytest.mark.parametrize("name", [*PAT_TREES, "1,3,7_5,6,1"])
+def test_a_forest_of_a_tree_has_its_paths(name: str) -> None:
+    tree, forest = PrefixTree.parse(name), Forest.of_tree(name)
+    assert forest.num_tokens == tree.num_tokens
+    assert forest.seq_lens.tolist() == [tree.seq_len] * tree.num_requests
+    same = {}
+    for expected, path in zip(tree.paths(), forest.paths, strict=True):
+        assert [node[1:] for node in path] == [node[1:] for node in expected]
+        for node, other in zip(path, expected, strict=True):
+            assert same.setdefault(other.node_id, node.node_id) == node.node_id
+    assert len(set(same.values())) == len(same) == len(forest.nodes)
+
+
+def test_random_forests_repeat_and_differ() -> None:
+    assert random_forest(3) == random_forest(3) != random_forest(4)
+    for seed in range(18):
+        forest = random_forest(seed)
+        assert 24 <= forest.num_requests <= 333
+        assert forest.is_shared
+        assert len(forest.batch().read_paths()) == forest.num_requests
+
+
+def test_ragged_lengths_vary() -> None:
+    lengths = lognormal_lengths(200, 1000)
+    assert 700 < sorted(lengths)[100] < 1400
+    assert max(lengths) > 5000
+    assert min(lengths) < 300
+
+
+def test_the_suites_hold_what_they_promise() -> None:
+    pat_20 = suite("pat-20")
+    assert len([case for case in pat_20 if case.kind == "shared"]) == 72
+    assert len([case for case in pat_20 if case.kind == "uniform"]) == 8
+    assert {case.heads for case in suite("long-prefix")} == {"32/8", "64/8", "16/2"}
+    assert {
+        (case.num_kv_heads, case.num_qo_heads // case.num_kv_heads) for case in suite("rank")
+    } == {(kv_heads, group) for kv_heads in (1, 2) for group in (4, 8, 16)}
+    assert {case.kind for case in suite("unshared")} == {"uniform", "ragged", "long"}
+    longest = {int(c.forest.seq_lens.max()) for c in suite("unshared") if c.kind == "long"}
+    assert {8192, 131072} <= longest
+    for name in SUITES:
+        cases = suite(name)
+        assert len({case.name for case in cases}) == len(cases)
+        assert all(case.suite == name for case in cases)
+
+
+def test_the_quick_mode_has_a_few_cases_of_each_suite() -> None:
+    quick = {name: suite(name, quick=True) for name in SUITES}
+    assert all(quick.values())
+    assert sum(len(quick[name]) for name in DEFAULT_SUITES) <= 40
+    assert {case.kind for case in quick["unshared"]} == {"uniform", "ragged", "long"}
+    assert "1,10_4096,416 8/1" in [case.name for case in quick["rank"]]
+
+
+def test_layers_have_kv_of_their_own_if_the_pool_holds_it() -> None:
+    case = Workload(Forest.of_tree("1,4_100,28"), 8, 2)
+    pool = KvPool(KvPool.bytes_for(case), "cpu")
+    layers = pool.layers(case)
+    assert len(layers) == LAYERS
+    begins = [k.data_ptr() for k, _ in layers]
+    assert {b - a for a, b in pairwise(begins)} == {layers[0][0].nbytes}
+    small = KvPool(KvPool.bytes_for(case) // 2, "cpu").layers(case)
+    assert len({k.data_ptr() for k, _ in small}) == LAYERS
+    with pytest.raises(ValueError, match="the pool"):
+        KvPool(KvPool.bytes_for(case) // LAYERS, "cpu").layers(case)
+
+
+def test_a_pool_is_filled_anew_for_another_type() -> None:
+    case = Workload(Forest.of_tree("4_16"), 8, 2, torch.bfloat16)
+    k, v = KvPool(KvPool.bytes_for(case), "cpu").layers(case)[-1]
+    for half in (k, v):
+        assert half.dtype == torch.bfloat16
+        assert 0.8 < float(half.float().std()) < 1.2
+    assert not torch.equal(k, v)
+
+
+def test_cascade_reads_every_token_of_a_request_once() -> None:
+    for forest in (Forest.of_tree("1,2,6_10,5,3"), random_forest(1), Forest.of_tree("4_16")):
+        levels = [*_shared_levels(forest), _private_level(forest)]
+        read = [[] for _ in range(forest.num_requests)]
+        for groups in levels:
+            ends = [group.first for group in groups[1:]] + [forest.num_requests]
+            for group, end in zip(groups, ends, strict=True):
+                for request in range(group.first, end):
+                    read[request] += range(group.kv_begin, group.kv_end)
+        assert read == [list(range(length)) for length in forest.seq_lens]
+
+
+def _case(suite: str, name: str, kind: str, pat: float, peer: float, floor: float = 10.0) -> Any:
+    us = {"pat": pat, "fa3": peer, "cascade": 10 * peer}
+    return {
+        "suite": suite,
+        "name": name,
+        "kind": kind,
+        "shared": kind == "shared",
+        "floor_us": floor,
+        "us": us,
+        "failed": {},
+    }
+
+
+def _good() -> list[Any]:
+    return [
+        _case("pat-20", "a", "shared", 13.0, 20.0),
+        _case("pat-20", "b", "uniform", 10.0, 10.0),
+        _case("unshared", "c", "ragged", 10.0, 10.2),
+        _case("unshared", "d", "long", 10.0, 10.2),
+        _case("long-prefix", "e", "shared", 15.0, 40.0),
+        _case("rank", "1,10_4096,416 8/1", "shared", 11.9, 12.0),
+        _case("random", "f", "shared", 14.9, 20.0),
+    ]
+
+
+def test_all_gates_pass_where_all_is_well() -> None:
+    assert [gate.passed for gate in gates(_good())] == [True] * 11
+
+
+@pytest.mark.parametrize(
+    ("index", "us", "failing"),
+    [
+        (0, 14.1, {"pat-20 shared: geomean time/floor <= 1.40"}),
+        (0, 13.9, set()),
+        (1, 10.2, {"unshared, uniform: best peer/pat >= 0.99 in all cases"}),
+        (2, 10.4, set()),
+        (2, 10.6, {"unshared, ragged: best peer/pat >= 0.97 in all cases"}),
+        (3, 10.6, {"unshared, long: best peer/pat >= 0.97 in all cases"}),
+        (4, 16.1, {"long-prefix: geomean time/floor <= 1.60"}),
+        (5, 12.05, {"rank: pat is the fastest in all cases", "rank: RANK"}),
+        (6, 15.1, {"random: geomean time/floor <= 1.50"}),
+    ],
+)
+def test_a_slow_case_fails_its_gate(index: int, us: float, failing: set[str]) -> None:
+    cases = _good()
+    cases[index]["us"]["pat"] = us
+    found = {f"{gate.suite}: {gate.rule}" for gate in gates(cases) if not gate.passed}
+    rank = "rank: 1,10_4096,416 8/1 at most 12 us"
+    assert found - {"unshared, all: geomean best peer/pat >= 1.00"} == {
+        rank if name == "rank: RANK" else name for name in failing
+    }
+
+
+def test_losses_where_nothing_is_shared_must_even_out() -> None:
+    cases = _good()
+    for index in (1, 2, 3):
+        cases[index]["us"]["pat"] = cases[index]["us"]["fa3"] / 0.995
+    found = [gate.rule for gate in gates(cases) if not gate.passed]
+    assert found == ["geomean best peer/pat >= 1.00"]
+
+
+def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
+    cases = _good()
+    del cases[4]["us"]["pat"]
+    cases[4]["failed"]["pat"] = "wrong"
+    cases.append(_case("long-prefix", "g", "shared", 10.0, 40.0))
+    failed = {gate.suite: gate.found for gate in gates(cases) if gate.passed is False}
+    assert failed == {"long-prefix": "pat failed in e", "all": "not in e"}
+
+
+def test_gates_without_peers_or_cases_are_not_passed() -> None:
+    cases = [_case("rank", "x", "shared", 10.0, 20.0)]
+    cases[0]["us"] = {"pat": 10.0}
+    assert {gate.passed for gate in gates(cases) if gate.suite != "all"} == {None}
+
+
+def test_the_summary_counts_losses() -> None:
+    cases = [
+        _case("rank", "x", "shared", 10.0, 20.0),
+        _case("rank", "y", "shared", 10.0, 9.0),
+        _case("rank", "z", "uniform", 10.0, 10.0),
+    ]
+    del cases[0]["us"]["cascade"]
+    shared, unshared = summary(cases, ["pat", "fa3", "cascade"])
+    assert shared.startswith(
+        "rank, shared, 2 cases: time/floor pat 1.00, fa3 1.34, cascade 9.00 (1"
+    )
+    assert shared.endswith("best peer/pat 1.34, least 0.900, 1 losses")
+    assert unshared.endswith("0 losses")
+
+
+def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot_kernels
+
+    result = json.loads((RESULTS / "kernels.json").read_text())
+    plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="no cases of the suite 'none'"):
+        plot_kernels.draw(result, "none", tmp_path / "none.png")

