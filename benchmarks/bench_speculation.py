@@ -27,12 +27,14 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.cases import Case
 from serving.latency import difference, read_ratio
 from serving.models import MODELS, TINY, ModelShape
 from serving.results import write
-from serving.server import Server, contender, running_server, sampling_of
 from serving.tables import console
+
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.http_server import wait_for_all
+from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 
 ALGORITHMS = ("STANDALONE", "NGRAM")
 DRAFT_TOKENS = 4
@@ -179,17 +181,27 @@ def run(
             paths.append(each.write(path))
         if drafts:
             arguments |= speculation(algorithm, paths[1])
-        servers, about = {}, {}
-        for backend, more in (("pat", {"decode_attention_backend": "pat"}), ("default", {})):
-            begin = time.perf_counter()
-            servers[backend] = up.enter_context(
-                running_server(contender(backend), paths[0], Path(folder), **arguments, **more)
+        more = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
+        servers = {
+            backend: up.enter_context(
+                running_server(
+                    contender(backend),
+                    paths[0],
+                    Path(folder),
+                    wait=False,
+                    **(arguments | more[backend]),
+                )
             )
-            seconds = time.perf_counter() - begin
-            info = servers[backend].info()
-            routes = {name: value for name, value in info.items() if name.startswith("pat")}
-            about[backend] = {"start_seconds": seconds, **routes}
-            console.print(f"{algorithm}, {backend}: ready after {seconds:.0f} s")
+            for backend in more
+        }
+        seconds = wait_for_all(
+            {backend: server.process for backend, server in servers.items()}, START_SECONDS
+        )
+        about = {}
+        for backend, server in servers.items():
+            routes = {key: value for key, value in server.info().items() if key.startswith("pat")}
+            about[backend] = {"start_seconds": seconds[backend], **routes}
+            console.print(f"{algorithm}, {backend}: ready after {seconds[backend]:.0f} s")
         measured: dict[str, Any] = measure(servers, case, shape.vocab_size, rounds)
     return {"algorithm": algorithm, "servers": about, **measured}
 
