@@ -180,7 +180,8 @@ class Steps:
             batch_size=len(requests), seq_lens=lens, seq_lens_cpu=lens, forward_mode=mode
         )
         scheduled = SimpleNamespace(reqs=requests, tree_cache=self._tree.cache)
-        self._hooks._after_init_new(batch, object, scheduled)
+        target = SimpleNamespace(is_draft_worker=False)
+        self._hooks._after_init_new(batch, object, scheduled, target)
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.thread_time_ns()

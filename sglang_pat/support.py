@@ -89,7 +89,7 @@ _MATRIX = (
     ),
     SupportRow("default backend", _any_of(DEFAULT_BACKENDS), MODEL),
     SupportRow("CUDA graphs", "captured and replayed", MODEL),
-    SupportRow("forward mode", "decode", DEFAULT_DECODES),
+    SupportRow("forward mode", "decode; verify steps of speculative decoding", DEFAULT_DECODES),
     SupportRow(
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
@@ -107,10 +107,18 @@ _MATRIX = (
     SupportRow("sliding window", "none", LAYER),
     SupportRow(
         "server options",
-        "all but --speculative-algorithm, --enable-two-batch-overlap, --enable-pdmux, "
+        "all but --enable-two-batch-overlap, --enable-pdmux, "
         "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
         "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
         "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        MODEL,
+    ),
+    SupportRow(
+        "speculative decoding",
+        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP or STANDALONE with "
+        "--speculative-eagle-topk 1, and NGRAM; without --enable-deterministic-inference, "
+        "--speculative-adaptive and SGLANG_ENABLE_OVERLAP_PLAN_STREAM; "
+        "--speculative-attention-mode decode where prefill has another backend",
         MODEL,
     ),
     SupportRow(

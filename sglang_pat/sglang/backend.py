@@ -23,7 +23,7 @@ from sglang_pat.sglang.routes import Routes
 
 logger = logging.getLogger(__name__)
 
-_DECODE = ForwardMode.DECODE
+_DECODE, _VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 
 
 def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
@@ -112,11 +112,15 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         # Plans are made on the host, from the lengths there. Of the object: some classes set it.
         self.needs_cpu_seq_lens = True
 
+    def _pat_does(self, mode: ForwardMode) -> bool:
+        """Whether steps are pat's: those that decode, and those that verify drafts."""
+        return mode is _DECODE or (mode is _VERIFY and self._pat.verifies)
+
     # --- once per step ---
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Eager steps."""
-        if forward_batch.forward_mode is not _DECODE:
+        if not self._pat_does(forward_batch.forward_mode):
             super().init_forward_metadata(forward_batch)
             return
         self._pat_is_captured = False
@@ -135,7 +139,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        if forward_batch.forward_mode is not _DECODE or self._pat_in_default:
+        if not self._pat_does(forward_batch.forward_mode) or self._pat_in_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
         self._pat_is_captured = True
@@ -148,7 +152,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """What the default backend lets a CUDA graph do. pat does all before."""
         if (
-            forward_batch.forward_mode is not _DECODE
+            not self._pat_does(forward_batch.forward_mode)
             or self._pat_in_default
             or self._pat.routes.delegated
         ):
@@ -157,7 +161,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """When a step has read what belongs to several steps. Not asked for in 0.5.17."""
         ends = super().shared_read_ends(mode)
-        if mode is not _DECODE:
+        if not self._pat_does(mode):
             return ends
         return type(ends).max_of((ends, type(ends).IN_REPLAY))
 
@@ -165,7 +169,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Before the first capture, and each time that all graphs are captured anew."""
-        if self._pat.routes.delegated:
+        if self._pat.routes.delegated or self._pat.verifies:  # drafts write into its tables
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
             self._pat_graph_sizes = (max_bs, max_num_tokens)
@@ -176,7 +180,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
         """Where a model may store a layer's KV itself; None: nowhere. The default backend looks it
         up in its metadata, which a step may do without. Not asked for in 0.5.17."""
-        if forward_batch.forward_mode is _DECODE and not self._pat.routes.delegated:
+        if self._pat_does(forward_batch.forward_mode) and not self._pat.routes.delegated:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -191,13 +195,37 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         **kwargs: Any,
     ) -> Any:
         """By pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`."""
-        routes = self._pat.routes
-        if kwargs and layer.layer_id in routes.shapes:
-            self._see_arguments(kwargs, layer, forward_batch)
-        if layer.layer_id in routes.shapes:
+        if self._pat_attends(layer, forward_batch, kwargs):
             sinks = kwargs.get("sinks")
             return self._pat.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Prefill, by the default backend, or a verify step: as `forward_decode`."""
+        if self._pat_does(forward_batch.forward_mode) and self._pat_attends(
+            layer, forward_batch, kwargs
+        ):
+            sinks = kwargs.get("sinks")
+            return self._pat.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _pat_attends(
+        self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
+    ) -> bool:
+        """Whether a layer is pat's in this step."""
+        routes = self._pat.routes
+        if arguments and layer.layer_id in routes.shapes:
+            self._see_arguments(arguments, layer, forward_batch)
+        return layer.layer_id in routes.shapes
 
     def _see_arguments(
         self, arguments: dict[str, Any], layer: RadixAttention, forward_batch: Any

@@ -10,18 +10,21 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import count
 from typing import Any
 
 import torch
 
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.sglang.radix import Path, RadixSource, Request, prefix_paths
+from sglang_pat.sglang.radix import (
+    Path,
+    RadixSource,
+    Request,
+    extended_path,
+    new_node_id,
+    prefix_paths,
+)
 
 _BEAMS = "_sglang_pat_beams"  # attribute of a BeamGroup
-
-# Of nodes that are in no tree. A tree counts its nodes from 0.
-_NODE_IDS = count(1 << 62)
 
 
 class _Place:
@@ -71,14 +74,8 @@ class _Beams:
         if begin >= self.prompt_end:
             return path
         if begin != self._begin:  # another node, should the tree's part ever change
-            self._node_id, self._begin = next(_NODE_IDS), begin
-        parent = path[-1][0] if path else -1
-        node = (self._node_id, parent, begin, self.prompt_end, self.prompt_end - begin, 0)
-        if not path:
-            return [node]
-        # The tree does not count this child of the last node.
-        *above, (node_id, its_parent, first, end, length, num_children) = path
-        return [*above, (node_id, its_parent, first, end, length, num_children + 1), node]
+            self._node_id, self._begin = new_node_id(), begin
+        return extended_path(path, self._node_id, self.prompt_end)
 
 
 def batch_with_beams(

@@ -1,28 +1,34 @@
 """PatDecoder: the decode attention of one model through PackAttention.
 
 Above it the backend that SGLang calls: plan_eager() or plan_captured() once per step, attend() once
-per layer that pat decodes.
+per layer that pat decodes. A step of speculative decoding, in which the model verifies drafts, is a
+decode step with a row for each draft token (`draft_rows.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.attention import PackAttention
+from sglang_pat.batch import IntArray
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
+from sglang_pat.sglang.draft_rows import Drafts, RowTensors
+from sglang_pat.sglang.draft_trees import DraftTrees
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests, install_hooks
+from sglang_pat.sglang.hooks import CHANNEL, VERIFY_HOOKS, StepRequests, install_hooks
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
-from sglang_pat.sglang.options import batch_invariant
+from sglang_pat.sglang.options import batch_invariant, drafts_of
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
@@ -46,6 +52,12 @@ class PatDecoder:
         self.routes = routes
         self._layer_id = min(routes.shapes)
         install_hooks()
+        self._verify: _VerifySteps | None = None
+        drafts = drafts_of(model_runner.server_args)
+        if drafts is not None:
+            install_hooks(VERIFY_HOOKS)
+            device = self.req_to_token_pool.req_to_token.device
+            self._verify = _VerifySteps(Drafts(*drafts), device)
         check_version()
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
@@ -57,6 +69,11 @@ class PatDecoder:
         self._reports = StepReports(environment, model_runner, self._counters)
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
+
+    @property
+    def verifies(self) -> bool:
+        """Whether there are steps that verify drafts."""
+        return self._verify is not None
 
     # --- once per step ---
 
@@ -86,10 +103,13 @@ class PatDecoder:
         num_repeated = self._repeats.end()
         plans = microbatch.captured
         assert plans is not None
-        self._plan(microbatch.reader, plans, step, forward_batch)
+        verifies = self._plan(
+            microbatch.reader, plans, step, forward_batch, is_captured=True, in_capture=in_capture
+        )
         if not in_capture:
             self._reports.add_step(plans.step_time, num_repeated)
-            self._expect_repeats(microbatch.reader, plans, forward_batch)
+            if not verifies:  # requests grow by what is accepted
+                self._expect_repeats(microbatch.reader, plans, forward_batch)
 
     def _plan(
         self,
@@ -97,14 +117,28 @@ class PatDecoder:
         plans: StepPlans,
         step: StepRequests | None,
         forward_batch: Any,
-    ) -> None:
-        """Read the step's paths, and plan it."""
+        *,
+        is_captured: bool = False,
+        in_capture: bool = False,
+    ) -> bool:
+        """Read the step's paths, and plan it. Returns whether it verifies drafts."""
         self._use(plans)
-        batch = reader.read(step, forward_batch)
+        req_pool_indices, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        drafts, verify = None, self._verify
+        if verify is not None and forward_batch.forward_mode.is_target_verify():
+            drafts = verify.drafts
+            req_pool_indices, seq_lens = verify.take(
+                forward_batch, is_captured=is_captured, in_capture=in_capture
+            )
+        elif verify is not None:
+            verify.leave()
+        batch = reader.read(step, forward_batch, drafts)
+        if verify is not None and drafts is not None and step is not None:
+            verify.count(batch.seq_lens)
         tensors = {
             "req_to_token": self.req_to_token_pool.req_to_token,
-            "req_pool_indices": forward_batch.req_pool_indices,
-            "seq_lens": forward_batch.seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "seq_lens": seq_lens,
         }
         try:
             made = plans.plan(batch, **tensors)
@@ -115,6 +149,7 @@ class PatDecoder:
                 self._checks.check(
                     attention, plan, reader, tensors["req_to_token"], tensors["req_pool_indices"]
                 )
+        return drafts is not None
 
     def _use(self, plans: StepPlans) -> None:
         """Let the layers run the plans of this step."""
@@ -132,7 +167,10 @@ class PatDecoder:
 
     def reserve(self, max_requests: int) -> None:
         """Before the first capture, and each time that all graphs are captured anew (after an
-        update of the weights). max_requests: rows of the largest graph."""
+        update of the weights). max_requests: of the largest graph."""
+        if self._verify is not None:
+            self._verify.reserve(max_requests)
+            max_requests *= self._verify.drafts.per_request
         num_slots = len(self.token_to_kv_pool.get_key_buffer(self._layer_id))
         # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
         self._microbatches.reserve(
@@ -153,14 +191,14 @@ class PatDecoder:
         save_kv_cache: bool,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Store the new token's KV, then attend.
+        """Store the new tokens' KV, then attend.
 
         Parameters
         ----------
         q : torch.Tensor
             `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
         k, v : torch.Tensor or None
-            The new token's keys and values. None: they are in the pool already.
+            The new tokens' keys and values. None: they are in the pool already.
         layer : RadixAttention
             One that pat decodes.
         forward_batch : ForwardBatch
@@ -182,17 +220,27 @@ class PatDecoder:
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k_scale, v_scale = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
-        out = self._attention_of[layer.layer_id].run(
+        scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
+        trees = None if self._verify is None else self._verify.trees()
+        run = partial(
+            self._attention_of[layer.layer_id].run,
             q,
             keys,
             values,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
             sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
+        if trees is None:
+            out = run()
+        else:
+            # As the pool has them, which may be rounded to a smaller type.
+            slots = forward_batch.out_cache_loc
+            k = keys[slots].to(q.dtype) * scales[0]
+            v = values[slots].to(q.dtype) * scales[1]
+            out = trees.merge(q, k, v, layer, run(return_lse=True))
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     # --- statistics ---
@@ -202,7 +250,11 @@ class PatDecoder:
         stats = [plans.stats for each in microbatches for plans in each.plans()]
         stats.append(self._repeats.stats())
         readers = [each.reader for each in microbatches]
-        more = {} if self._checks is None else {"ranks_alike": [self._checks.ranks_alike]}
+        more: dict[str, list[Counter[str]]] = {}
+        if self._checks is not None:
+            more["ranks_alike"] = [self._checks.ranks_alike]
+        if self._verify is not None:
+            more["verify"] = [self._verify.counts]
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
@@ -212,6 +264,54 @@ class PatDecoder:
             batch_changes=[each.changes for each in readers],
             **more,
         )
+
+
+class _VerifySteps:
+    """What verify steps have beside decode steps, and how many there were."""
+
+    def __init__(self, drafts: Drafts, device: torch.device) -> None:
+        self.drafts = drafts
+        self.counts = Counter({"steps": 0, "rows": 0})
+        self._device = device
+        self._eager = self._place(None)
+        self._captured = self._eager
+        self._trees: DraftTrees | None = None  # of the last step, if it verifies trees
+
+    def _place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
+        drafts, device = self.drafts, self._device
+        max_rows = None if max_requests is None else max_requests * drafts.per_request
+        return (
+            RowTensors(drafts, device, max_rows),
+            DraftTrees(drafts.per_request, device, max_requests),
+        )
+
+    def reserve(self, max_requests: int) -> None:
+        """For CUDA graphs."""
+        self._captured = self._place(max_requests)
+
+    def take(
+        self, forward_batch: Any, *, is_captured: bool, in_capture: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Go to the next verify step. Returns `req_pool_indices` and `seq_lens` of its rows."""
+        rows, trees = self._captured if is_captured else self._eager
+        self._trees = None
+        if not self.drafts.are_chains:
+            trees.take(forward_batch, in_capture=in_capture)
+            self._trees = trees
+        return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def leave(self) -> None:
+        """The next step decodes."""
+        self._trees = None
+
+    def trees(self) -> DraftTrees | None:
+        """Of the step that is being run."""
+        return self._trees
+
+    def count(self, lengths: IntArray) -> None:
+        """A verify step with rows of these lengths."""
+        self.counts["steps"] += 1
+        self.counts["rows"] += int(np.count_nonzero(lengths))
 
 
 def _new_plans(
@@ -238,7 +338,7 @@ def _new_plans(
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:
-    """Where the new token goes."""
+    """Where the new tokens go."""
     if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
         return KVWriteLoc.for_batch(forward_batch)
     return KVWriteLoc(forward_batch.out_cache_loc)

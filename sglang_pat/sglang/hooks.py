@@ -62,9 +62,15 @@ class StepChannel:
     def __init__(self) -> None:
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_acknowledged = False
+        self._acknowledged: StepRequests | None = None  # the last one
         # Of the last batch, if pat decoded it: equal lists of later steps become this one.
         self._last_reqs: list[Request] = []
         self._keepers: WeakSet[PathKeeper] = WeakSet()
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether the step that is being run is known."""
+        return self._step is not None
 
     def subscribe(self, keeper: PathKeeper) -> None:
         """Tell `keeper` from now on which requests have moved. Holds a weak reference."""
@@ -74,7 +80,8 @@ class StepChannel:
         """SGLang has made `forward_batch` of the scheduler's `batch`."""
         if not batch.reqs:
             return
-        if forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if mode.is_decode() or mode.is_target_verify():
             reqs, beam_tail = batch.reqs, getattr(batch, "beam_tail", None)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.note_moved)
@@ -84,7 +91,7 @@ class StepChannel:
                 self._last_reqs = list(reqs)
             step = StepRequests(self._last_reqs, batch.tree_cache, beam_tail is not None)
             setattr(forward_batch, _NOTE, step)
-        elif forward_batch.forward_mode.is_extend():
+        elif mode.is_extend():
             # Rows that decode in a mixed batch stay where they are.
             decoding = set(map(id, getattr(batch, "decoding_reqs", None) or ()))
             self.note_moved(req for req in batch.reqs if id(req) not in decoding)
@@ -93,7 +100,8 @@ class StepChannel:
         """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
         outer = self._step
         self._step = getattr(forward_batch, _NOTE, None)
-        self._is_acknowledged = False
+        # A batch may be planned first, and run in a call of its own.
+        self._is_acknowledged = self._step is not None and self._step is self._acknowledged
         return outer
 
     def leave(self, outer: StepRequests | None) -> None:
@@ -105,6 +113,7 @@ class StepChannel:
     def acknowledge(self) -> StepRequests | None:
         """The step that is being run, by the backend that decodes it."""
         self._is_acknowledged = True
+        self._acknowledged = self._step
         return self._step
 
     def note_moved(self, reqs: Iterable[Request]) -> None:
@@ -122,9 +131,12 @@ class StepChannel:
 CHANNEL = StepChannel()
 
 
-def _after_init_new(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
+def _after_init_new(
+    result: Any, cls: type, batch: Any, model_runner: Any, *args: object, **kwargs: object
+) -> None:
     """AFTER ForwardBatch.init_new."""
-    CHANNEL.note(result, batch)
+    if not model_runner.is_draft_worker:  # a draft model runs the same batches
+        CHANNEL.note(result, batch)
 
 
 def _around_forward(
@@ -133,9 +145,25 @@ def _around_forward(
     """AROUND ModelRunner._forward_raw."""
     if runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
+    return _within(original, runner, forward_batch, *args, **kwargs)
+
+
+def _around_load_batch(
+    original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps before their forward."""
+    if graphs.model_runner.is_draft_worker or CHANNEL.is_within_step:
+        return original(graphs, forward_batch, *args, **kwargs)
+    return _within(original, graphs, forward_batch, *args, **kwargs)
+
+
+def _within(
+    original: Callable[..., Any], owner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A call that belongs to a step."""
     outer = CHANNEL.enter(forward_batch)
     try:
-        return original(runner, forward_batch, *args, **kwargs)
+        return original(owner, forward_batch, *args, **kwargs)
     finally:
         CHANNEL.leave(outer)
 
@@ -166,6 +194,15 @@ _HOOKS: tuple[Hook, ...] = (
         "reset_for_retract",
         _after_retraction,
         HookType.AFTER,
+    ),
+)
+# Where the target model verifies drafts.
+VERIFY_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        "load_batch",
+        _around_load_batch,
+        HookType.AROUND,
     ),
 )
 

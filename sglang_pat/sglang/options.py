@@ -9,7 +9,6 @@ from sglang_pat.sglang.env import Environment
 
 # Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
 DELEGATED_ARGUMENTS = {
-    "speculative_algorithm": "--speculative-algorithm",
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
     "enable_hisparse": "--enable-hisparse",
@@ -20,6 +19,11 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
+# How drafts are made where pat verifies them: chains, with --speculative-eagle-topk 1, or trees.
+CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
+TREES = ("NGRAM",)
+# Prepares verify steps on a stream of its own.
+PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
 # 0.5.17.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
@@ -34,7 +38,12 @@ class Reason(NamedTuple):
     value: object
 
     def __str__(self) -> str:
-        alone = self.topic in ("attention", "server options", "default backend")
+        alone = self.topic in (
+            "attention",
+            "server options",
+            "speculative decoding",
+            "default backend",
+        )
         return str(self.value) if alone else f"{self.topic} {self.value}"
 
     def refusal(self, where: str = "") -> ValueError:
@@ -70,9 +79,50 @@ def server_reason(arguments: Any) -> Reason | None:
     dcp_size = resolved(arguments, "dcp_size")
     if dcp_size is not None and dcp_size > 1:
         return Reason("server options", f"--dcp-size {dcp_size}")
+    reason = _speculation_reason(arguments)
+    if reason is not None:
+        return reason
     if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
         return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
     return None
+
+
+def _speculation_reason(arguments: Any) -> Reason | None:
+    """Why pat does not verify the drafts of speculative decoding."""
+    from sglang.srt.environ import envs
+
+    algorithm = resolved(arguments, "speculative_algorithm")
+    if algorithm is None:
+        return None
+    if algorithm not in CHAINS + TREES:
+        return Reason("speculative decoding", f"--speculative-algorithm {algorithm}")
+    topk = resolved(arguments, "speculative_eagle_topk")
+    if algorithm in CHAINS and topk != 1:
+        return Reason("speculative decoding", f"--speculative-eagle-topk {topk}")
+    if batch_invariant(arguments, Environment.read()):
+        return Reason("speculative decoding", "in batch-invariant mode")
+    if resolved(arguments, "speculative_adaptive"):
+        return Reason("speculative decoding", "--speculative-adaptive")
+    base = resolved(arguments, "attention_backend")
+    prefill, decode = (
+        resolved(arguments, f"{each}_attention_backend") or base for each in ("prefill", "decode")
+    )
+    if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
+        return Reason(
+            "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"
+        )
+    if getattr(envs, PLAN_STREAM).get():
+        return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
+    return None
+
+
+def drafts_of(arguments: Any) -> tuple[int, bool] | None:
+    """Draft tokens of a request in a verify step, and whether they are a chain. None without
+    speculative decoding."""
+    algorithm = resolved(arguments, "speculative_algorithm")
+    if algorithm is None:
+        return None
+    return int(resolved(arguments, "speculative_num_draft_tokens")), algorithm in CHAINS
 
 
 def early_reason(arguments: Any) -> Reason | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
+from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -323,6 +324,27 @@ def prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
     """The paths as arrays, then empty paths up to `num_rows`."""
     spans = ([(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in paths)
     return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
+
+
+# Of nodes that are in no tree. A tree counts its nodes from 0.
+_NODE_IDS = count(1 << 62)
+
+
+def new_node_id() -> int:
+    """Of a node that is in no tree."""
+    return next(_NODE_IDS)
+
+
+def extended_path(path: Path, node_id: int, end: int) -> Path:
+    """A path, and one more node below it that is in no tree, up to position `end`."""
+    begin = path[-1][_END] if path else 0
+    parent = path[-1][_ID] if path else -1
+    node = (node_id, parent, begin, end, end - begin, 0)
+    if not path:
+        return [node]
+    # The tree does not count this child of the last node.
+    *above, (last_id, its_parent, first, its_end, length, num_children) = path
+    return [*above, (last_id, its_parent, first, its_end, length, num_children + 1), node]
 
 
 def _joined(slots: Iterator[torch.Tensor]) -> torch.Tensor:

@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang.beams import BeamSource
+from sglang_pat.sglang.draft_rows import DraftBatch, Drafts, DraftSource
 from sglang_pat.sglang.events import RadixEvents
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
-from sglang_pat.sglang.radix import PathMismatchError, RadixSource, Request, radix_source
+from sglang_pat.sglang.radix import (
+    PathMismatchError,
+    RadixSource,
+    Request,
+    radix_source,
+    unwrapped,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +42,10 @@ _MOST_MOVED = 10_000
 
 
 class SharedStep(NamedTuple):
-    """A step whose rows may share KV, where their paths are read, and what keeps them."""
+    """A step whose rows may share KV, where their paths are read, and what keeps them.
+
+    reqs: one per row.
+    """
 
     source: RadixSource
     reqs: list[Request]
@@ -77,6 +87,7 @@ class BatchReader:
         self._forest = PrefixForest()
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
+        self._drafts: DraftBatch | None = None  # of the last step, if it was a verify step
         self._shares = False
         self.repeats_last = False  # whether the last step repeated the one before
         channel.subscribe(self)
@@ -86,11 +97,12 @@ class BatchReader:
         """The last step, unless nothing could be shared in it."""
         if not self._shares or self._source is None:
             return None
-        return SharedStep(self._source, self._reqs, self._forest)
+        return SharedStep(self._source_of_rows(), self._reqs, self._forest)
 
     def knows(self, step: StepRequests) -> bool:
         """Whether the step's first request was in the last step that this reader has read."""
-        return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
+        reqs = self._reqs if self._drafts is None else self._drafts.reqs
+        return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def is_unchanged(self, step: StepRequests | None) -> bool:
         """Whether a step has the requests of the last one, where they were, and these could share.
@@ -100,7 +112,9 @@ class BatchReader:
         """
         return step is not None and step.reqs is self._reqs and not self._moved and self._shares
 
-    def read(self, step: StepRequests | None, forward_batch: Any) -> DecodeBatch:
+    def read(
+        self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
+    ) -> DecodeBatch:
         """Read a step as host data.
 
         Parameters
@@ -110,6 +124,9 @@ class BatchReader:
         forward_batch : ForwardBatch
             A decode batch in any of SGLang's shapes (see `hooks.py`). Rows behind the requests are
             padding of a graph or of data parallelism: they get length 0.
+        drafts : Drafts or None
+            What the step verifies: then the DecodeBatch has a row for each draft token. None: a
+            decode step.
 
         Returns
         -------
@@ -123,21 +140,25 @@ class BatchReader:
         """
         begun_ns = time.perf_counter_ns()
         self.repeats_last = self.is_unchanged(step)
-        num_rows: int = forward_batch.batch_size
-        reason = self._private_reason(step, num_rows)
+        num_requests: int = forward_batch.batch_size
+        reason = self._private_reason(step, num_requests)
         if reason is not None or step is None:
             lens = _host_seq_lens(
-                forward_batch, num_rows - getattr(forward_batch, "num_padding", 0)
+                forward_batch, num_requests - getattr(forward_batch, "num_padding", 0), drafts
             )
             if step is not None:
                 self.forget()
             elif _is_idle(forward_batch):
                 reason = None
-            batch = DecodeBatch(lens, PrefixPaths.private(num_rows), begun_ns=begun_ns)
+            batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
-        self._update(step.reqs)
+        lens = _host_seq_lens(forward_batch, len(step.reqs), drafts)
+        if drafts is not None:
+            self._update_rows(step.reqs, drafts.per_request, lens)
+        else:
+            self._drafts = None
+            self._update(step.reqs)
         self._shares = True
-        lens = _host_seq_lens(forward_batch, len(step.reqs))
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
@@ -182,7 +203,24 @@ class BatchReader:
     def forget(self) -> None:
         """Read all paths anew in the next step that may share."""
         self._reqs = []
+        self._drafts = None
         self._moved.clear()
+
+    def _source_of_rows(self) -> RadixSource:
+        """Where the paths of the last step's rows are read."""
+        assert self._source is not None
+        if self._drafts is None:
+            return self._source
+        return DraftSource(self._source, unwrapped(self._tree).req_to_token_pool)
+
+    def _update_rows(self, reqs: list[Request], count: int, lens: IntArray) -> None:
+        """Bring the forest to the rows of a verify step, `count` of each request. lens: of the
+        rows."""
+        batch = self._drafts or DraftBatch()
+        committed = (lens[: len(reqs) * count : count] - 1).tolist()
+        self._moved = batch.take(reqs, count, committed, self._moved)
+        self._drafts = batch
+        self._update(batch.rows)
 
     def _update(self, reqs: list[Request]) -> None:
         """Bring the forest from the requests of the last step to these."""
@@ -191,7 +229,7 @@ class BatchReader:
         assert self._source is not None
         before, moved = self._reqs, self._moved
         self._reqs, self._moved = [], set()  # if reading fails, all paths are read the next time
-        counts = self._forest.update(before, reqs, moved, self._source.read)
+        counts = self._forest.update(before, reqs, moved, self._source_of_rows().read)
         self._reqs = reqs
         if counts is not None:
             self._version += 1
@@ -221,9 +259,11 @@ def _is_idle(forward_batch: Any) -> bool:
     return any(mode is not None and mode.is_idle() for mode in modes)
 
 
-def _host_seq_lens(forward_batch: Any, num_requests: int) -> IntArray:
-    """The lengths on the host, 0 behind the requests. A copy: SGLang may write to its own."""
+def _host_seq_lens(forward_batch: Any, num_requests: int, drafts: Drafts | None) -> IntArray:
+    """The lengths of the rows on the host, 0 behind the requests. A copy: SGLang may write to its
+    own."""
     on_host = forward_batch.seq_lens_cpu
     if on_host is None:  # only where no requests are known either: this waits for the device
         on_host = forward_batch.seq_lens.cpu()
-    return row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)
+    lens: IntArray = row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)
+    return lens if drafts is None else drafts.lengths(lens)

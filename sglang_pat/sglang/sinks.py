@@ -67,8 +67,14 @@ def log_line(before: Counters, counters: Counters) -> str:
     # Without any KV, of idle ranks under data parallelism, nothing was saved.
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     private = sum(counters["private_steps"].values()) - sum(before["private_steps"].values())
+    verified = ""
+    if "verify" in counters:  # with speculative decoding
+        steps, rows = (
+            counters["verify"][name] - before["verify"][name] for name in ("steps", "rows")
+        )
+        verified = f"#verify step: {steps}, #verified token: {rows}, "
     return (
-        f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, "
+        f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {verified}"
         f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
         f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
     )
@@ -126,6 +132,12 @@ _COUNTERS = (
         "private_steps",
         "Decode steps in which no KV could be shared, by reason.",
         "reason",
+    ),
+    _CounterSpec(
+        "verify_total",
+        "verify",
+        "Steps of speculative decoding in which drafts were verified, and draft tokens in them.",
+        "kind",
     ),
     _CounterSpec("tree_events_total", "tree_events", "Changes of the radix tree, by kind.", "kind"),
     _CounterSpec(
@@ -211,7 +223,7 @@ def _by_label(spec: _CounterSpec, counters: Counters) -> dict[str, int]:
     """The numbers of an entry by the value of its label; of a plain number, by an empty one."""
     if not counters:  # before the first publication
         return {}
-    value = counters[spec.entry]
+    value = counters.get(spec.entry, {})  # not all are counted by every server
     return value if spec.label is not None else {"": value}
 
 

@@ -5,6 +5,8 @@ backend, and pat decodes the layers that it claims.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sglang
@@ -50,6 +52,58 @@ def test_tokens_and_routes(engines: FamilyEngines, family: Family) -> None:
         (steps,) = {*run.calls.values()}
         assert steps >= 2 * (NUM_TOKENS - 1)
     assert {layer for _, layer in found.calls} == {layer for _, layer in expected.calls}
+
+
+CHAINS = {
+    "speculative_algorithm": "STANDALONE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+TREES = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_draft_tokens": 6,
+    "speculative_ngram_max_bfs_breadth": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "speculation"),
+    [
+        pytest.param("llama", CHAINS, id="chains"),
+        pytest.param("llama", TREES, id="trees", marks=pytest.mark.nightly),
+        # Pages; and window layers, which the default backend verifies.
+        pytest.param("llama", CHAINS | {"page_size": 4}, id="pages", marks=pytest.mark.nightly),
+        pytest.param("gemma-3", CHAINS, id="window layers", marks=pytest.mark.nightly),
+    ],
+)
+def test_speculation(
+    engines: FamilyEngines, tmp_path: Path, family: str, speculation: dict[str, Any]
+) -> None:
+    """The answers are those without drafts, and as many drafts are accepted as elsewhere."""
+    small = FAMILIES[family]
+    if speculation["speculative_algorithm"] == "NGRAM" and sglang.__version__ == "0.5.17":
+        pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
+    if speculation["speculative_algorithm"] == "STANDALONE":  # the same model drafts
+        draft = small.write(tmp_path / "draft")
+        speculation = speculation | {"speculative_draft_model_path": str(draft)}
+    alone = engines.run(small, None)
+    expected = engines.run(small, None, **speculation)
+    found = engines.run(small, "pat", **speculation)
+    assert_telling(alone)
+    assert found.tokens == expected.tokens == alone.tokens
+    # Some drafts are accepted, not all.
+    assert found.verify_steps == expected.verify_steps
+    assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
+    assert_routes(found, small)
+    assert found.stats["private_steps"] == {}
+    assert found.stats["plans_reused"] > found.stats["plans_built"]
+    assert found.stats["kv_tokens_planned"] < 0.4 * found.stats["kv_tokens_query_centric"]
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    tokens = speculation["speculative_num_draft_tokens"]
+    # The first prompt is answered once more.
+    assert verified["rows"] == tokens * (sum(found.verify_steps) + found.first_verify_steps)
 
 
 def assert_telling(run: Run) -> None:

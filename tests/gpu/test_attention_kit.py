@@ -117,5 +117,20 @@ def test_verification_of_a_chain_of_drafts(case: DenseAttentionCase, in_graph: b
         if in_graph
         else runner.run_dense_spec_verify_case
     )
-    with pat_over(case.backend, head_dim=64):
+    with pat_over(case.backend, head_dim=64, drafts=(case.extend_lens[0], True)) as decoded:
         run(KitTestCase(), case, topk=1, head_dim=64)
+    assert decoded.layers > 0
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
+def test_verification_of_trees_of_drafts(case: DenseAttentionCase, topk: int) -> None:
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_target_verify_runner as runner,
+    )
+
+    with pat_over(case.backend, head_dim=64, drafts=(case.extend_lens[0], False)) as decoded:
+        runner.run_dense_spec_verify_case(
+            KitTestCase(), case, topk=topk, spec_kind="ngram", head_dim=64
+        )
+    assert decoded.layers > 0

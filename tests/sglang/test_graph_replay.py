@@ -210,9 +210,9 @@ def repeating(
     read: list[Any] = []
     original = backend._pat._microbatches.current.reader.read
 
-    def reads(step: Any, view: Any) -> Any:
+    def reads(step: Any, view: Any, drafts: Any) -> Any:
         read.append(view)
-        return original(step, view)
+        return original(step, view, drafts)
 
     monkeypatch.setattr(backend._pat._microbatches.current.reader, "read", reads)
 

@@ -150,8 +150,8 @@ def test_modes_that_pat_does_not_serve_are_refused(
 
 STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
     (
-        {"speculative_algorithm": "NGRAM"},
-        "server options = --speculative-algorithm NGRAM; supported: all but",
+        {"speculative_algorithm": "NGRAM", "prefill_attention_backend": "torch_native"},
+        "speculative decoding = --speculative-attention-mode prefill with torch_native; supported",
     ),
 ]
 

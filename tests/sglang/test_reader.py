@@ -39,7 +39,7 @@ def read(
     """What the reader makes of `view` while SGLang runs a batch of `reqs`."""
     launched = batch_of([1] * len(reqs))
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
-    hooks._after_init_new(launched, object, scheduled)
+    hooks._after_init_new(launched, object, scheduled, RUNNER)
     result: DecodeBatch = hooks._around_forward(
         lambda runner, forward_batch: reader.read(CHANNEL.acknowledge(), view), RUNNER, launched
     )
@@ -182,7 +182,7 @@ def moves(reads: Reads, req: Any) -> dict[str, Callable[[], object]]:
 
     return {
         "checkpoint": fail_a_checkpoint,
-        "extend": lambda: hooks._after_init_new(launched, object, extend),
+        "extend": lambda: hooks._after_init_new(launched, object, extend, RUNNER),
         "retraction": lambda: hooks._after_retraction(None, req),
     }
 
@@ -224,7 +224,7 @@ def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
     reads.step([a])
     mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
     launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
-    hooks._after_init_new(launched, object, mixed)
+    hooks._after_init_new(launched, object, mixed, RUNNER)
     assert reads.step([a]) == []
 
 
@@ -247,7 +247,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reqs = [chunk, a] if mode.is_mixed() else [a]
     between = SimpleNamespace(reqs=reqs, tree_cache=reads.tree.cache, decoding_reqs=[a])
     launched = batch_of([3] * len(reqs), forward_mode=mode)
-    hooks._after_init_new(launched, object, between)
+    hooks._after_init_new(launched, object, between, RUNNER)
     hooks._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
     assert unchanged == [False, True, False, True]
@@ -418,7 +418,9 @@ def test_lengths_that_are_none() -> None:
 
 def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: list[Any]) -> None:
     launched = batch_of([6, 5])
-    hooks._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=tree.cache))
+    hooks._after_init_new(
+        launched, object, SimpleNamespace(reqs=reqs, tree_cache=tree.cache), RUNNER
+    )
 
     def fail(runner: Any, forward_batch: Any) -> None:
         assert CHANNEL._step is not None
@@ -435,7 +437,7 @@ def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: li
 
 def test_extends_are_not_noted(reqs: list[Any]) -> None:
     launched = batch_of([6, 5], forward_mode=ForwardMode.EXTEND)
-    hooks._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=None))
+    hooks._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=None), RUNNER)
     assert not hasattr(launched, hooks._NOTE)
 
 

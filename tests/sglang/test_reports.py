@@ -94,6 +94,12 @@ def test_log_line() -> None:
         "Pat decode, #plan: 3, #reuse: 37, #step without sharing: 2, kv read ratio: 0.21, "
         "plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
     )
+    # With speculative decoding.
+    before, after = (
+        counters | {"verify": {"steps": steps, "rows": 8 * steps}}
+        for counters, steps in ((before, 3), (after, 43))
+    )
+    assert "#reuse: 37, #verify step: 40, #verified token: 320, #step" in log_line(before, after)
     # Idle ranks read nothing.
     assert "kv read ratio: 1.00" in log_line(after, after)
 

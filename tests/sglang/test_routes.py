@@ -161,9 +161,32 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "server options = --dcp-size 2; supported: all but",
     ),
     "speculation": (
-        lambda: runner(server_args=server_arguments(speculative_algorithm="EAGLE")),
-        "--speculative-algorithm EAGLE",
-        "server options = --speculative-algorithm EAGLE; supported: all but",
+        lambda: runner(server_args=server_arguments(speculative_algorithm="DFLASH")),
+        "--speculative-algorithm DFLASH",
+        "speculative decoding = --speculative-algorithm DFLASH; supported: --speculative-algorithm",
+    ),
+    "speculation of trees": (
+        lambda: runner(
+            server_args=server_arguments(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
+        ),
+        "--speculative-eagle-topk 4",
+        "speculative decoding = --speculative-eagle-topk 4; supported: --speculative-algorithm",
+    ),
+    "adaptive speculation": (
+        lambda: runner(
+            server_args=server_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
+        ),
+        "--speculative-adaptive",
+        "speculative decoding = --speculative-adaptive; supported: --speculative-algorithm",
+    ),
+    "verify steps elsewhere": (
+        lambda: runner(
+            server_args=server_arguments(
+                speculative_algorithm="EAGLE", prefill_attention_backend="flashinfer"
+            )
+        ),
+        "--speculative-attention-mode prefill with flashinfer",
+        "speculative decoding = --speculative-attention-mode prefill with flashinfer; supported",
     ),
     "two batches": (
         lambda: runner(server_args=server_arguments(enable_two_batch_overlap=True)),

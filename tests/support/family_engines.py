@@ -43,10 +43,14 @@ class Run:
     ----------
     tokens : list of list of int
         One answer per prompt.
+    verify_steps : list of int
+        In how many steps of speculative decoding each answer was verified.
+    first_verify_steps : int
+        Of the first prompt, which is asked alone before all.
     smallest_gap : float
         In log-probability, between the best and the second token of any step.
     calls : Counter
-        (who decoded: "pat" or "default", layer id) -> how often.
+        (who decoded, or verified drafts: "pat" or "default", layer id) -> how often.
     routes : dict or None
         What pat says of its routes in the server's info. None without pat.
     stats : dict
@@ -56,6 +60,8 @@ class Run:
     """
 
     tokens: list[list[int]]
+    verify_steps: list[int]
+    first_verify_steps: int
     smallest_gap: float
     calls: Counter[tuple[str, int]]
     routes: dict[str, Any] | None
@@ -201,9 +207,13 @@ def _import_sglang() -> None:
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
+    import sglang_speculation
+
+    sglang_speculation.define_kernels()
     import sglang_cpu_kernels
 
     sglang_cpu_kernels.install()
+    sglang_speculation.install()
     import sglang_random_weights
     from sglang.srt.plugins import load_plugins
 
@@ -219,12 +229,14 @@ def _import_sglang() -> None:
 
 
 def _record_calls() -> None:
-    """Write down who decodes each layer."""
+    """Write down who decodes each layer, or verifies drafts in it."""
+    import sglang_speculation
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     from sglang_pat.sglang.decoder import PatDecoder
 
     attend, forward_decode = PatDecoder.attend, TorchNativeAttnBackend.forward_decode
+    forward_extend = TorchNativeAttnBackend.forward_extend
 
     def note(who: str, layer: Any) -> None:
         with Path(os.environ[_CALLS]).open("a") as file:
@@ -237,11 +249,20 @@ def _record_calls() -> None:
     def decode_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
     ) -> Any:
-        note("default", layer)
+        if not sglang_speculation.is_draft_step(self):
+            note("default", layer)
         return forward_decode(self, q, k, v, layer, *rest, **more)
+
+    def extend_and_note(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **more: Any
+    ) -> Any:
+        if batch.forward_mode.is_target_verify():
+            note("default", layer)
+        return forward_extend(self, q, k, v, layer, batch, *rest, **more)
 
     PatDecoder.attend = attend_and_note  # type: ignore[assignment]
     TorchNativeAttnBackend.forward_decode = decode_and_note
+    TorchNativeAttnBackend.forward_extend = extend_and_note
 
 
 def _prompts() -> list[list[int]]:
@@ -287,6 +308,8 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> 
     assert first[0]["output_ids"] == answers[0]["output_ids"], "the cache changes the answer"
     run = {
         "tokens": [answer["output_ids"] for answer in answers],
+        "verify_steps": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
+        "first_verify_steps": first[0]["meta_info"].get("spec_verify_ct", 0),
         "smallest_gap": min(
             best[0] - second[0]
             for answer in answers

@@ -21,6 +21,7 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 )
 
 from sglang_pat import PackAttention
+from sglang_pat.sglang import decoder
 from sglang_pat.sglang.backend import with_pat
 
 # Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
@@ -35,8 +36,11 @@ class Decoded:
 
 
 @contextlib.contextmanager
-def pat_over(name: str, *, head_dim: int) -> Iterator[Decoded]:
-    """Lets the kit's runners have pat over SGLang's backend `name`."""
+def pat_over(
+    name: str, *, head_dim: int, drafts: tuple[int, bool] | None = None
+) -> Iterator[Decoded]:
+    """Lets the kit's runners have pat over SGLang's backend `name`. drafts: how many draft tokens a
+    request has in a verify step, and whether they are a chain; None: verify steps are not pat's."""
     decoded = Decoded()
     build, run = ATTENTION_BACKENDS[name], PackAttention.run
 
@@ -52,6 +56,7 @@ def pat_over(name: str, *, head_dim: int) -> Iterator[Decoded]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ATTENTION_BACKENDS, name, build_with_pat)
         patch.setattr(PackAttention, "run", counted)
+        patch.setattr(decoder, "drafts_of", lambda arguments: drafts)
         yield decoded
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sglang_speculation import is_draft_step
 
 
 def install() -> None:
@@ -105,6 +106,9 @@ def forward_extend(
 ) -> torch.Tensor:  # fmt: skip
     """`TorchNativeAttnBackend.forward_extend`."""
     starts, counts = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
+    if forward_batch.forward_mode.is_target_verify():  # of drafts, behind what there is
+        starts = forward_batch.seq_lens
+        counts = torch.full_like(starts, forward_batch.spec_info.draft_token_num)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)
 
 
@@ -115,6 +119,8 @@ def forward_decode(
     """`TorchNativeAttnBackend.forward_decode`."""
     q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim) if not more else q
     starts = forward_batch.seq_lens - 1
+    if is_draft_step(self):  # one of several with the same lengths
+        starts = forward_batch.positions
     counts = torch.ones_like(starts)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)
 
@@ -146,9 +152,8 @@ def _forward(
     out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
     chunk = getattr(batch, "attention_chunk_size", None) or _chunk_size(self)
     begin = 0
-    for i, (start, count, length) in enumerate(
-        zip(starts.tolist(), counts.tolist(), batch.seq_lens.tolist(), strict=True)
-    ):
+    for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        length = start + count
         encoder = int(batch.encoder_lens[i]) if batch.encoder_lens is not None else 0
         first, last = (0, encoder) if is_cross else (encoder, encoder + length)
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[i], first:last].long()
@@ -157,6 +162,9 @@ def _forward(
         seen = torch.ones(count, last - first, dtype=torch.bool)
         if not is_cross and layer.attn_type.value != "encoder_only":
             seen &= key <= position
+            if batch.forward_mode.is_target_verify():  # a tree, not always a chain
+                tree = batch.spec_info.custom_mask.view(-1, count, count)[i]
+                seen[:, start:] = tree
             if (layer.sliding_window_size or -1) > -1:
                 seen &= key >= position - layer.sliding_window_size
             if getattr(layer, "use_irope", False) and chunk:

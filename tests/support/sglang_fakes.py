@@ -106,6 +106,14 @@ def server_arguments(**change: Any) -> Any:
         "page_size": 1,
         "pp_size": 1,
         "pp_async_batch_depth": 0,
+        "attention_backend": "triton",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": None,
+        "speculative_adaptive": False,
+        "speculative_attention_mode": "prefill",
     }
     return SimpleNamespace(**(defaults | change))
 

@@ -258,9 +258,10 @@ def test_support_names_every_server_option_that_delegates_the_model() -> None:
     options = (ROOT / "sglang_pat/sglang/options.py").read_text()
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", options))
     flags.remove("--kv-cache-dtype")  # under another topic
-    (row,) = (row for row in support.support_matrix() if row.topic == "server options")
-    assert set(re.findall(r"--[a-z][a-z0-9-]+", row.supported)) == flags
-    assert "--speculative-algorithm" in flags
+    topics = ("server options", "speculative decoding")
+    named = "".join(row.supported for row in support.support_matrix() if row.topic in topics)
+    assert set(re.findall(r"--[a-z][a-z0-9-]+", named)) == flags
+    assert {"--speculative-algorithm", "--dcp-size"} <= flags
 
 
 def test_every_supported_sglang_is_tested() -> None:

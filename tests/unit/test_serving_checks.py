@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_hybrid_models  # noqa: E402
+import bench_speculation  # noqa: E402
 import check_hicache  # noqa: E402
 import check_logits  # noqa: E402
 import check_ranks  # noqa: E402
@@ -184,6 +185,28 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
     noisy = gate("shared", 4.0, 5.0, noise=0.2)
     assert noisy["noise"] > noisy["noise_at_most"]
     assert not noisy["passed"]
+
+
+# --- speculation ---
+
+
+def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
+    def passed(pat: float, steps: int) -> list[bool]:
+        seconds = {"pat": [(1.0, 1.0 + pat)] * 3, "default": [(1.0, 2.0)] * 3}
+        answers = {
+            name: [{"output_ids": [1, 2, 3, 4], "meta_info": {"spec_verify_ct": count}}] * 10
+            for name, count in (("pat", steps), ("default", 2))
+        }
+        found = bench_speculation.summary(seconds, answers, tokens=100)
+        assert found["ms_per_accepted_token"] == pytest.approx({"pat": 10 * pat, "default": 10})
+        assert found["accepted_per_step"] == {"pat": 4 / steps, "default": 2}
+        assert found["same_answers"] == 1
+        gates = bench_speculation.gates([found | {"algorithm": "NGRAM"}])
+        return [gate["met"] for gate in gates.values()]
+
+    assert passed(0.5, 2) == [True, True]
+    assert passed(0.7, 2) == [False, True]
+    assert passed(0.5, 3) == [True, False]
 
 
 # --- soak and profile ---

@@ -1,0 +1,208 @@
+"""Verify steps of speculative decoding, as decode steps of more rows.
+
+A verify step checks the draft tokens of each request, a chain behind the KV that it has. Each draft
+token is a row that reads the request's KV up to and including itself. The rows of a request share
+its path in the tree, and below it one more node: what the request had committed when its path was
+read. What has been committed since, and the draft tokens before its own, each row reads live. There
+is always a token that it reads live, so that a plan serves requests that grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_pat.batch import IntArray, PrefixPaths
+from sglang_pat.sglang.radix import (
+    Path,
+    RadixSource,
+    Request,
+    RequestFields,
+    extended_path,
+    new_node_id,
+    prefix_paths,
+)
+
+_ROWS = "_sglang_pat_draft_rows"  # attribute of a Req
+
+# Committed tokens that the rows of a request may read one by one. Then all paths are read anew, and
+# the step is planned: a fraction of a millisecond, every ten verify steps or so.
+MAX_READ_APART = 32
+
+
+class DraftRow:
+    """One of the rows of a request, in place of the Req."""
+
+    __slots__ = ("of", "req")
+
+    def __init__(self, req: Request, of: _DraftRows) -> None:
+        self.req = req
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.req, name)
+
+
+class _DraftRows:
+    """The rows of a request, and the node below its path in the tree."""
+
+    def __init__(self, req: Request, count: int) -> None:
+        self.rows = [DraftRow(req, self) for _ in range(count)]
+        self.length = -1  # that the request had committed when its path was read; -1: not yet
+        self._node_id = -1
+        self._span = (-1, -1)
+
+    def extended(self, path: Path) -> Path:
+        """The path, which is the tree's, and one more node up to `length`."""
+        begin = path[-1][3] if path else 0
+        if begin >= self.length:
+            return path
+        if self._span != (begin, self.length):
+            self._node_id, self._span = new_node_id(), (begin, self.length)
+        return extended_path(path, self._node_id, self.length)
+
+
+class DraftBatch:
+    """The rows of the last verify step. The same requests give the same list."""
+
+    def __init__(self) -> None:
+        self.reqs: list[Request] = []
+        self._of: list[_DraftRows] = []
+        self.rows: list[DraftRow] = []
+
+    def take(
+        self, reqs: list[Request], count: int, lengths: list[int], moved: set[int]
+    ) -> set[int]:
+        """Go to the next step.
+
+        Parameters
+        ----------
+        reqs : list of Req
+            Its requests.
+        count : int
+            Rows of each.
+        lengths : list of int
+            How far the node may reach: tokens that the request has committed, and that each row
+            goes beyond.
+        moved : set of int
+            `id()` of requests whose paths may no longer be those last read.
+
+        Returns
+        -------
+        set of int
+            `id()` of the rows whose paths are to be read anew.
+        """
+        if reqs is not self.reqs or len(self.rows) != len(reqs) * count:
+            self.reqs = reqs
+            self._of = [_rows_of(req, count) for req in reqs]
+            self.rows = [row for each in self._of for row in each.rows]
+        outgrown = any(
+            each.length >= 0 and not 0 <= length - each.length <= MAX_READ_APART
+            for each, length in zip(self._of, lengths, strict=True)
+        )
+        anew: set[int] = set()
+        for req, each, length in zip(reqs, self._of, lengths, strict=True):
+            # All together, so that they are not outgrown one after the other, each with a plan.
+            if (outgrown and length != each.length) or each.length < 0 or id(req) in moved:
+                each.length = length
+                anew.update(map(id, each.rows))
+        return anew
+
+
+def _rows_of(req: Request, count: int) -> _DraftRows:
+    rows: _DraftRows | None = getattr(req, _ROWS, None)
+    if rows is None or len(rows.rows) != count:
+        rows = _DraftRows(req, count)
+        setattr(req, _ROWS, rows)
+    return rows
+
+
+class DraftSource:
+    """A RadixSource of draft rows."""
+
+    def __init__(self, source: RadixSource, req_to_token_pool: Any) -> None:
+        """
+        Parameters
+        ----------
+        source : RadixSource
+            Reads the tree, for requests.
+        req_to_token_pool : ReqToTokenPool
+            SGLang's, with the slots of each request.
+        """
+        self._source = source
+        self._pool = req_to_token_pool
+
+    def key(self, reqs: Sequence[Request]) -> Hashable:
+        return self._source.key(reqs)
+
+    def read(self, reqs: Sequence[Request]) -> list[Path]:
+        apart = {id(row.of): row for row in reqs}
+        found = self._source.read([row.req for row in apart.values()])
+        paths = {
+            key: row.of.extended(path)
+            for (key, row), path in zip(apart.items(), found, strict=True)
+        }
+        return [paths[id(row.of)] for row in reqs]
+
+    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
+        return prefix_paths(self.read(reqs), num_rows)
+
+    def shared_slots(self, req: Request) -> torch.Tensor:
+        in_tree = self._source.shared_slots(req.req)
+        row = self._pool.req_to_token[RequestFields.of(req).row(req)]
+        rest = row[len(in_tree) : max(req.of.length, len(in_tree))]
+        return torch.cat([in_tree, rest.to(in_tree)])
+
+
+class Drafts(NamedTuple):
+    """The draft tokens that a verify step has of each request.
+
+    per_request: how many. are_chains: whether each reads all before it. Rows of chains read them;
+    rows of trees end before them (`draft_trees.py`).
+    """
+
+    per_request: int
+    are_chains: bool
+
+    def lengths(self, lengths: IntArray) -> IntArray:
+        """The length of each row of requests of these lengths without draft tokens. Requests of
+        length 0 are padding."""
+        rows = np.repeat(lengths, self.per_request)
+        if self.are_chains:
+            rows += np.tile(np.arange(1, self.per_request + 1, dtype=np.int32), len(lengths))
+            rows[np.repeat(lengths == 0, self.per_request)] = 0
+        return rows
+
+
+class RowTensors:
+    """`req_pool_indices` and `seq_lens` of rows on the device: written in each step, as SGLang has
+    them of requests.
+
+    A captured graph needs memory that does not move: `reserved` rows. Without, each step has its
+    own.
+    """
+
+    def __init__(self, drafts: Drafts, device: torch.device, reserved: int | None = None) -> None:
+        self._count = drafts.per_request
+        self._offsets = torch.arange(1, drafts.per_request + 1, dtype=torch.int64, device=device)
+        if not drafts.are_chains:
+            self._offsets.zero_()
+        self._reserved = None
+        if reserved is not None:
+            self._reserved = torch.zeros((2, reserved), dtype=torch.int64, device=device)
+
+    def of(
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the rows of these requests, whose lengths are without draft tokens."""
+        count = len(seq_lens) * self._count
+        buffer = self._reserved
+        if buffer is None:
+            buffer = torch.empty((2, count), dtype=torch.int64, device=seq_lens.device)
+        rows, lens = (each[:count].view(-1, self._count) for each in buffer)
+        rows.copy_(req_pool_indices[:, None])
+        torch.add(seq_lens[:, None], self._offsets, out=lens)
+        return rows.view(-1), lens.view(-1)

@@ -1,0 +1,329 @@
+"""Verify steps of speculative decoding, shown to the backend as SGLang's runners show them.
+
+Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_fakes import (
+    HEAD_DIM,
+    KV_HEADS,
+    QO_HEADS,
+    decode_batch,
+    dense,
+    pat_backend,
+    replay_view,
+    runner,
+    server_arguments,
+)
+from sglang_trees import TREE_KINDS, Tree, place
+
+from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.sglang import hooks
+from sglang_pat.sglang.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.draft_rows import MAX_READ_APART, Drafts
+from sglang_pat.sglang.draft_trees import square_masks
+from sglang_pat.sglang.hooks import CHANNEL, StepRequests
+
+DRAFTS = 3
+WIDTH = 128
+PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
+ROWS = (1, 2)
+# A draft token and a branch beside it: the third one does not read the second.
+BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+
+
+class Pool:
+    """A KV pool of 600 slots."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.keys = [torch.randn(600, KV_HEADS, HEAD_DIM, generator=generator) for _ in range(2)]
+        self.values = [torch.randn(600, KV_HEADS, HEAD_DIM, generator=generator) for _ in range(2)]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values[layer_id]
+
+
+class Server:
+    """A backend, and two requests that share a prefix."""
+
+    def __init__(self, algorithm: str, tree_kind: str) -> None:
+        table = torch.zeros(4, WIDTH, dtype=torch.int32)
+        for row in ROWS:
+            table[row] = torch.tensor(PREFIX_SLOTS + list(range(120, 120 + WIDTH - 20))) + 0
+            table[row, 20:] += 200 * (row - 1)
+        arguments = server_arguments(
+            speculative_algorithm=algorithm, speculative_num_draft_tokens=DRAFTS
+        )
+        self.runner = runner(
+            server_args=arguments,
+            token_to_kv_pool=Pool(),
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+        )
+        self.backend: Any = pat_backend(self.runner)
+        self.backend._pat._checks = DebugChecks(RankChecker(None))
+        self.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
+        tree = Tree(tree_kind)
+        tree.cache.req_to_token_pool = self.runner.req_to_token_pool
+        tree.insert(PREFIX, PREFIX_SLOTS)
+        self.reqs = [tree.request(f"request {row}", PREFIX, 20, row) for row in ROWS]
+        self.step = StepRequests(self.reqs, tree.cache, has_beams=False)
+        self.table = table
+
+    @property
+    def plans(self) -> Any:
+        return self.backend._pat._microbatches.current.captured
+
+    def view(self, lens: list[int], size: int, mask: torch.Tensor | None = None) -> Any:
+        """What SGLang shows before it replays the graph of `size` requests; 0: an eager step."""
+        slots = [
+            int(self.table[row, length + i])
+            for row, length in zip(ROWS, lens, strict=True)
+            for i in range(DRAFTS)
+        ]
+        more: dict[str, Any] = {
+            "forward_mode": ForwardMode.TARGET_VERIFY,
+            "spec_info": SimpleNamespace(custom_mask=mask, draft_token_num=DRAFTS),
+        }
+        if not size:
+            view = decode_batch(list(ROWS), lens, slots)
+            vars(view).update(more)
+            return view
+        return replay_view(list(ROWS), lens, slots, size, **more)
+
+    def attend(self, view: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of all rows, and what layer 0 answers."""
+        count = view.batch_size * DRAFTS
+        q = torch.randn(count, QO_HEADS, HEAD_DIM)
+        slots = torch.zeros(count, dtype=torch.int64)
+        slots[: len(view.out_cache_loc)] = view.out_cache_loc
+        batch = SimpleNamespace(**(vars(view) | {"out_cache_loc": slots}))
+        out = self.backend.forward_extend(q, None, None, self.runner.model[0], batch)
+        return q, out.view(count, QO_HEADS, HEAD_DIM)
+
+    def assert_exact(self, view: Any, lens: list[int], reads: torch.Tensor) -> None:
+        """Each draft token reads what its request had, and what `reads` says of the others."""
+        q, out = self.attend(view)
+        assert out.isfinite().all()
+        for i, (row, length) in enumerate(zip(ROWS, lens, strict=True)):
+            for j in range(DRAFTS):
+                drafts = self.table[row, length : length + DRAFTS][reads[j]]
+                slots = torch.cat([self.table[row, :length], drafts]).long()
+                exact = dense(q[i * DRAFTS + j], self.runner.token_to_kv_pool, 0, slots)
+                found = out[i * DRAFTS + j].double()
+                torch.testing.assert_close(found, exact, atol=2e-6, rtol=2e-6)
+
+
+@pytest.fixture(params=TREE_KINDS)
+def server(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, server_context: Any
+) -> Server:
+    """Verifies chains."""
+    return _server("EAGLE3", request.param, monkeypatch)
+
+
+@pytest.fixture
+def branching(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> Server:
+    """Verifies trees."""
+    return _server("NGRAM", TREE_KINDS[0], monkeypatch)
+
+
+def _server(algorithm: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
+    server = Server(algorithm, kind)
+    monkeypatch.setattr(CHANNEL, "_step", server.step)
+    return server
+
+
+CHAIN = torch.ones(DRAFTS, DRAFTS, dtype=torch.bool).tril()
+
+
+def test_each_draft_token_reads_those_before_it(server: Server) -> None:
+    lens = [25, 31]
+    # Different numbers of accepted tokens; graphs with and without padding, and an eager step.
+    for accepted, size in (([0, 0], 2), ([1, 3], 4), ([2, 1], 0), ([3, 3], 2)):
+        lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+        view = server.view(lens, size)
+        if size:
+            server.backend.init_forward_metadata_out_graph(view)
+        else:
+            server.backend.init_forward_metadata(view)
+        server.assert_exact(view, lens, CHAIN)
+
+
+def test_plans_are_reused_while_requests_grow_by_what_is_accepted(server: Server) -> None:
+    lens = [25, 31]
+    for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
+        lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+        server.backend.init_forward_metadata_out_graph(server.view(lens, 2))
+    stats = server.plans.stats
+    assert (stats.plans_built, stats.plans_reused) == (1, 3)
+    # Once for all rows of all requests: the prefix, and what each request had of its own.
+    planned, alone = server.plans.step_tokens.planned, server.plans.step_tokens.query_centric
+    assert planned < 0.5 * alone
+    assert server.backend._pat._verify.counts == {"steps": 4, "rows": 4 * 2 * DRAFTS}
+
+
+def test_what_has_long_been_committed_is_read_once_again(server: Server) -> None:
+    lens = [25, 31]
+    server.backend.init_forward_metadata_out_graph(server.view(lens, 2))
+    for _ in range(2):
+        lens = [lens[0] + MAX_READ_APART, lens[1] + 1]
+        view = server.view(lens, 2)
+        server.backend.init_forward_metadata_out_graph(view)
+        server.assert_exact(view, lens, CHAIN)
+    # 32 accepted tokens are still read apart, 64 are not.
+    assert (server.plans.stats.plans_built, server.plans.stats.plans_reused) == (2, 1)
+    begins = {
+        path[-1][2] for path in server.backend._pat._microbatches.current.reader._forest.paths()
+    }
+    assert begins == {lens[0], lens[1]}
+
+
+def test_a_request_that_stopped_takes_no_one_with_it(server: Server) -> None:
+    # The row of a request that stopped is verified once more, then given to the next prompt while
+    # that step may still run; here, before it runs.
+    lens = [25, 31]
+    view = server.view(lens, 2)
+    server.backend.init_forward_metadata_out_graph(view)
+    before = server.table.clone()
+    (plan,) = (each._plan for each in server.plans._attentions)
+    spans = [span for span in plan.gather_spans.tolist() if span[1] == 0]
+    assert spans  # the prefix is gathered through the row of one of the requests
+    stopped = spans[0][0] // DRAFTS
+    server.table[ROWS[stopped]] = 599
+    q, out = server.attend(view)
+    staying = 1 - stopped
+    for j in range(DRAFTS):
+        slots = before[ROWS[staying], : lens[staying] + j + 1].long()
+        exact = dense(q[staying * DRAFTS + j], server.runner.token_to_kv_pool, 0, slots)
+        found = out[staying * DRAFTS + j].double()
+        torch.testing.assert_close(found, exact, atol=2e-6, rtol=2e-6)
+    assert out.isfinite().all()  # of the other: thrown away, but computed
+
+
+def test_a_row_that_moved_is_read_anew(server: Server) -> None:
+    lens = [25, 31]
+    server.backend.init_forward_metadata_out_graph(server.view(lens, 2))
+    # Retracted and back again: the same request, with other slots.
+    server.table[1, 20:60] = torch.arange(400, 440)
+    CHANNEL.note_moved([server.reqs[0]])
+    view = server.view(lens, 2)
+    server.backend.init_forward_metadata_out_graph(view)
+    server.assert_exact(view, lens, CHAIN)
+    assert server.plans.stats.plans_built == 2
+
+
+def test_decode_steps_in_between(server: Server) -> None:
+    lens = [25, 31]
+    server.backend.init_forward_metadata_out_graph(server.view(lens, 2))
+    view = decode_batch(list(ROWS), [26, 32], [1, 2])
+    server.backend.init_forward_metadata(view)
+    q = torch.randn(2, QO_HEADS, HEAD_DIM)
+    out = server.backend.forward_decode(q, None, None, server.runner.model[0], view)
+    exact = dense(q[0], server.runner.token_to_kv_pool, 0, server.table[1, :26].long())
+    torch.testing.assert_close(out.view_as(q)[0].double(), exact, atol=2e-6, rtol=2e-6)
+    view = server.view([27, 33], 2)
+    server.backend.init_forward_metadata_out_graph(view)
+    server.assert_exact(view, [27, 33], CHAIN)
+
+
+def test_branches_do_not_read_each_other(branching: Server) -> None:
+    lens = [25, 31]
+    for size, reads in ((2, BRANCHES), (2, CHAIN), (4, BRANCHES), (0, BRANCHES)):
+        lens = [length + 2 for length in lens]
+        view = branching.view(lens, size, torch.cat([reads.flatten()] * 2))
+        if size:
+            branching.backend.init_forward_metadata_out_graph(view)
+        else:
+            branching.backend.init_forward_metadata(view)
+        branching.assert_exact(view, lens, reads)
+    assert branching.plans.stats.plans_reused == 1  # eager steps have plans of their own
+
+
+def test_capture_verifies_requests_that_nobody_knows(
+    server: Server, branching: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHANNEL, "_step", None)
+    for each in (server, branching):
+        view = each.view([1, 1], 2, torch.zeros(0, dtype=torch.bool))
+        each.backend.init_forward_metadata_out_graph(view, in_capture=True)
+        _, out = each.attend(view)
+        assert out.isfinite().all()
+        assert each.backend._pat._verify.counts["steps"] == 0
+
+
+def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:
+    # But its tables of graphs are there: SGLang lets drafts write their masks into them.
+    assert server.backend.calls == ["graphs of 4 rows"]
+    server.backend.init_forward_metadata_out_graph(server.view([25, 31], 2))
+    server.backend.init_forward_metadata_in_graph(server.view([25, 31], 2))
+    server.backend.init_forward_metadata(server.view([25, 31], 0))
+    assert server.backend.calls == ["graphs of 4 rows"]
+
+
+def test_prefill_is_the_default_backends(server: Server) -> None:
+    server.backend.calls.clear()
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    q = torch.zeros(1, QO_HEADS * HEAD_DIM)
+    server.backend.forward_extend(q, None, None, server.runner.model[0], batch)
+    assert server.backend.calls == ["extend"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_masks_of_both_layouts(full: bool) -> None:
+    lens = torch.tensor([2, 4])
+    trees = torch.stack([BRANCHES, CHAIN])
+    if not full:  # as on a CPU
+        assert torch.equal(square_masks(trees.flatten(), lens, DRAFTS), trees)
+        return
+    rows = [
+        torch.cat([torch.ones(DRAFTS, int(n), dtype=torch.bool), tree], dim=1).flatten()
+        for n, tree in zip(lens, trees, strict=True)
+    ]
+    mask = torch.cat(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cpu", False)
+        assert torch.equal(square_masks(mask, lens, DRAFTS), trees)
+
+
+def test_lengths_of_rows() -> None:
+    lens = np.array([5, 0, 7], dtype=np.int32)
+    assert Drafts(2, True).lengths(lens).tolist() == [6, 7, 0, 0, 8, 9]
+    assert Drafts(2, False).lengths(lens).tolist() == [5, 5, 0, 0, 7, 7]
+
+
+def test_a_batch_that_is_planned_before_its_forward_is_one_step(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SGLang's graph runner is asked to load a verify batch, then to run it."""
+    monkeypatch.setattr(CHANNEL, "_step", None)
+    monkeypatch.setattr(CHANNEL, "_last_reqs", [])
+    target = SimpleNamespace(is_draft_worker=False)
+    graphs = SimpleNamespace(model_runner=target)
+    scheduled = SimpleNamespace(reqs=server.reqs, tree_cache=server.step.tree)
+    seen: list[Any] = []
+    for _ in range(2):
+        batch = server.view([25, 31], 0)
+        hooks._after_init_new(batch, object, scheduled, target)
+        # A draft model's batch of the same requests, in which they do not move.
+        draft = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+        hooks._after_init_new(draft, object, scheduled, SimpleNamespace(is_draft_worker=True))
+        hooks._around_load_batch(
+            lambda runner, batch: seen.append(CHANNEL.acknowledge()), graphs, batch
+        )
+        hooks._around_forward(lambda runner, batch: None, target, batch)
+    assert seen[0] is not None
+    assert seen[0].reqs is seen[1].reqs
+    assert place(seen[0].reqs[0]).req_pool_idx == ROWS[0]

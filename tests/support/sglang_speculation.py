@@ -1,0 +1,201 @@
+"""What SGLang's speculative decoding needs of a GPU, written with torch: for tests on the CPU.
+
+Without its `sgl_kernel` wheel SGLang has none of these functions, and its plain backend
+`torch_native` has no steps of drafts. This fills them in, for every backend alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+def define_kernels() -> None:
+    """Before SGLang is imported."""
+    import sgl_kernel
+    import sgl_kernel.speculative
+
+    for function in (
+        assign_draft_cache_locs_contiguous_cpu,
+        assign_extend_cache_locs_cpu,
+        assign_req_to_token_pool_cpu,
+        build_tree_kernel_efficient_cpu,
+        copy_all_layer_kv_cache_cpu,
+        fill_accept_out_cache_loc_cpu,
+        fill_bonus_tokens_cpu,
+        verify_tree_greedy_cpu,
+    ):
+        setattr(sgl_kernel, function.__name__, function)
+    sgl_kernel.speculative.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask
+
+
+def install() -> None:
+    """After `sglang_cpu_kernels.install()`, which lets `torch_native` verify drafts."""
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    DraftBackendFactory.create_decode_backend = lambda self: DraftSteps(
+        self.draft_model_runner, self.speculative_num_steps
+    )
+    DraftBackendFactory.create_draft_extend_backend = lambda self: _torch_native(
+        self.draft_model_runner
+    )
+
+
+def _torch_native(model_runner: Any) -> Any:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend(model_runner)
+
+
+def is_draft_step(backend: Any) -> bool:
+    """Whether a backend is one of `DraftSteps`."""
+    return getattr(backend, "is_draft_step", False)
+
+
+class DraftSteps:
+    """In place of a default backend's class for consecutive steps of a draft model."""
+
+    def __init__(self, model_runner: Any, num_steps: int) -> None:
+        self.attn_backends = [_torch_native(model_runner) for _ in range(num_steps - 1)]
+        for backend in self.attn_backends:
+            backend.is_draft_step = True
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor, pool_len: int, topk: int, num_steps: int,
+) -> None:  # fmt: skip
+    ends = seq_lens + topk * num_steps
+    _copy_slots(req_pool_indices, req_to_token, seq_lens, ends, out_cache_loc)
+
+
+def assign_extend_cache_locs_cpu(
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
+    end_offset: torch.Tensor, out_cache_loc: torch.Tensor, pool_len: int,
+) -> None:  # fmt: skip
+    _copy_slots(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc)
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
+    end_offset: torch.Tensor, out_cache_loc: torch.Tensor, pool_len: int,
+) -> None:  # fmt: skip
+    first = 0
+    for row, begin, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
+        req_to_token[row, begin:end] = out_cache_loc[first : first + end - begin]
+        first += end - begin
+
+
+def _copy_slots(
+    rows: torch.Tensor, table: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    spans = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
+    slots = torch.cat([table[row, begin:end] for row, begin, end in spans])
+    out[: len(slots)] = slots.to(out.dtype)
+
+
+def fill_bonus_tokens_cpu(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, stride: int
+) -> None:
+    last = torch.arange(len(accept_lens)) * stride + accept_lens.long() - 1
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def fill_accept_out_cache_loc_cpu(
+    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
+) -> None:
+    accepted = accept_index.flatten()
+    slots = out_cache_loc[accepted[accepted > -1].long()]
+    accept_out_cache_loc[: len(slots)] = slots
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
+) -> None:
+    """Of buffers given by their addresses, and the bytes of a slot."""
+    for begin, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        slots = [ctypes.string_at(begin + source * size, size) for source in sources.tolist()]
+        for target, slot in zip(targets.tolist(), slots, strict=True):
+            ctypes.memmove(begin + target * size, slot, size)
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list: torch.Tensor, selected_index: torch.Tensor, seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor, positions: torch.Tensor, retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor, topk: int, depth: int,
+    num_drafts: int, tree_mask_mode: int,
+) -> None:  # fmt: skip
+    """Chains alone."""
+    assert topk == 1
+    assert int(tree_mask_mode) == 1  # one square of the draft tokens per request
+    chain = torch.ones(num_drafts, num_drafts, dtype=torch.bool).tril()
+    tree_mask.view(-1)[: len(seq_lens) * num_drafts**2] = chain.flatten().repeat(len(seq_lens))
+    _write_chains(seq_lens, num_drafts, positions, retrieve_index, retrieve_next_token)
+    retrieve_next_sibling.fill_(-1)
+
+
+def _write_chains(
+    seq_lens: torch.Tensor, num_drafts: int, positions: torch.Tensor, index: torch.Tensor,
+    next_token: torch.Tensor,
+) -> None:  # fmt: skip
+    offsets = torch.arange(num_drafts)
+    positions.copy_((seq_lens[:, None] + offsets).flatten())
+    index.copy_(torch.arange(len(seq_lens) * num_drafts).view(index.shape))
+    next_token.copy_(torch.where(offsets < num_drafts - 1, offsets + 1, -1).expand_as(next_token))
+
+
+def reconstruct_indices_from_tree_mask(
+    tree_mask: torch.Tensor, seq_lens: torch.Tensor, positions: torch.Tensor,
+    retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor, batch_size: int, num_drafts: int,
+) -> None:  # fmt: skip
+    trees = tree_mask.view(batch_size, num_drafts, num_drafts).bool()
+    retrieve_index.copy_(torch.arange(batch_size * num_drafts).view(retrieve_index.shape))
+    retrieve_next_token.fill_(-1)
+    retrieve_next_sibling.fill_(-1)
+    for i, tree in enumerate(trees.tolist()):
+        latest_child: dict[int, int] = {}
+        parents = [
+            max((j for j in range(node) if tree[node][j]), default=-1) for node in range(num_drafts)
+        ]
+        for node in reversed(range(num_drafts)):
+            positions[i * num_drafts + node] = seq_lens[i] + sum(tree[node][:node])
+            retrieve_next_token[i, node] = latest_child.get(node, -1)
+            if parents[node] >= 0:
+                retrieve_next_sibling[i, node] = latest_child.get(parents[node], -1)
+                latest_child[parents[node]] = node
+
+
+def verify_tree_greedy_cpu(
+    *, predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
+    candidates: torch.Tensor, retrive_index: torch.Tensor, retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
+) -> None:  # fmt: skip
+    """Follow in each tree the path of what the model answers."""
+    for i, tokens in enumerate(candidates.tolist()):
+        answers = target_predict[i].tolist()
+        index = retrive_index[i].tolist()
+        children, siblings = retrive_next_token[i].tolist(), retrive_next_sibling[i].tolist()
+        node, accepted = 0, 0
+        accept_index[i, 0] = index[0]
+        while accepted + 1 < accept_index.shape[1]:
+            child = children[node]
+            while child != -1 and tokens[child] != answers[node]:
+                child = siblings[child]
+            if child == -1:
+                break
+            predicts[index[node]] = answers[node]
+            accepted += 1
+            accept_index[i, accepted] = index[child]
+            node = child
+        accept_token_num[i] = accepted
+        predicts[index[node]] = answers[node]
