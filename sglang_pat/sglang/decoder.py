@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -222,7 +223,7 @@ class PatDecoder:
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
         trees = None if self._verify is None else self._verify.trees()
-        run = partial(
+        run: Callable[..., Any] = partial(
             self._attention_of[layer.layer_id].run,
             q,
             keys,
