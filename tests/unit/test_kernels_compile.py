@@ -64,7 +64,7 @@ def check_resources(config: KernelConfig) -> None:
             allowed = 0 if config.arch == (9, 0) else 64
         else:
             # 128 and 256 columns on mma.sync are at the limit; the loop over KV is free of spills.
-            # So are 192/128 on wgmma, with a reload of a word per stage, and 256, with one per item.
+            # So are 192/128 on wgmma, with a reload per stage, and 256, with one per item.
             limit = {192: 32, 256: 8} if wgmma else at_the_limit
             allowed = limit.get(config.head_dim, 0)
         assert spilled <= allowed, report
