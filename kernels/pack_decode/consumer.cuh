@@ -33,10 +33,11 @@ struct Consumer {
     return ptx::shared_address(storage.queries[position.first_unit(units) % kQueryUnits]);
   }
 
-  // Hands back the item's record and queries. The targets of this warp's rows are kept in shared memory until the
-  // item's end: there is no register to spare.
+  // Hands back the item's record and queries. What the item's end needs to know of this warp's rows is kept in shared
+  // memory until then: there is no register to spare.
   __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
     if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
+    if (lane == 0) storage.mixed_items[warp] = record().mixed_item;
     __syncwarp();
     const int first_unit = position.first_unit(units);
     for (int unit = first_unit; unit < first_unit + units; ++unit) {

@@ -109,11 +109,11 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
 
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
-    store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
+    store_item(part, consumer.storage, params, first_row, consumer.warp, lane);
   } else {
     const int num_parts = min(num_stages, Layout::kStagesPerStep) * Layout::kWarpsPerStage;
     combine_and_store_item<T, Dims, kSoftCap, Layout::kKvWarps>(
-        part, consumer.storage, params, num_parts, num_rows, consumer.warp, lane);
+        part, consumer.storage, params, num_parts, num_rows, first_row, consumer.warp, lane);
   }
 }
 

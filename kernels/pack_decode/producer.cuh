@@ -6,8 +6,8 @@
 #pragma once
 
 #include "decode_params.h"
-#include "index_array.cuh"
 #include "pack_decode/kv_stages.cuh"
+#include "pack_decode/segment_source.cuh"
 #include "pack_decode/ticket_queue.cuh"
 #include "pack_decode/work_queue.cuh"
 
@@ -31,38 +31,6 @@ struct ItemSource {
             .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
             .request_begin = __shfl_sync(kFullWarp, request_begin, lane),
             .num_segments = __shfl_sync(kFullWarp, num_segments, lane)};
-  }
-};
-
-// A segment, resolved against live lengths. Each lane holds one.
-struct SegmentSource {
-  const int32_t* slots;  // of the first token
-  int32_t num_tokens;    // 0 or less: empty
-  int32_t requests;      // KvSegment::requests
-
-  __device__ static SegmentSource load(const DecodeParams& params, int index) {
-    const int4 segment = reinterpret_cast<const int4*>(params.plan.kv_segments)[index];
-    const int kv_request = segment.x, kv_begin = segment.y, kv_end = segment.z;
-    SegmentSource source{.slots = params.shared_slots + kv_begin,
-                         .num_tokens = kv_end - kv_begin,
-                         .requests = segment.w};
-    if (kv_request != kSharedKv) {
-      const int64_t row = load_index(params.req_pool_indices, kv_request);
-      source.slots = params.req_to_token + row * params.req_to_token_stride + kv_begin;
-      if (kv_end == kOpenEnd) {
-        const int64_t length = load_index(params.seq_lens, kv_request);
-        source.num_tokens =
-            static_cast<int32_t>(min(length, int64_t{params.table_width})) - kv_begin;
-      }
-    }
-    return source;
-  }
-
-  __device__ __forceinline__ SegmentSource of_lane(int lane) const {
-    return {.slots = reinterpret_cast<const int32_t*>(
-                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
-            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
-            .requests = __shfl_sync(kFullWarp, requests, lane)};
   }
 };
 
@@ -187,7 +155,7 @@ class Producer {
     slots_ = segment.slots;
     left_ = segment.num_tokens;
     const int group_size = params_.rows.group_size;
-    const int first = segment.requests & 0xffff, end = segment.requests >> 16;
+    const int first = segment.first_request(), end = segment.end_request();
     record_ =
         StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size);
     return true;
@@ -298,6 +266,9 @@ class Producer {
     if (lane_ == 0) {
       record.tile = item_.tile;
       record.num_rows = num_rows;
+      // Of an item without KV, record_ is an earlier one's: then either answer is right.
+      const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
+      record.mixed_item = mixes ? next_item_ - 1 : kNotMixed;
     }
     uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
 #pragma unroll

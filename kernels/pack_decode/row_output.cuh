@@ -3,8 +3,9 @@
 #pragma once
 
 #include "decode_params.h"
+#include "pack_decode/isolated_rows.cuh"
+#include "pack_decode/row_scale.cuh"
 #include "pack_decode/warp_attention.cuh"
-#include "sinks.cuh"
 
 namespace pat {
 
@@ -36,45 +37,27 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// Adds the sink of a query head to a row. scale: what the row's columns are multiplied with, 0 if it has no KV.
-// log2_sum: base-2 LSE of the row.
-__device__ __forceinline__ void add_sink(const SinkArray& sinks, int head, float& scale,
-                                         float& log2_sum) {
-  constexpr float kLog2E = 1.4426950408889634f;
-  const float sink = load_sink(sinks, head) * kLog2E;
-  if (log2_sum == -INFINITY) {
-    log2_sum = sink;
-    return;
-  }
-  scale *= ptx::reciprocal(1.f + ptx::exp2(sink - log2_sum));
-  // From the higher one, so that nothing overflows. A NaN takes the second branch.
-  log2_sum = log2_sum <= sink ? sink + ptx::log2(1.f + ptx::exp2(log2_sum - sink))
-                              : log2_sum + ptx::log2(1.f + ptx::exp2(sink - log2_sum));
-}
-
-// A row's columns from `column` on, and with `with_lse` its LSE. total: sum of exponentials relative to maximum,
-// 0 for an empty range. A row that goes straight to the output gets its sink.
+// A row's columns from `column` on, and with `with_lse` its LSE. total: sum of exponentials relative to the score
+// `maximum`.
 template <typename T, int kColumns, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row, int column,
                                           const float2 (&values)[kTiles], float maximum,
                                           float total, bool with_lse) {
-  const bool empty = total == 0.f;
-  // Partials are outputs as well: merge_partials need not know of the scale of the values.
-  float scale = empty ? 0.f : ptx::reciprocal(total) * params.v_scale;
-  float log2_sum = empty ? -INFINITY : maximum * params.logit_scale.outer + ptx::log2(total);
-  if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {
-    add_sink(params.sinks, ~row % params.num_q_heads, scale, log2_sum);
-  }
+  const auto [scale, log2_sum] = row_scale(params, row, maximum * params.logit_scale.outer, total);
   store_columns<T, kColumns, kMayEnd>(params, row, column, values, scale);
   if (with_lse) store_lse(params, row, log2_sum);
 }
 
-// A tile whose KV one warp per row group has read whole: every warp stores its own rows.
+// A tile whose KV one warp per row group has read whole: every warp stores its own rows, the first of which is row
+// first_row of the item.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
-                                           const DecodeParams& params, const RowTarget* targets,
-                                           uint32_t lane) {
+                                           SharedStorage<Dims>& storage, const DecodeParams& params,
+                                           int first_row, int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
+  const RowTarget* targets = storage.row_targets[warp];
+  const bool is_mixed = storage.mixed_items[warp] != kNotMixed;
+  uint64_t rows_with_nan = 0;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float2 values[kTiles];
@@ -82,8 +65,13 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
     for (int tile = 0; tile < kTiles; ++tile) {
       values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
     }
+    if (is_mixed) rows_with_nan |= find_nan(values) << 32 * h;
     store_row<T, Dims::kValue, false>(params, targets[lane / 4 + 8 * h], lane % 4 * 2, values,
                                       part.maximum[h], part.sum[h], lane % 4 == 0);
+  }
+  if (rows_with_nan != 0) {
+    recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,
+                                      rows_with_nan, 0, Dims::kValue);
   }
 }
 
@@ -93,7 +81,8 @@ template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,
                                                        const DecodeParams& params, int num_parts,
-                                                       int num_rows, int warp, uint32_t lane) {
+                                                       int num_rows, int first_row, int warp,
+                                                       uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
   constexpr bool kMayEnd = kTiles % kKvWarps != 0;  // the last warp's share is smaller
@@ -103,7 +92,10 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
   const int first_warp = warp - kv_warp;
   const bool has_part = kv_warp < num_parts;
   const int state_row = lane / 4;
+  const int first_column = kv_warp * kOwnTiles * 8;
   const RowTarget* targets = storage.row_targets[warp];
+  const bool is_mixed = storage.mixed_items[warp] != kNotMixed;
+  uint64_t rows_with_nan = 0;
 
   if (has_part && lane % 4 == 0) {
 #pragma unroll
@@ -172,9 +164,15 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
         own[tile].y += pair.y;
       }
     }
+    if (is_mixed) rows_with_nan |= find_nan(own) << 32 * h;
     store_row<T, Dims::kValue, kMayEnd>(params, targets[lane / 4 + 8 * h],
-                                        kv_warp * kOwnTiles * 8 + lane % 4 * 2, own, maximum, total,
+                                        first_column + lane % 4 * 2, own, maximum, total,
                                         kv_warp == 0 && lane % 4 == 0);
+  }
+  if (rows_with_nan != 0) {
+    recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,
+                                      rows_with_nan, first_column,
+                                      min(first_column + kOwnTiles * 8, Dims::kValue));
   }
 }
 

@@ -119,7 +119,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
 
   if (has_rows) {
     part.finish();
-    store_item(part, params, consumer.storage.row_targets[consumer.warp], lane);
+    store_item(part, consumer.storage, params, first_row, consumer.warp, lane);
   }
 }
 

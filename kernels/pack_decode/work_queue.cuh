@@ -80,11 +80,14 @@ __device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int 
 }
 
 inline constexpr int32_t kNoMoreItems = -1;
+inline constexpr int32_t kNotMixed = -1;
 
 // Written by the K producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
   int32_t tile;      // or kNoMoreItems
   int32_t num_rows;  // query rows in use
+  int32_t
+      mixed_item;  // the item's index if some of its KV counts for some of its rows only, else kNotMixed
   RowTarget targets[kMaxTileRows];
 };
 
@@ -118,6 +121,9 @@ struct StageRecord {
 
   __device__ __forceinline__ int first_row() const { return packed & 0x7f; }
   __device__ __forceinline__ int end_row() const { return packed >> kEndRow & 0x7f; }
+  __device__ __forceinline__ bool counts_for_all_rows() const {
+    return first_row() == 0 && end_row() == kMaxTileRows;
+  }
   __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x3f; }
   __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
   __device__ __forceinline__ bool counts_for(int unit) const { return packed >> kAny >> unit & 1; }
@@ -152,6 +158,7 @@ struct SharedState {
                                    own_tiles<Dims>(kConsumerWarps) * 32];
   float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
   RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
+  int32_t mixed_items[kConsumerWarps];               // ItemRecord::mixed_item, of the same
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer

@@ -7,9 +7,20 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, make_case
+from forests import ForestCase, broken_token, make_case
 from hand_plans import MAX_ROWS, HandItem, HandPlan, HandSegment, random_plan
-from pack_decode_cases import BF16, FP16, Heads, Tensors, check, needs_gpu, planned_step, run
+from numerics import compare
+from pack_decode_cases import (
+    BF16,
+    FP16,
+    Heads,
+    Tensors,
+    check,
+    make_sinks,
+    needs_gpu,
+    planned_step,
+    run,
+)
 
 from sglang_pat._scheduler import OPEN_END, SHARED_KV
 from sglang_pat.batch import Step
@@ -169,3 +180,124 @@ def make_grown(case: ForestCase, growth: np.ndarray) -> ForestCase:
         tokens[row, old:new] = np.arange(next_slot, next_slot + new - old)
         next_slot += int(new - old)
     return dataclasses.replace(case, seq_lens=grown, tokens=tokens)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def check_isolation(
+    case: ForestCase,
+    plan: HandPlan,
+    heads: Heads,
+    broken_tokens: list[tuple[int, int, np.ndarray]],
+    *,
+    number: float = NAN,
+    cache: str = "v",
+    columns: slice | None = None,
+    **options,
+) -> None:
+    """Requests whose own KV is finite have their results; others those of their finite columns."""
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
+    caches = [tensors.k_cache, tensors.v_cache]
+    if heads.kv_dtype is not None:
+        caches = [each.to(heads.kv_dtype) for each in caches]
+        tensors = dataclasses.replace(tensors, k_cache=caches[0], v_cache=caches[1])
+    load(step, plan, tensors, case.seq_lens)
+    _, clean_lse = run(step, tensors, **options)
+    k_cache, v_cache = (each.to(heads.dtype) for each in caches)
+    finite = dataclasses.replace(tensors, k_cache=k_cache, v_cache=v_cache)
+    exact, _ = finite.reference(torch.float64, **options)
+    in_dtype, _ = finite.reference(heads.dtype, **options)
+
+    has_result = torch.ones(exact.shape, dtype=torch.bool, device="cuda")
+    for request, position, holders in broken_tokens:
+        slot = tensors.req_to_token[tensors.req_pool_indices[request], position]
+        elements = (int(slot), slice(None), columns or slice(None))
+        target = caches[cache == "v"]
+        target[elements] = torch.full_like(target[elements].float(), number).to(target.dtype)
+        for holder in np.flatnonzero(holders).tolist():
+            has_result[holder, :, elements[2]] = False
+    out, lse = run(step, tensors, **options)
+    report = compare(out[has_result], in_dtype[has_result], exact[has_result])
+    assert report.acceptable, str(report)
+    assert not out[~has_result].isfinite().any()
+    has_lse = has_result.any(-1) if cache == "k" else torch.ones_like(lse, dtype=torch.bool)
+    assert torch.equal(lse[has_lse], clean_lse[has_lse]), "the same bits"
+    assert lse[~has_lse].isnan().all()
+    again = run(step, tensors, **options)
+    for first, second in zip((out, lse), again, strict=True):
+        assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0)), "same bits"
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+def test_broken_kv_stays_with_its_requests(group_size: int) -> None:
+    """In random plans: partials and direct stores, sinks, values and keys, NaN and infinity."""
+    for seed in range(6):
+        case = random_case(100 * group_size + seed)
+        found = broken_token(case, seed)
+        if found is None:
+            continue
+        heads = Heads(2 * group_size, 2)
+        options = {"sinks": make_sinks(heads)} if seed % 2 else {}
+        check_isolation(
+            case,
+            random_plan(case, group_size, seed),
+            heads,
+            [found],
+            number=INFINITY if seed == 2 else NAN,
+            cache="k" if seed == 3 else "v",
+            **options,
+        )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 16])
+def test_every_request_of_an_item_may_be_the_broken_one(group_size: int, *, reverse: bool) -> None:
+    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
+    plan, case = tails(lengths, group_size, reverse=reverse), tails_case(lengths)
+    heads = Heads(2 * group_size, 2)
+    for request, length in enumerate(lengths):
+        holders = np.arange(len(lengths)) == request
+        check_isolation(case, plan, heads, [(request, 99 + length, holders)])
+    others = np.arange(len(lengths)) != 0
+    tokens = [(request, 100, others) for request in range(1, len(lengths))]
+    check_isolation(case, plan, heads, tokens)
+
+
+@pytest.mark.parametrize("columns", [slice(0, 1), slice(37, 38), slice(63, 64)])
+def test_one_broken_column(columns: slice) -> None:
+    """The others of the broken request keep their results: they are its own."""
+    lengths = [40, 3, 70, 9]
+    holders = np.arange(4) == 1
+    for heads in (Heads(8, 2), Heads(8, 2, 64, FP16)):
+        check_isolation(
+            tails_case(lengths), tails(lengths, 4), heads, [(1, 101, holders)], columns=columns
+        )
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)])
+def test_isolation_in_other_variants(
+    head_dims: tuple[int, int], kv_dtype: torch.dtype | None
+) -> None:
+    dtype = FP16 if head_dims[0] == 64 else BF16
+    heads = Heads(8, 2, head_dims[0], dtype, head_dims[1], kv_dtype)
+    for seed in range(4):
+        case = random_case(seed, 16)
+        found = broken_token(case, seed)
+        if found is not None:
+            options = {"logit_cap": 30.0} if seed == 3 else {}
+            check_isolation(case, random_plan(case, 4, seed), heads, [found], **options)
+
+
+def test_a_row_without_kv_in_its_item_stays_empty() -> None:
+    """Nothing that counts for it, but NaN in what counts for its neighbours."""
+    case = make_case([], [(-1, 50), (-1, 0), (-1, 33)])
+    for first, end in ((0, 1), (2, 3)):
+        request = first
+        item = HandItem([0, 1, 2], [HandSegment(request, 0, OPEN_END, first, end)])
+        rest = HandItem([2 - request], [HandSegment(2 - request, 0, OPEN_END, 0, 1)])
+        for rows in (1, 4, 16):
+            holders = np.arange(3) == request
+            plan = HandPlan(3, rows, [item, rest])
+            check_isolation(case, plan, Heads(2 * rows, 2), [(request, 20, holders)])

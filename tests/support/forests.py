@@ -93,6 +93,20 @@ def forest_cases(draw: st.DrawFn, max_requests: int = 40, spare_tokens: int = 0)
     return make_case(nodes, requests, spare_tokens=spare_tokens, node_ids=node_ids)
 
 
+def broken_token(case: ForestCase, seed: int) -> tuple[int, int, np.ndarray] | None:
+    """A token at random whose KV not all requests attend to: a request that does, its position
+    there, and which requests do.
+    """
+    rng = np.random.default_rng(seed)
+    slots = [row[:length] for row, length in zip(case.tokens, case.seq_lens, strict=True)]
+    for request in rng.permutation(np.flatnonzero(case.seq_lens)).tolist():
+        position = int(rng.integers(case.seq_lens[request]))
+        broken = np.array([slots[request][position] in own for own in slots])
+        if not broken.all():
+            return request, position, broken
+    return None
+
+
 def three_level_case(
     num_requests: int, system: int = 512, document: int = 256, user: int = 64
 ) -> ForestCase:

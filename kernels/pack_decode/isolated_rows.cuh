@@ -1,0 +1,148 @@
+// What keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a row
+// has weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each warp looks
+// for NaN in its sums, and computes the rows where it finds one anew, from their own KV alone. A request whose own KV
+// holds NaN keeps it.
+//
+// Maximum and sum of a row need no such care: scores that do not count are replaced, not multiplied.
+#pragma once
+
+#include "decode_params.h"
+#include "pack_decode/row_scale.cuh"
+#include "pack_decode/segment_source.cuh"
+#include "pack_decode/work_queue.cuh"
+#include "ptx/fp8.cuh"
+
+namespace pat {
+
+// Of 8 rows, in the layout of warp_attention.cuh: four bits each, not 0 where the row holds a NaN. Infinities of both
+// signs count as one.
+template <int kTiles>
+__device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
+  float total = 0.f;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) total += values[tile].x + values[tile].y;
+  return __ballot_sync(kFullWarp, total != total);
+}
+
+// Four columns, 4 * group and those behind it, of a row of the cache or, with KvType::kAsQueries, of the queries.
+template <typename T, KvType kType>
+__device__ __forceinline__ float4 load_columns(const char* row, int group) {
+  uint2 packed;
+  if constexpr (kType == KvType::kAsQueries) {
+    packed = reinterpret_cast<const uint2*>(row)[group];
+  } else {
+    packed = fp8::convert<T, kType>(reinterpret_cast<const uint32_t*>(row)[group]);
+  }
+  const float2 low = ptx::unpack<T>(packed.x), high = ptx::unpack<T>(packed.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
+__device__ __forceinline__ void add_product(float4& sum, float factor, const float4& values) {
+  sum.x += factor * values.x;
+  sum.y += factor * values.y;
+  sum.z += factor * values.z;
+  sum.w += factor * values.w;
+}
+
+// Computes rows of a warp anew and stores their columns from first_column to end_column. One row at a time, 32 tokens at
+// a time: slow, and hardly ever called.
+//
+// targets: of the warp's 16 rows, the first of which is row first_row of the item. rows: four bits of each, not 0 where
+// it is asked for.
+template <typename T, typename Dims, bool kSoftCap>
+__device__ __noinline__ void recompute_rows(const DecodeParams& params, const RowTarget* targets,
+                                            int item, int first_row, uint64_t rows,
+                                            int first_column, int end_column) {
+  constexpr int kGroups = (Dims::kValue / 4 + 31) / 32;  // of four columns, per lane
+  constexpr int kKvBytes = Dims::kConverts ? 1 : 2;      // of an element of the cache
+  constexpr int kQueryBytes = Dims::kKey * 2;
+  const int lane = ptx::lane_id();
+  const WorkItem& work = params.plan.work_items[item];
+  __syncwarp();  // what has been stored of these rows comes first
+#pragma unroll 1
+  for (int unit_row = 0; unit_row < kUnitRows; ++unit_row) {
+    const RowTarget target = targets[unit_row];
+    if ((rows >> 4 * unit_row & 15) == 0 || target == kNoTarget) continue;
+    const int index = request_of_row(params.rows, first_row + unit_row);
+    const int request = params.plan.item_requests[work.request_begin + index].request;
+    const int head = (target < 0 ? ~target : target) % params.num_q_heads;
+    const int kv_head = head / params.rows.group_size;
+    const char* query = static_cast<const char*>(params.q) +
+                        static_cast<uint64_t>(request) * params.q_stride_chunks * kChunkBytes +
+                        head * kQueryBytes;
+    const char* keys = static_cast<const char*>(params.k_cache) + kv_head * Dims::kKey * kKvBytes;
+    const char* values =
+        static_cast<const char*>(params.v_cache) + kv_head * Dims::kValue * kKvBytes;
+
+    float maximum = -INFINITY, total = 0.f;  // base-2 logit; of this lane's tokens
+    float4 sums[kGroups] = {};
+#pragma unroll 1
+    for (int i = 0; i < work.num_segments; ++i) {
+      const SegmentSource segment = SegmentSource::load(params, work.segment_begin + i);
+      if (!segment.counts_for(index)) continue;
+#pragma unroll 1
+      for (int begin = 0; begin < segment.num_tokens; begin += 32) {
+        const int num_tokens = min(segment.num_tokens - begin, 32);
+        uint32_t slot = 0;
+        float logit = -INFINITY;
+        if (lane < num_tokens) {
+          slot = segment.slots[begin + lane];
+          const char* key = keys + static_cast<uint64_t>(slot) * params.k_slot_bytes;
+          float score = 0.f;
+#pragma unroll 4
+          for (int group = 0; group < Dims::kKey / 4; ++group) {
+            const float4 a = load_columns<T, KvType::kAsQueries>(query, group);
+            const float4 b = load_columns<T, Dims::kKv>(key, group);
+            score += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+          }
+          if constexpr (kSoftCap) score = ptx::tanh(score * params.logit_scale.inner);
+          logit = score * params.logit_scale.outer;
+        }
+        float highest = fmaxf(maximum, logit);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+          highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, distance));
+        }
+        const float shift = highest == -INFINITY ? 0.f : highest;
+        const float factor = ptx::exp2(maximum - shift), weight = ptx::exp2(logit - shift);
+        maximum = highest;
+        total = total * factor + weight;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          sums[group].x *= factor, sums[group].y *= factor;
+          sums[group].z *= factor, sums[group].w *= factor;
+        }
+#pragma unroll 4
+        for (int token = 0; token < num_tokens; ++token) {
+          const float token_weight = __shfl_sync(kFullWarp, weight, token);
+          const uint32_t token_slot = __shfl_sync(kFullWarp, slot, token);
+          const char* value = values + static_cast<uint64_t>(token_slot) * params.v_slot_bytes;
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const int place = 32 * group + lane;
+            if (4 * place >= Dims::kValue) continue;
+            add_product(sums[group], token_weight, load_columns<T, Dims::kKv>(value, place));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(kFullWarp, total, distance);
+    }
+
+    const float scale = row_scale(params, target, maximum, total).scale;
+    T* out = static_cast<T*>(target >= 0 ? params.partial_out : params.out) +
+             static_cast<int64_t>(target >= 0 ? target : ~target) * Dims::kValue;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int column = 4 * (32 * group + lane);
+      if (column < first_column || column >= end_column) continue;
+      *reinterpret_cast<uint2*>(out + column) =
+          make_uint2(ptx::pack<T>(sums[group].x * scale, sums[group].y * scale),
+                     ptx::pack<T>(sums[group].z * scale, sums[group].w * scale));
+    }
+  }
+}
+
+}  // namespace pat

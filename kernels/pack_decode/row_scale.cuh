@@ -1,0 +1,46 @@
+// What a row's sums are multiplied with at the item's end, and its LSE.
+#pragma once
+
+#include <cmath>
+
+#include "pack_decode/work_queue.cuh"
+#include "sinks.cuh"
+
+namespace pat {
+
+// Adds the sink of a query head to a row. scale: what the row's columns are multiplied with, 0 if it has no KV.
+// log2_sum: base-2 LSE of the row.
+__device__ __forceinline__ void add_sink(const SinkArray& sinks, int head, float& scale,
+                                         float& log2_sum) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  const float sink = load_sink(sinks, head) * kLog2E;
+  if (log2_sum == -INFINITY) {
+    log2_sum = sink;
+    return;
+  }
+  scale *= ptx::reciprocal(1.f + ptx::exp2(sink - log2_sum));
+  // From the higher one, so that nothing overflows. A NaN takes the second branch.
+  log2_sum = log2_sum <= sink ? sink + ptx::log2(1.f + ptx::exp2(log2_sum - sink))
+                              : log2_sum + ptx::log2(1.f + ptx::exp2(sink - log2_sum));
+}
+
+struct RowScale {
+  float scale;  // what the row's columns are multiplied with
+  float log2_sum;
+};
+
+// maximum: a base-2 logit; total: sum of exponentials relative to it, 0 for an empty range. A row that goes straight to
+// the output gets its sink.
+__device__ __forceinline__ RowScale row_scale(const DecodeParams& params, RowTarget row,
+                                              float maximum, float total) {
+  const bool empty = total == 0.f;
+  // Partials are outputs as well: merge_partials need not know of the scale of the values.
+  float scale = empty ? 0.f : ptx::reciprocal(total) * params.v_scale;
+  float log2_sum = empty ? -INFINITY : maximum + ptx::log2(total);
+  if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {
+    add_sink(params.sinks, ~row % params.num_q_heads, scale, log2_sum);
+  }
+  return {scale, log2_sum};
+}
+
+}  // namespace pat

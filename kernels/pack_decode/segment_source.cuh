@@ -1,0 +1,50 @@
+// Where the KV of a segment lies at this step.
+#pragma once
+
+#include "decode_params.h"
+#include "index_array.cuh"
+#include "pack_decode/work_queue.cuh"
+
+namespace pat {
+
+// A segment, resolved against live lengths.
+struct SegmentSource {
+  const int32_t* slots;  // of the first token
+  int32_t num_tokens;    // 0 or less: empty
+  int32_t requests;      // KvSegment::requests
+
+  __device__ static SegmentSource load(const DecodeParams& params, int index) {
+    const int4 segment = reinterpret_cast<const int4*>(params.plan.kv_segments)[index];
+    const int kv_request = segment.x, kv_begin = segment.y, kv_end = segment.z;
+    SegmentSource source{.slots = params.shared_slots + kv_begin,
+                         .num_tokens = kv_end - kv_begin,
+                         .requests = segment.w};
+    if (kv_request != kSharedKv) {
+      const int64_t row = load_index(params.req_pool_indices, kv_request);
+      source.slots = params.req_to_token + row * params.req_to_token_stride + kv_begin;
+      if (kv_end == kOpenEnd) {
+        const int64_t length = load_index(params.seq_lens, kv_request);
+        source.num_tokens =
+            static_cast<int32_t>(min(length, int64_t{params.table_width})) - kv_begin;
+      }
+    }
+    return source;
+  }
+
+  // Whether it counts for a request of its item.
+  __device__ __forceinline__ bool counts_for(int request) const {
+    return request >= first_request() && request < end_request();
+  }
+  __device__ __forceinline__ int first_request() const { return requests & 0xffff; }
+  __device__ __forceinline__ int end_request() const { return requests >> 16; }
+
+  // Where each lane holds one.
+  __device__ __forceinline__ SegmentSource of_lane(int lane) const {
+    return {.slots = reinterpret_cast<const int32_t*>(
+                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
+            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
+            .requests = __shfl_sync(kFullWarp, requests, lane)};
+  }
+};
+
+}  // namespace pat
