@@ -45,7 +45,8 @@ pytestmark = pytest.mark.skipif(
 def check_resources(config: KernelConfig) -> None:
     report = report_of(build(config, cache=CACHE))
     names = re.findall(r"Compiling entry function '(\w+)_kernel'", report)
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report)]
+    # Of the kernels, and of what they call.
+    spills = re.findall(r"properties for (\w+)\n.* (\d+) bytes spill stores", report)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     assert sorted(names) == [
         "gather_slots",
@@ -58,7 +59,8 @@ def check_resources(config: KernelConfig) -> None:
     two_ctas = config.head_dim + config.v_head_dim <= (320 if wgmma else 256)
     assert max(registers) <= (168 if two_ctas else 255), "CTAs per SM"
     at_the_limit = {128: 16 if config.force_mma_sync or config.kv_dtype else 8, 256: 16}
-    for name, spilled in zip(names, spills, strict=True):
+    assert len(spills) == report.count("bytes spill stores") >= len(names)
+    for name, spilled in spills:
         if name.startswith("merge"):
             # Outside of the loops: a CTA has 16 warps, so a thread has 64 registers.
             allowed = 0 if config.arch == (9, 0) else 64
@@ -67,7 +69,7 @@ def check_resources(config: KernelConfig) -> None:
             # So are 192/128 on wgmma, with a reload per stage, and 256, with one per item.
             limit = {192: 32, 256: 8} if wgmma else at_the_limit
             allowed = limit.get(config.head_dim, 0)
-        assert spilled <= allowed, report
+        assert int(spilled) <= allowed, report
     # C75xx: ptxas had to repair the use of wgmma, or makes one wait for the other.
     assert "C75" not in report, report
 
