@@ -235,7 +235,7 @@ class PatDecoder:
             v_scale=scales[1],
         )
         if trees is None:
-            out = run()
+            out: torch.Tensor = run()
         else:
             # As the pool has them, which may be rounded to a smaller type.
             slots = forward_batch.out_cache_loc

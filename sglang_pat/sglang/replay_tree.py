@@ -314,6 +314,9 @@ class _Mode(NamedTuple):
     def is_extend(self) -> bool:
         return not self.decodes
 
+    def is_target_verify(self) -> bool:
+        return False
+
 
 class _Batch(NamedTuple):
     """In place of the scheduler's ScheduleBatch."""

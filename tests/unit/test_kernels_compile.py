@@ -66,8 +66,8 @@ def check_resources(config: KernelConfig) -> None:
             allowed = 0 if config.arch == (9, 0) else 64
         else:
             # 128 and 256 columns on mma.sync are at the limit; the loop over KV is free of spills.
-            # So are 192/128 on wgmma, with a reload per stage, and 256, with one per item.
-            limit = {192: 32, 256: 8} if wgmma else at_the_limit
+            # So are 192/128 on wgmma: a word or two are reloaded per stage; with 256, one per item.
+            limit = {192: 40, 256: 8} if wgmma else at_the_limit
             allowed = limit.get(config.head_dim, 0)
         assert int(spilled) <= allowed, report
     # C75xx: ptxas had to repair the use of wgmma, or makes one wait for the other.
