@@ -178,7 +178,7 @@ inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedSta
 // Of KV. One CTA per SM has as long rings as fit.
 template <typename Dims>
 inline constexpr int kKvRoom =
-    kCtasPerSm<Dims> == 2 ? kRingBytes + (Dims::kConverts && kHas228Kb ? 8192 : 0) : kRoom<Dims>;
+    kCtasPerSm<Dims> == 2 ? kRingBytes + (Dims::kConverts && kUsesWgmma ? 8192 : 0) : kRoom<Dims>;
 // Of which a landing ring takes a quarter, or whatever a whole number of stages leaves.
 template <typename Dims>
 inline constexpr int kStagesThatFit = std::max(
