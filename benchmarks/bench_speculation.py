@@ -189,6 +189,7 @@ def run(
                     paths[0],
                     Path(folder),
                     wait=False,
+                    environment={"SGLANG_PAT_PREVIEW": "speculation"},
                     **(arguments | more[backend]),
                 )
             )

@@ -46,6 +46,9 @@ DEFAULT_BACKENDS = (
     "torch_native",
     "intel_amx",
 )
+# What pat does in SGLang on the CPU, and on a GPU only if SGLANG_PAT_PREVIEW names it: its present
+# version has not run there yet.
+PREVIEWS = ("fp8", "speculation")
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
@@ -100,7 +103,8 @@ _MATRIX = (
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", LAYER),
     SupportRow(
         "dtype of queries and KV cache",
-        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}",
+        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}, "
+        "on a GPU with SGLANG_PAT_PREVIEW=fp8",
         LAYER,
     ),
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
@@ -110,7 +114,8 @@ _MATRIX = (
         "all but --enable-two-batch-overlap, --enable-pdmux, "
         "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
         "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
-        "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH; on a GPU "
+        "--enable-deterministic-inference with SGLANG_PAT_BATCH_INVARIANT=1",
         MODEL,
     ),
     SupportRow(
@@ -118,7 +123,8 @@ _MATRIX = (
         "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP or STANDALONE with "
         "--speculative-eagle-topk 1, and NGRAM; without batch-invariant mode, "
         "--speculative-adaptive and SGLANG_ENABLE_OVERLAP_PLAN_STREAM; "
-        "--speculative-attention-mode decode where prefill has another backend",
+        "--speculative-attention-mode decode where prefill has another backend; on a GPU with "
+        "SGLANG_PAT_PREVIEW=speculation",
         MODEL,
     ),
     SupportRow(

@@ -79,12 +79,43 @@ def server_reason(arguments: Any) -> Reason | None:
     dcp_size = resolved(arguments, "dcp_size")
     if dcp_size is not None and dcp_size > 1:
         return Reason("server options", f"--dcp-size {dcp_size}")
+    on_gpu, environment = resolved(arguments, "device") == "cuda", Environment.read()
+    if on_gpu and batch_invariant(arguments, environment) and not environment.batch_invariant:
+        return Reason(
+            "server options",
+            "--enable-deterministic-inference on a GPU without SGLANG_PAT_BATCH_INVARIANT=1",
+        )
     reason = _speculation_reason(arguments)
     if reason is not None:
         return reason
+    if resolved(arguments, "speculative_algorithm") is not None and on_gpu:
+        reason = preview_reason("speculation", "speculative decoding", environment)
+        if reason is not None:
+            return reason
     if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
         return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
     return None
+
+
+def preview_reason(
+    name: str, topic: str, environment: Environment, what: str = ""
+) -> Reason | None:
+    """Why pat does not do on a GPU what has been tested on the CPU alone: nobody has asked for it.
+
+    Parameters
+    ----------
+    name : str
+        One of `support.PREVIEWS`.
+    topic : str
+        Of the reason.
+    environment : Environment
+        What is asked for.
+    what : str
+        Begins the reason's value.
+    """
+    if name in environment.preview:
+        return None
+    return Reason(topic, f"{what} on a GPU without SGLANG_PAT_PREVIEW={name}".lstrip())
 
 
 def _speculation_reason(arguments: Any) -> Reason | None:

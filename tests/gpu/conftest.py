@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig, build_all
 
+# So that the tests with SGLang run on a GPU what waits for them.
+os.environ.setdefault("SGLANG_PAT_PREVIEW", ",".join(support.PREVIEWS))
 _WHOLE_SUITE = 100  # tests; a few compile what they need themselves
 
 

@@ -103,6 +103,7 @@ def server_arguments(**change: Any) -> Any:
         "enable_deterministic_inference": False,
         "rl_on_policy_target": None,
         "dcp_size": 1,
+        "device": "cpu",
         "page_size": 1,
         "pp_size": 1,
         "pp_async_batch_depth": 0,
