@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +11,15 @@ import torch
 from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig, build_all
 
-# So that the tests with SGLang run on a GPU what waits for them.
-os.environ.setdefault("SGLANG_PAT_PREVIEW", ",".join(support.PREVIEWS))
 _WHOLE_SUITE = 100  # tests; a few compile what they need themselves
+
+
+@pytest.fixture(scope="package", autouse=True)
+def previews() -> Iterator[None]:
+    """The tests with SGLang run on a GPU what waits for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_PAT_PREVIEW", ",".join(support.PREVIEWS))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
