@@ -95,12 +95,12 @@ def _attend(
     )
     # clone: what products add up first may depend on where the operands lie.
     rows = q.clone().view(keys.shape[0], -1, q.shape[-1])
-    logits = rows @ keys.transpose(1, 2) * layer.sm_scale
+    logits = rows @ keys.transpose(1, 2) * (layer.sm_scale * layer.k_scale)
     if layer.logit_cap > 0:
         logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
     lse = torch.logsumexp(logits, dim=-1, keepdim=True)
     out = torch.exp(logits - lse) @ values
-    return out.flatten(0, 1), lse.flatten()
+    return out.flatten(0, 1) * layer.v_scale, lse.flatten()
 
 
 def _merge(

@@ -86,15 +86,18 @@ def test_padding_rows_are_zero() -> None:
     assert (lse[[0, 2]] == -math.inf).all()
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_of_one_byte_is_read_with_its_scales(
-    dtype: torch.dtype, kv_dtype: torch.dtype
+    dtype: torch.dtype, kv_dtype: torch.dtype, batch_invariant: bool
 ) -> None:
     heads = (8, 2, 64)
     problem = Problem(three_level_case(9), heads, dtype)
     caches = problem.k.to(kv_dtype), problem.v.to(kv_dtype)
-    attention = PackAttention(*heads, dtype=dtype, kv_dtype=kv_dtype)
+    attention = PackAttention(
+        *heads, dtype=dtype, kv_dtype=kv_dtype, batch_invariant=batch_invariant
+    )
     lens = torch.from_numpy(problem.case.seq_lens)
     attention.plan(problem.case.batch(), seq_lens=lens, **problem.tables)
     sinks = make_sinks(8)
