@@ -79,26 +79,25 @@ def server_reason(arguments: Any) -> Reason | None:
     dcp_size = resolved(arguments, "dcp_size")
     if dcp_size is not None and dcp_size > 1:
         return Reason("server options", f"--dcp-size {dcp_size}")
-    on_gpu, environment = resolved(arguments, "device") == "cuda", Environment.read()
-    if on_gpu and batch_invariant(arguments, environment) and not environment.batch_invariant:
+    environment = Environment.read()
+    invariant_by_sglang = (
+        batch_invariant(arguments, environment) and not environment.batch_invariant
+    )
+    if invariant_by_sglang and resolved(arguments, "device") == "cuda":
         return Reason(
             "server options",
             "--enable-deterministic-inference on a GPU without SGLANG_PAT_BATCH_INVARIANT=1",
         )
-    reason = _speculation_reason(arguments)
+    reason = _speculation_reason(arguments, environment)
     if reason is not None:
         return reason
-    if resolved(arguments, "speculative_algorithm") is not None and on_gpu:
-        reason = preview_reason("speculation", "speculative decoding", environment)
-        if reason is not None:
-            return reason
     if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
         return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
     return None
 
 
 def preview_reason(
-    name: str, topic: str, environment: Environment, what: str = ""
+    name: str, topic: str, device: str, environment: Environment, what: str = ""
 ) -> Reason | None:
     """Why pat does not do on a GPU what has been tested on the CPU alone: nobody has asked for it.
 
@@ -108,17 +107,19 @@ def preview_reason(
         One of `support.PREVIEWS`.
     topic : str
         Of the reason.
+    device : str
+        Where the model runs.
     environment : Environment
         What is asked for.
     what : str
         Begins the reason's value.
     """
-    if name in environment.preview:
+    if device != "cuda" or name in environment.preview:
         return None
     return Reason(topic, f"{what} on a GPU without SGLANG_PAT_PREVIEW={name}".lstrip())
 
 
-def _speculation_reason(arguments: Any) -> Reason | None:
+def _speculation_reason(arguments: Any, environment: Environment) -> Reason | None:
     """Why pat does not verify the drafts of speculative decoding."""
     from sglang.srt.environ import envs
 
@@ -130,7 +131,7 @@ def _speculation_reason(arguments: Any) -> Reason | None:
     topk = resolved(arguments, "speculative_eagle_topk")
     if algorithm in CHAINS and topk != 1:
         return Reason("speculative decoding", f"--speculative-eagle-topk {topk}")
-    if batch_invariant(arguments, Environment.read()):
+    if batch_invariant(arguments, environment):
         return Reason("speculative decoding", "in batch-invariant mode")
     if resolved(arguments, "speculative_adaptive"):
         return Reason("speculative decoding", "--speculative-adaptive")
@@ -144,7 +145,8 @@ def _speculation_reason(arguments: Any) -> Reason | None:
         )
     if getattr(envs, PLAN_STREAM).get():
         return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
-    return None
+    device = resolved(arguments, "device")
+    return preview_reason("speculation", "speculative decoding", device, environment)
 
 
 def drafts_of(arguments: Any) -> tuple[int, bool] | None:

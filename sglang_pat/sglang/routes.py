@@ -299,9 +299,9 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
-    if dtype != model_runner.dtype and model_runner.device == "cuda":
-        topic = "dtype of queries and KV cache"
-        reason = preview_reason("fp8", topic, Environment.read(), str(dtype))
+    if dtype != model_runner.dtype:
+        topic, device = "dtype of queries and KV cache", model_runner.device
+        reason = preview_reason("fp8", topic, device, Environment.read(), str(dtype))
         if reason is not None:
             return reason
     if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
