@@ -6,11 +6,10 @@
 // request's only partial goes straight to the output, every other to the partials that merge_partials reads.
 #pragma once
 
+#include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA
 #include "pack_decode/wgmma_body.cuh"
-#else
-#include "pack_decode/mma_body.cuh"
 #endif
 
 namespace pat {
@@ -30,14 +29,12 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     for (int i = 0; i < Storage::kStages; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
                         kProducerWarps * 32 + 1);  // copies, record
-      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * kStageArrivals);
+      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]),
+                        kConsumerWarps * kStageArrivals<Dims>);
     }
     for (int i = 0; i < kQueryUnits; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
       ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
-    }
-    for (int i = 0; i < 2 * Storage::kLanding; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.landed[i % 2][i / 2]), 32);
     }
     for (int i = 0; i < kDrawsAhead; ++i) {
       ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
@@ -50,9 +47,9 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp == kConsumerWarps) {
-    Producer<T, Dims, true>(params, storage, lane).run();
+    Producer<Dims, true>(params, storage, lane).run();
   } else if (warp == kConsumerWarps + 1) {
-    Producer<T, Dims, false>(params, storage, lane).run();
+    Producer<Dims, false>(params, storage, lane).run();
   } else {
     Consumer<Dims> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);

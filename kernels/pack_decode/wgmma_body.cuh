@@ -50,6 +50,7 @@ __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& p
 }
 
 template <typename T, typename Dims, bool kSoftCap>
+  requires kUsesWgmma<Dims>
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
   static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
   using Attention = WarpAttention<T, Dims, kSoftCap>;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
 
   Attention part;
   if (has_rows) {
-    part.begin(consumer.queries(units), units * kUnitRows, first_row, lane);
+    part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
   } else {
     part.begin_without_rows();
   }
