@@ -158,6 +158,11 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
       return execute_item<T, Dims, kSoftCap, kTile + 1>(params, consumer);
     }
   }
+#ifdef PAT_USES_WGMMA
+  if constexpr (kConvertsTiles<Dims> && kTile >= kFirstConvertingTile) {
+    return execute_item_converting<T, Dims, kSoftCap>(params, consumer);
+  }
+#endif
   execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
 }
 

@@ -53,6 +53,8 @@ struct HeadDims {
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
   static_assert(kKey <= 256 && kValue <= 256, "registers");
 
+  using Converted = HeadDims<kKey, kValue>;  // to numbers of the queries' size
+
   static constexpr int kQueryPanels = panels(kKey * 2);
   static constexpr int kKeyPanels = panels(kKey * kElementBytes);
   static constexpr int kValuePanels = panels(kValue * kElementBytes);

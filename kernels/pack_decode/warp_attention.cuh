@@ -67,6 +67,7 @@ struct WarpAttention {
 #pragma unroll
       for (int i = 0; i < 4; ++i) queries[step][i] = 0;
     }
+    has_factors = false;
     clear();
   }
 

@@ -23,13 +23,13 @@ __device__ __forceinline__ void start_scores(StageScores& scores,
                                              const WarpAttention<T, Dims, kSoftCap>& part,
                                              uint32_t stage) {
   const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
-  wgmma::fence_copies();
+  if constexpr (!Dims::kOneByte) wgmma::fence_copies();
   wgmma::tie(scores);
   wgmma::begin();
 #pragma unroll
   for (int step = 0; step < Dims::kKey / 16; ++step) {
-    wgmma::multiply_keys<T>(scores, part.queries[step], keys.at(KeyOperand::address(0, step)),
-                            step > 0);
+    wgmma::multiply_keys<ComputeType<T, Dims>>(scores, part.queries[step],
+                                               keys.at(KeyOperand::address(0, step)), step > 0);
   }
   wgmma::commit();
 }
@@ -39,12 +39,13 @@ template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& part,
                                              const StageWeights& weights, uint32_t stage) {
   const wgmma::Operand<ValueOperand::kPanelBytes, ValueOperand::kGroupBytes> values(
-      stage + Dims::kKeyBytes);
+      stage + Dims::Converted::kKeyBytes);
   wgmma::tie(part.out);
   wgmma::begin();
 #pragma unroll
   for (int step = 0; step < kStageTokens / 16; ++step) {
-    wgmma::multiply_values<T>(part.out, weights[step], values.at(ValueOperand::address(0, step)));
+    wgmma::multiply_values<ComputeType<T, Dims>>(part.out, weights[step],
+                                                 values.at(ValueOperand::address(0, step)));
   }
   wgmma::commit();
 }

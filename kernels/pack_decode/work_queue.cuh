@@ -41,6 +41,19 @@ template <typename Dims>
 inline constexpr bool kUsesWgmma = false;
 #endif
 
+// Tiles of many rows do use it over what their warps convert together (converting_body.cuh), where two buffers fit into
+// two CTAs.
+#ifdef PAT_USES_WGMMA
+template <typename Dims>
+inline constexpr bool kConvertsTiles =
+    Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
+#else
+template <typename Dims>
+inline constexpr bool kConvertsTiles = false;
+#endif
+
+inline constexpr int kFirstConvertingTile = 2;
+
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>
 inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
@@ -157,11 +170,17 @@ inline constexpr int kMaxStages = 12;
 template <typename Dims>
 struct SharedState {
   alignas(kSharedAlignment) uint8_t queries[kQueryUnits][Dims::kUnitBytes];
-  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
-  // are not its own.
-  float2 exchange[kUsesWgmma<Dims> ? 1
-                                   : kConsumerWarps * (kConsumerWarps - 1) *
-                                         own_tiles<Dims>(kConsumerWarps) * 32];
+  union {
+    // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns
+    // that are not its own.
+    float2 exchange[kUsesWgmma<Dims> ? 1
+                                     : kConsumerWarps * (kConsumerWarps - 1) *
+                                           own_tiles<Dims>(kConsumerWarps) * 32];
+    // Stages that consumers convert.
+    alignas(kConvertsTiles<Dims>
+                ? kSharedAlignment
+                : 8) uint8_t converted[2][kConvertsTiles<Dims> ? Dims::Converted::kStageBytes : 1];
+  };
   float2 row_states[kConsumerWarps][kUnitRows];                         // maximum and sum
   float query_factors[Dims::kOneByte ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
   RowTarget row_targets[kConsumerWarps][kUnitRows];                     // of the item a warp is at
@@ -181,7 +200,11 @@ template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
 // Of KV. One CTA per SM has as long rings as fit.
 template <typename Dims>
-inline constexpr int kKvRoom = kCtasPerSm<Dims> == 2 ? kRingBytes : kRoom<Dims>;
+inline constexpr int kKvRoom =
+    kCtasPerSm<Dims> == 1 ? kRoom<Dims>
+    : kConvertsTiles<Dims>
+        ? kMaxSharedBytes / 2 - 1024 - static_cast<int>(sizeof(SharedState<Dims>))
+        : kRingBytes;
 
 template <typename Dims>
 struct SharedStorage : SharedState<Dims> {
