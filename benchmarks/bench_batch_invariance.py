@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_kernels import geomean, measure
+from bench_kernels import measure, pool_for
 from invariance import World, random_forest
+from kernel_gates import geomean
 from metadata import gpu_state, metadata
-from workloads import PAT_HEADS, Workload, pat_suite
+from workloads import Workload, suite
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
@@ -63,12 +64,13 @@ def check_bits(num_worlds: int, num_batches: int, seed: int) -> list[dict[str, o
     return cases
 
 
-def measure_price(suite: list[Workload], rounds: int) -> list[dict[str, object]]:
-    """Per tree: times with the mode and without."""
+def measure_price(workloads: list[Workload], rounds: int) -> list[dict[str, object]]:
+    """Per tree and heads: times with the mode and without."""
+    pool = pool_for(workloads)
     cases = []
-    for workload in suite:
-        case = {"name": workload.name, "shared": workload.tree.is_shared}
-        case |= measure(workload, ["pat", MODE], None, rounds)
+    for workload in workloads:
+        case = {"name": workload.name, "heads": workload.heads, "shared": workload.forest.is_shared}
+        case |= measure(workload, pool, ["pat", MODE], rounds)
         if len(case["us"]) == 2:
             case["price"] = case["us"][MODE] / case["us"]["pat"]
         times = " ".join(f"{case['us'].get(name, 0):9.1f}" for name in ("pat", MODE))
@@ -109,14 +111,13 @@ def main() -> int:
     begun = time.monotonic()
     bits = check_bits(arguments.worlds, arguments.batches, arguments.seed)
     print(f"{time.monotonic() - begun:.1f} s for bits")
-    heads = [tuple(map(int, arguments.heads.split("/")))] if arguments.heads else PAT_HEADS
-    suite = [each for each in pat_suite() if (each.num_qo_heads, each.num_kv_heads) in heads]
-    price = measure_price(suite, arguments.rounds)
-    for num_heads in heads:
-        name = "/".join(map(str, num_heads))
-        prices = [c["price"] for c in price if "price" in c and c["name"].endswith(f" {name}")]
-        print(f"price {name}: {geomean(prices):.3f}")
+    workloads = [case for case in suite("pat-20") if arguments.heads in (None, case.heads)]
+    price = measure_price(workloads, arguments.rounds)
+    for heads in dict.fromkeys(case.heads for case in workloads):
+        prices = [case["price"] for case in price if "price" in case and case["heads"] == heads]
+        print(f"price {heads}: {geomean(prices):.3f}")
     info["clocks"]["after"] = gpu_state()
+    info["seconds"] = time.monotonic() - begun
     result = {"meta": info, "cases": bits + price, "gates": gates(bits, price)}
     for name, gate in result["gates"].items():
         met = "ok" if gate["met"] else "NOT MET"
