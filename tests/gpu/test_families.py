@@ -43,7 +43,6 @@ SETUP = Setup(
         "cuda_graph_backend_prefill": "disabled",
         "context_length": 4096,
         "max_total_tokens": 1 << 15,
-        "max_running_requests": REQUESTS,
     },
     BACKENDS,
     192,  # multiples of the chunks of recurrent layers
