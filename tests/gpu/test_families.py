@@ -35,6 +35,9 @@ from sglang_pat.cli.demo.tiny_model import TinyModel
 # SGLang's default on Hopper, which prefills for pat, is the yardstick.
 BACKENDS = ["pat", "triton", "fa3"]
 NAMES = ("gpt-oss", "gemma-3", "qwen3-next", "llama-4")
+# Triton leaves out a token of a window, which moves logits by 0.09 on average: the limit is wide
+# where there are windows. Rounding, which here decides between experts too, moves them by 0.004.
+MOST_MEAN = 0.02
 SETUP = Setup(
     TinyModel(vocab_size=VOCAB_SIZE),
     {
@@ -61,9 +64,10 @@ def test_logits(name: str, tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("fa3, the yardstick, needs Hopper")
     family = FAMILIES[name]
+    config = family.config | {"torch_dtype": "bfloat16"}
     if name == "llama-4":  # of SGLang's backends only fa3 attends within chunks: here one holds all
-        whole = {"attention_chunk_size": SETUP.arguments["context_length"]}
-        family = dataclasses.replace(family, config=family.config | whole)
+        config["attention_chunk_size"] = SETUP.arguments["context_length"]
+    family = dataclasses.replace(family, config=config)
     install_plugin(tmp_path, "sglang_random_weights")
     environment = _environment(family, tmp_path)
     arguments = COMMON | SETUP.arguments | family.arguments
@@ -79,6 +83,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     verdict = judge({each: (run, run) for each, run in runs.items()}, problems_of_decoding(stats))
     print({each: verdict[each] for each in ("backends", "limit", "spread_of_logits")})
     assert verdict["passed"], verdict
+    assert verdict["backends"]["pat"]["mean"] < MOST_MEAN
 
 
 def _answered(server: Server) -> Run:
