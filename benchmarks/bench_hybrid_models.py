@@ -1,38 +1,46 @@
 """Models of which pat decodes some layers: time per output token, pat against SGLang's default.
 
-    python benchmarks/bench_hybrid_models.py --models gpt-oss-20b [--cases shared unshared]
-        [--json FILE]
+    python benchmarks/bench_hybrid_models.py [--models gpt-oss-20b ...] [--cases shared unshared]
+        [--profile] [--seconds N] [--json FILE]
 
-Two servers start and run at once, one with pat and one with the backend that SGLang chooses, and
-are asked in turn. What is timed are the steps in which all requests decode
-(sglang_pat/bench/decoding.py); neither prefill nor admission is in it. The time of one server over
-that of the other is a median over slices of all rounds; its quartiles say how noisy the run was.
+Two servers of each model, one with pat and one with the backend that SGLang chooses. All start at
+the same moment and share the GPU; then one at a time is asked while the others sleep. What is timed
+are the steps in which all requests decode (sglang_pat/bench/decoding.py); neither prefill nor
+admission is in it. The time of one server over that of the other is a median over slices of all
+rounds; its quartiles say how noisy the run was.
 
-A model is a minute of starting and 20 seconds per case. With --json a file that exists is
-continued, so that models can be measured one by one.
+A server that fails takes its model out, and the others go on: the end of its log is printed, and
+the exit status is 1. With --seconds nothing more is begun after so many seconds. With --profile the
+kernels of a decode step are timed after each case. With --json a file that exists is continued, so
+that models can be measured one by one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import requests
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.hybrids import HYBRIDS, HybridModel
+from serving.kernel_times import kernel_times, trace
 from serving.latency import difference, read_ratio
 from serving.models import TINY
 from serving.results import earlier, write
-from serving.tables import console
+from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, decode_run, ratio, tpot
-from sglang_pat.bench.http_server import wait_for_all
 from sglang_pat.bench.server import (
     START_SECONDS,
     Server,
@@ -42,7 +50,7 @@ from sglang_pat.bench.server import (
 )
 
 BACKENDS = ("pat", "default")
-TOKENS = 264  # of an answer
+TOKENS = 104  # of an answer
 # Of the prompts, answered anew each time. A cache of recurrent states begins at a state that it
 # has kept, which is at a multiple of its chunks: prefix and private tokens are such multiples.
 TAIL = 2
@@ -51,9 +59,16 @@ UNSHARED_LIMIT = 1.02
 # A ratio is judged by its median and two standard errors, if its quartiles are no further apart.
 MOST_NOISE = 0.10
 
+PROFILED_STEPS = 12
+TRACE_SECONDS = 20
+LONGEST_KERNELS = 8  # that are shown
+TAIL_LINES = 30  # of the log of a server that failed
+_POLL_SECONDS = 0.3
+_FAILURES = (RuntimeError, TimeoutError, ValueError, OSError, requests.RequestException)
+
 _CASES = {
     "shared": Case(128, 8192, 256, TOKENS),
-    "unshared": Case(128, 0, 1024, TOKENS),
+    "unshared": Case(128, 0, 512, TOKENS),
 }
 _TINY_CASES = {
     "shared": Case(6, 256, 64, 48),
@@ -61,39 +76,124 @@ _TINY_CASES = {
 }
 
 
-def measure(
-    servers: Mapping[str, Server], model: HybridModel, name: str, rounds: int
-) -> dict[str, Any]:
-    """One case on all servers, in turn."""
-    case = (_TINY_CASES if model.name == TINY else _CASES)[name]
-    cached = case.prompts(model.shape.vocab_size)
-    prompts = [prompt + prompt[:TAIL] for prompt in cached]
-    for server in servers.values():
-        _fill_cache(server, case, cached)
-        server.generate(prompts, sampling_of(4))  # compiles what is compiled at first use
-    before, state = servers["pat"].stats(), gpu_state()
-    runs: dict[str, list[DecodeRun]] = {backend: [] for backend in servers}
-    for _ in range(rounds):
-        for backend, server in servers.items():
-            runs[backend].append(decode_run(server, prompts, case.generated))
-    counted = difference(servers["pat"].stats(), before)
-    return summary(runs) | {
-        "model": model.name,
-        "case": name,
-        "batch": case.batch,
-        "prefix": case.prefix,
-        "private": case.private,
-        "tokens": case.generated,
-        "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
-        "gpu": {"before": state, "after": gpu_state()},
-    }
+class Model:
+    """A model that is served: its two servers by backend, and why they cannot be asked any more."""
 
+    def __init__(self, model: HybridModel, folder: Path, up: contextlib.ExitStack) -> None:
+        self.model = model
+        self.name = model.name
+        self.folder = folder
+        self.failure: str | None = None
+        self.start_seconds: dict[str, float] = {}
+        self.measured: list[dict[str, Any]] = []
+        self.result: dict[str, Any] = {}
+        path = model.shape.write(folder)
+        self.servers = {
+            backend: up.enter_context(
+                running_server(
+                    contender(backend), path, folder, wait=False, **model.shape.arguments
+                )
+            )
+            for backend in BACKENDS
+        }
 
-def _fill_cache(server: Server, case: Case, prompts: list[list[int]]) -> None:
-    server.flush()
-    if case.prefix:  # first alone, so that the prompts find it
-        server.generate([prompts[0][: case.prefix]], sampling_of(1))
-    server.generate(prompts, sampling_of(1))
+    @property
+    def is_ready(self) -> bool:
+        return len(self.start_seconds) == len(self.servers)
+
+    def look(self, begun: float) -> None:
+        """Whether more servers are ready."""
+        for backend, server in self.servers.items():
+            if backend not in self.start_seconds and self.failure is None:
+                with self.watched(backend):
+                    if server.process.is_ready():
+                        self.start_seconds[backend] = time.monotonic() - begun
+
+    @contextlib.contextmanager
+    def watched(self, what: str) -> Iterator[None]:
+        """An error in the block takes the model out, with the end of the logs."""
+        try:
+            yield
+        except _FAILURES as error:
+            self.fail(f"{what}: {str(error).partition(chr(10))[0]}")
+
+    def fail(self, why: str) -> None:
+        self.failure = why
+        show_failure(f"{self.name}, {why}")
+        for backend, server in self.servers.items():
+            if backend not in self.start_seconds or server.process.process.poll() is not None:
+                lines = server.process.log.read_text(errors="replace").splitlines()
+                text = "\n".join(line[:400] for line in lines[-TAIL_LINES:])
+                print(f"--- the log of {backend}, {self.name}:\n{text}\n---", flush=True)
+
+    def case(self, name: str) -> Case:
+        return (_TINY_CASES if self.name == TINY else _CASES)[name]
+
+    def prompts(self, name: str) -> list[list[int]]:
+        """What is asked: all but the TAIL is in the cache."""
+        cached = self.case(name).prompts(self.model.shape.vocab_size)
+        return [prompt + prompt[:TAIL] for prompt in cached]
+
+    def fill(self, name: str) -> None:
+        """Fill the caches of both servers, and compile what is compiled at first use."""
+        case, prompts = self.case(name), self.prompts(name)
+        for server in self.servers.values():
+            server.flush()
+            if case.prefix:  # first alone, so that the prompts find it
+                server.generate([prompts[0][: case.prefix]], sampling_of(1))
+            server.generate([prompt[:-TAIL] for prompt in prompts], sampling_of(1))
+            server.generate(prompts, sampling_of(4))
+
+    def measure(self, name: str, rounds: int) -> dict[str, Any]:
+        """One case on both servers, in turn. Their caches hold the prompts."""
+        case, prompts = self.case(name), self.prompts(name)
+        before, state = self.servers["pat"].stats(), gpu_state()
+        runs: dict[str, list[DecodeRun]] = {backend: [] for backend in self.servers}
+        for _ in range(rounds):
+            for backend, server in self.servers.items():
+                runs[backend].append(decode_run(server, prompts, case.generated))
+        counted = difference(self.servers["pat"].stats(), before)
+        found = summary(runs) | {
+            "model": self.name,
+            "case": name,
+            "batch": case.batch,
+            "prefix": case.prefix,
+            "private": case.private,
+            "tokens": case.generated,
+            "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
+            "gpu": {"before": state, "after": gpu_state()},
+        }
+        self.measured.append(found)
+        return found
+
+    def profile(self, name: str) -> dict[str, Any]:
+        """Of both servers, what the GPU does in a step of the case."""
+        found = {}
+        for backend, server in self.servers.items():
+            folder = self.folder / f"trace-{backend}-{name}"
+            folder.mkdir()
+            events = trace(
+                server,
+                self.prompts(name),
+                folder,
+                steps=PROFILED_STEPS,
+                seconds=TRACE_SECONDS,
+            )
+            found[backend] = kernel_times(events)
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """What is served, and what the servers say of themselves."""
+        return {
+            "config": self.model.shape.config,
+            "arguments": self.model.shape.arguments,
+            "full_attention_layers": self.model.full_layers,
+            "cut_from": self.model.cut,
+            "servers": {
+                backend: _about(server) | {"start_seconds": self.start_seconds[backend]}
+                for backend, server in self.servers.items()
+            },
+        }
 
 
 def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
@@ -132,34 +232,92 @@ def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def run(model: HybridModel, names: Sequence[str], rounds: int) -> tuple[list[Any], dict[str, Any]]:
-    """All cases of a model with one start of each server, and what the servers are."""
-    arguments = model.shape.arguments
+def run(args: argparse.Namespace, save: Callable[[Sequence[Model]], None]) -> list[str]:
+    """All cases of all models with one start of each server. Returns what went wrong.
+
+    save: is given all models whenever a case is there, so that nothing is lost to a kill.
+    """
+    begun = time.monotonic()
+    models: list[Model] = []
     with (
-        tempfile.TemporaryDirectory(prefix="bench-hybrid-") as folder,
+        tempfile.TemporaryDirectory(prefix="bench-hybrid-") as name,
         contextlib.ExitStack() as up,
     ):
-        path = model.shape.write(Path(folder))
-        servers = {
-            backend: up.enter_context(
-                running_server(contender(backend), path, path, wait=False, **arguments)
-            )
-            for backend in BACKENDS
-        }
-        seconds = wait_for_all(
-            {backend: server.process for backend, server in servers.items()}, START_SECONDS
+        for chosen in args.models:
+            folder = Path(name, chosen)
+            folder.mkdir()
+            models.append(Model(HYBRIDS[chosen], folder, up))
+        up.callback(_end_all, models)  # before each ends its own
+        left = _wait(models, begun, args.start_seconds)
+        for model in left:
+            with model.watched("server_info"):
+                model.result = model.about()
+        for case in args.cases:
+            with ThreadPoolExecutor(len(models)) as pool:
+                list(pool.map(_fill, left, [case] * len(left)))
+            left = [model for model in left if model.failure is None]
+            console.print(f"[{time.monotonic() - begun:.0f} s] {case}: caches are filled")
+            for model in left:
+                if time.monotonic() - begun > args.seconds:
+                    show_failure(f"{model.name}, {case}: not begun after {args.seconds:.0f} s")
+                    continue
+                with model.watched(case):
+                    found = model.measure(case, args.rounds)
+                    console.print(f"  {model.name}, {case}: {_times(found)}")
+                save(models)
+            for model in left if args.profile else ():
+                if model.failure is None and time.monotonic() - begun < args.seconds:
+                    _profile(model, case)
+                save(models)
+            left = [model for model in left if model.failure is None]
+    return [f"{model.name}: {model.failure}" for model in models if model.failure]
+
+
+def _end_all(models: Sequence[Model]) -> None:
+    """At once: each of them takes its time to give back the GPU's memory."""
+    for model in models:
+        for server in model.servers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.process.pid, signal.SIGKILL)
+
+
+def _wait(models: Sequence[Model], begun: float, seconds: float) -> list[Model]:
+    """Until all servers are ready, or have failed, or take too long. Returns the ready models."""
+    waiting = list(models)
+    while waiting and time.monotonic() - begun < seconds:
+        for model in waiting:
+            model.look(begun)
+        waiting = [model for model in waiting if not model.is_ready and model.failure is None]
+        time.sleep(_POLL_SECONDS)
+    for model in waiting:
+        model.fail(f"not ready after {seconds:.0f} s")
+    ready = [model for model in models if model.failure is None]
+    for model in ready:
+        seconds_of = ", ".join(f"{name} {took:.0f} s" for name, took in model.start_seconds.items())
+        console.print(f"{model.name}: ready after {seconds_of}")
+    return ready
+
+
+def _fill(model: Model, case: str) -> None:
+    with model.watched(f"{case}, filling the caches"):
+        model.fill(case)
+
+
+def _profile(model: Model, case: str) -> None:
+    """Beside what was measured. Without a trace the model is measured all the same."""
+    try:
+        kernels = model.profile(case)
+    except _FAILURES as error:
+        show_failure(f"{model.name}, {case}, profile: {str(error).partition(chr(10))[0]}")
+        return
+    model.measured[-1]["step_us"] = kernels
+    for backend, found in kernels.items():
+        console.print(
+            f"  {model.name}, {case}, {backend}: a step of {found['span']:.0f} us, the GPU busy "
+            f"for {found['busy']:.0f} us"
         )
-        about = {
-            backend: _about(server) | {"start_seconds": seconds[backend]}
-            for backend, server in servers.items()
-        }
-        ready = ", ".join(f"{backend} {seconds[backend]:.0f} s" for backend in BACKENDS)
-        console.print(f"{model.name}: ready after {ready}")
-        measured = []
-        for name in names:
-            measured.append(measure(servers, model, name, rounds))
-            console.print(f"  {name}: {_times(measured[-1])}")
-    return measured, about
+        for name, (us, count) in list(found["kernels"].items())[:LONGEST_KERNELS]:
+            print(f"    {us:8.1f} us in {count:5.1f} x {name}", flush=True)
 
 
 def _about(server: Server) -> dict[str, Any]:
@@ -205,6 +363,17 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=models, choices=HYBRIDS)
     parser.add_argument("--cases", nargs="+", default=list(_CASES), choices=_CASES)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
+    parser.add_argument(
+        "--start-seconds",
+        type=float,
+        default=START_SECONDS,
+        metavar="N",
+        help="for servers to be ready (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, metavar="N", help="nothing is begun after"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -212,24 +381,24 @@ def main() -> int:
     data: dict[str, Any] = {"meta": metadata(), "models": {}, "cases": [], "gates": {}}
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])
-    for name in args.models:
-        model = HYBRIDS[name]
-        measured, about = run(model, args.cases, args.rounds)
-        data["models"][name] = {
-            "config": model.shape.config,
-            "arguments": model.shape.arguments,
-            "full_attention_layers": model.full_layers,
-            "cut_from": model.cut,
-            "servers": about,
-        }
-        done = [(case["model"], case["case"]) for case in measured]
-        kept = [case for case in data["cases"] if (case["model"], case["case"]) not in done]
-        data["cases"] = kept + measured
+
+    def save(models: Sequence[Model]) -> None:
+        for model in models:
+            if not model.measured:
+                continue
+            data["models"][model.name] = model.result
+            done = [(case["model"], case["case"]) for case in model.measured]
+            kept = [case for case in data["cases"] if (case["model"], case["case"]) not in done]
+            data["cases"] = kept + model.measured
         data["gates"] = gates(data["cases"])
         if args.json:
             write(args.json, data)
+
+    failures = run(args, save)
     show(data)
-    return 0 if all(gate["passed"] for gate in data["gates"].values()) else 1
+    for failure in failures:
+        show_failure(failure)
+    return 0 if not failures and all(gate["passed"] for gate in data["gates"].values()) else 1
 
 
 if __name__ == "__main__":
