@@ -29,7 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import requests
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.hybrids import HYBRIDS, HybridModel
@@ -64,7 +63,6 @@ TRACE_SECONDS = 20
 LONGEST_KERNELS = 8  # that are shown
 TAIL_LINES = 30  # of the log of a server that failed
 _POLL_SECONDS = 0.3
-_FAILURES = (RuntimeError, TimeoutError, ValueError, OSError, requests.RequestException)
 
 _CASES = {
     "shared": Case(128, 8192, 256, TOKENS),
@@ -114,8 +112,8 @@ class Model:
         """An error in the block takes the model out, with the end of the logs."""
         try:
             yield
-        except _FAILURES as error:
-            self.fail(f"{what}: {str(error).partition(chr(10))[0]}")
+        except Exception as error:
+            self.fail(f"{what}: {_first_line(error)}")
 
     def fail(self, why: str) -> None:
         self.failure = why
@@ -307,8 +305,8 @@ def _profile(model: Model, case: str) -> None:
     """Beside what was measured. Without a trace the model is measured all the same."""
     try:
         kernels = model.profile(case)
-    except _FAILURES as error:
-        show_failure(f"{model.name}, {case}, profile: {str(error).partition(chr(10))[0]}")
+    except Exception as error:
+        show_failure(f"{model.name}, {case}, profile: {_first_line(error)}")
         return
     model.measured[-1]["step_us"] = kernels
     for backend, found in kernels.items():
@@ -318,6 +316,10 @@ def _profile(model: Model, case: str) -> None:
         )
         for name, (us, count) in list(found["kernels"].items())[:LONGEST_KERNELS]:
             print(f"    {us:8.1f} us in {count:5.1f} x {name}", flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _about(server: Server) -> dict[str, Any]:
