@@ -18,19 +18,25 @@ that models can be measured one by one.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
+from serving.fleet import (
+    Member,
+    ask_in_turn,
+    fill_all,
+    fleet,
+    report_starts,
+    wait,
+    watched,
+)
 from serving.hybrids import HYBRIDS, HybridModel
 from serving.kernel_times import kernel_times, trace
 from serving.latency import difference, read_ratio
@@ -39,14 +45,8 @@ from serving.results import earlier, write
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, decode_run, ratio, tpot
-from sglang_pat.bench.server import (
-    START_SECONDS,
-    Server,
-    contender,
-    running_server,
-    sampling_of,
-)
+from sglang_pat.bench.decoding import DecodeRun, ratio, tpot
+from sglang_pat.bench.server import START_SECONDS, Start, contender
 
 BACKENDS = ("pat", "default")
 TOKENS = 104  # of an answer
@@ -61,8 +61,6 @@ MOST_NOISE = 0.10
 PROFILED_STEPS = 12
 TRACE_SECONDS = 20
 LONGEST_KERNELS = 8  # that are shown
-TAIL_LINES = 30  # of the log of a server that failed
-_POLL_SECONDS = 0.3
 
 _CASES = {
     "shared": Case(128, 8192, 256, TOKENS),
@@ -74,55 +72,18 @@ _TINY_CASES = {
 }
 
 
-class Model:
-    """A model that is served: its two servers by backend, and why they cannot be asked any more."""
+class Served:
+    """A model that is served. members: its two servers, by backend."""
 
-    def __init__(self, model: HybridModel, folder: Path, up: contextlib.ExitStack) -> None:
+    def __init__(self, model: HybridModel, members: Mapping[str, Member]) -> None:
         self.model = model
         self.name = model.name
-        self.folder = folder
-        self.failure: str | None = None
-        self.start_seconds: dict[str, float] = {}
+        self.members = members
         self.measured: list[dict[str, Any]] = []
-        self.result: dict[str, Any] = {}
-        path = model.shape.write(folder)
-        self.servers = {
-            backend: up.enter_context(
-                running_server(
-                    contender(backend), path, folder, wait=False, **model.shape.arguments
-                )
-            )
-            for backend in BACKENDS
-        }
 
     @property
-    def is_ready(self) -> bool:
-        return len(self.start_seconds) == len(self.servers)
-
-    def look(self, begun: float) -> None:
-        """Whether more servers are ready."""
-        for backend, server in self.servers.items():
-            if backend not in self.start_seconds and self.failure is None:
-                with self.watched(backend):
-                    if server.process.is_ready():
-                        self.start_seconds[backend] = time.monotonic() - begun
-
-    @contextlib.contextmanager
-    def watched(self, what: str) -> Iterator[None]:
-        """An error in the block takes the model out, with the end of the logs."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(f"{what}: {_first_line(error)}")
-
-    def fail(self, why: str) -> None:
-        self.failure = why
-        show_failure(f"{self.name}, {why}")
-        for backend, server in self.servers.items():
-            if backend not in self.start_seconds or server.process.process.poll() is not None:
-                lines = server.process.log.read_text(errors="replace").splitlines()
-                text = "\n".join(line[:400] for line in lines[-TAIL_LINES:])
-                print(f"--- the log of {backend}, {self.name}:\n{text}\n---", flush=True)
+    def is_up(self) -> bool:
+        return all(member.failure is None for member in self.members.values())
 
     def case(self, name: str) -> Case:
         return (_TINY_CASES if self.name == TINY else _CASES)[name]
@@ -133,24 +94,21 @@ class Model:
         return [prompt + prompt[:TAIL] for prompt in cached]
 
     def fill(self, name: str) -> None:
-        """Fill the caches of both servers, and compile what is compiled at first use."""
-        case, prompts = self.case(name), self.prompts(name)
-        for server in self.servers.values():
-            server.flush()
-            if case.prefix:  # first alone, so that the prompts find it
-                server.generate([prompts[0][: case.prefix]], sampling_of(1))
-            server.generate([prompt[:-TAIL] for prompt in prompts], sampling_of(1))
-            server.generate(prompts, sampling_of(4))
+        """The caches of both servers."""
+        prompts = self.prompts(name)
+        prefix = self.case(name).prefix
+        heads = [prompts[0][:prefix]] if prefix else []
+        fill_all(list(self.members.values()), prompts, heads, [each[:-TAIL] for each in prompts])
 
     def measure(self, name: str, rounds: int) -> dict[str, Any]:
         """One case on both servers, in turn. Their caches hold the prompts."""
-        case, prompts = self.case(name), self.prompts(name)
-        before, state = self.servers["pat"].stats(), gpu_state()
-        runs: dict[str, list[DecodeRun]] = {backend: [] for backend in self.servers}
-        for _ in range(rounds):
-            for backend, server in self.servers.items():
-                runs[backend].append(decode_run(server, prompts, case.generated))
-        counted = difference(self.servers["pat"].stats(), before)
+        case = self.case(name)
+        pat = self.members["pat"].server
+        before, state = pat.stats(), gpu_state()
+        members = list(self.members.values())
+        asked = ask_in_turn(members, self.prompts(name), case.generated, rounds)
+        runs = {backend: asked[member.name] for backend, member in self.members.items()}
+        counted = difference(pat.stats(), before)
         found = summary(runs) | {
             "model": self.name,
             "case": name,
@@ -164,34 +122,29 @@ class Model:
         self.measured.append(found)
         return found
 
-    def profile(self, name: str) -> dict[str, Any]:
-        """Of both servers, what the GPU does in a step of the case."""
-        found = {}
-        for backend, server in self.servers.items():
-            folder = self.folder / f"trace-{backend}-{name}"
-            folder.mkdir()
-            events = trace(
-                server,
-                self.prompts(name),
-                folder,
-                steps=PROFILED_STEPS,
-                seconds=TRACE_SECONDS,
-            )
-            found[backend] = kernel_times(events)
-        return found
+    def profile(self, name: str) -> None:
+        """What the GPU does in a step of the case just measured, on both servers."""
+        prompts = self.prompts(name)
+        times = self.measured[-1].setdefault("step_us", {})
+        for backend, member in self.members.items():
+            with tempfile.TemporaryDirectory() as folder:
+                events = trace(
+                    member.server,
+                    prompts,
+                    Path(folder),
+                    steps=PROFILED_STEPS,
+                    seconds=TRACE_SECONDS,
+                )
+            times[backend] = kernel_times(events)
+            show_step(f"{self.name}, {name}, {backend}", times[backend])
 
-    def about(self) -> dict[str, Any]:
-        """What is served, and what the servers say of themselves."""
-        return {
-            "config": self.model.shape.config,
-            "arguments": self.model.shape.arguments,
-            "full_attention_layers": self.model.full_layers,
-            "cut_from": self.model.cut,
-            "servers": {
-                backend: _about(server) | {"start_seconds": self.start_seconds[backend]}
-                for backend, server in self.servers.items()
-            },
-        }
+
+def show_step(name: str, found: Mapping[str, Any]) -> None:
+    """The longest kernels of a decode step."""
+    span, busy = found["span"], found["busy"]
+    console.print(f"  {name}: a step of {span:.0f} us, the GPU busy for {busy:.0f} us")
+    for kernel, (us, count) in list(found["kernels"].items())[:LONGEST_KERNELS]:
+        print(f"    {us:8.1f} us in {count:5.1f} x {kernel}", flush=True)
 
 
 def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
@@ -230,104 +183,84 @@ def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def run(args: argparse.Namespace, save: Callable[[Sequence[Model]], None]) -> list[str]:
-    """All cases of all models with one start of each server. Returns what went wrong.
+def run(args: argparse.Namespace, save: Callable[[Served, dict[str, Any]], None]) -> list[str]:
+    """All cases of all models with one start of each server. Returns what failed.
 
-    save: is given all models whenever a case is there, so that nothing is lost to a kill.
+    save: is given a model, and what is served, whenever there is more: nothing is lost to a kill.
     """
     begun = time.monotonic()
-    models: list[Model] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-hybrid-") as name,
-        contextlib.ExitStack() as up,
-    ):
+    with tempfile.TemporaryDirectory(prefix="bench-hybrid-") as name:
+        starts = {}
         for chosen in args.models:
-            folder = Path(name, chosen)
-            folder.mkdir()
-            models.append(Model(HYBRIDS[chosen], folder, up))
-        up.callback(_end_all, models)  # before each ends its own
-        left = _wait(models, begun, args.start_seconds)
-        for model in left:
-            with model.watched("server_info"):
-                model.result = model.about()
-        for case in args.cases:
-            with ThreadPoolExecutor(len(models)) as pool:
-                list(pool.map(_fill, left, [case] * len(left)))
-            left = [model for model in left if model.failure is None]
-            console.print(f"[{time.monotonic() - begun:.0f} s] {case}: caches are filled")
-            for model in left:
-                if time.monotonic() - begun > args.seconds:
-                    show_failure(f"{model.name}, {case}: not begun after {args.seconds:.0f} s")
-                    continue
-                with model.watched(case):
-                    found = model.measure(case, args.rounds)
-                    console.print(f"  {model.name}, {case}: {_times(found)}")
-                save(models)
-            for model in left if args.profile else ():
-                if model.failure is None and time.monotonic() - begun < args.seconds:
-                    _profile(model, case)
-                save(models)
-            left = [model for model in left if model.failure is None]
-    return [f"{model.name}: {model.failure}" for model in models if model.failure]
+            path = Path(name, chosen)
+            path.mkdir()
+            shape = HYBRIDS[chosen].shape
+            shape.write(path)
+            for backend in BACKENDS:
+                start = Start(contender(backend), shape.arguments, {})
+                starts[f"{chosen} {backend}"] = (path, start)
+        with fleet(starts, Path(name)) as members:
+            models = [
+                Served(HYBRIDS[each], {name: members[f"{each} {name}"] for name in BACKENDS})
+                for each in args.models
+            ]
+            wait(members.values(), args.start_seconds)
+            report_starts(members.values())
+            about = {model.name: _about(model) for model in models if model.is_up}
+            failures = [f"{member.name}: {member.failure}" for member in members.values()]
+            for case in args.cases:
+                failures += _run_case(
+                    case, [model for model in models if model.is_up], args, begun, save, about
+                )
+            failures += [f"{member.name}: {member.failure}" for member in members.values()]
+    return list(dict.fromkeys(each for each in failures if not each.endswith(": None")))
 
 
-def _end_all(models: Sequence[Model]) -> None:
-    """At once: each of them takes its time to give back the GPU's memory."""
-    for model in models:
-        for server in model.servers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.process.process.pid, signal.SIGKILL)
+def _run_case(
+    case: str,
+    models: Sequence[Served],
+    args: argparse.Namespace,
+    begun: float,
+    save: Callable[[Served, dict[str, Any]], None],
+    about: Mapping[str, dict[str, Any]],
+) -> list[str]:
+    failures = []
+    with ThreadPoolExecutor(max(1, len(models))) as pool:
+        list(pool.map(lambda model: model.fill(case), models))
+    console.print(f"[{time.monotonic() - begun:.0f} s] {case}: caches are filled")
+    for step in ("measure", "profile") if args.profile else ("measure",):
+        for model in models:
+            members = list(model.members.values())
+            what = f"{model.name}, {case}, {step}"
+            done = [each["case"] for each in model.measured]
+            if not model.is_up or (step == "profile" and case not in done):
+                continue
+            if time.monotonic() - begun > args.seconds:
+                failures.append(f"{what}: not begun after {args.seconds:.0f} s")
+                continue
+            before = len(model.measured)
+            with watched(members, what):
+                if step == "profile":
+                    model.profile(case)
+                else:
+                    console.print(
+                        f"  {model.name}, {case}: {_times(model.measure(case, args.rounds))}"
+                    )
+            if step == "measure" and len(model.measured) == before:
+                failures.append(f"{what}: see above")
+            save(model, about[model.name])
+    return failures
 
 
-def _wait(models: Sequence[Model], begun: float, seconds: float) -> list[Model]:
-    """Until all servers are ready, or have failed, or take too long. Returns the ready models."""
-    waiting = list(models)
-    while waiting and time.monotonic() - begun < seconds:
-        for model in waiting:
-            model.look(begun)
-        waiting = [model for model in waiting if not model.is_ready and model.failure is None]
-        time.sleep(_POLL_SECONDS)
-    for model in waiting:
-        model.fail(f"not ready after {seconds:.0f} s")
-    ready = [model for model in models if model.failure is None]
-    for model in ready:
-        seconds_of = ", ".join(f"{name} {took:.0f} s" for name, took in model.start_seconds.items())
-        console.print(f"{model.name}: ready after {seconds_of}")
-    return ready
-
-
-def _fill(model: Model, case: str) -> None:
-    with model.watched(f"{case}, filling the caches"):
-        model.fill(case)
-
-
-def _profile(model: Model, case: str) -> None:
-    """Beside what was measured. Without a trace the model is measured all the same."""
-    try:
-        kernels = model.profile(case)
-    except Exception as error:
-        show_failure(f"{model.name}, {case}, profile: {_first_line(error)}")
-        return
-    model.measured[-1]["step_us"] = kernels
-    for backend, found in kernels.items():
-        console.print(
-            f"  {model.name}, {case}, {backend}: a step of {found['span']:.0f} us, the GPU busy "
-            f"for {found['busy']:.0f} us"
-        )
-        for name, (us, count) in list(found["kernels"].items())[:LONGEST_KERNELS]:
-            print(f"    {us:8.1f} us in {count:5.1f} x {name}", flush=True)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _about(server: Server) -> dict[str, Any]:
-    """The backends that were chosen, and which layers pat decodes."""
-    info = server.info()
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    chosen = {name: info.get(name) for name in (*names, "page_size", "max_total_num_tokens")}
-    return chosen | {name: value for name, value in info.items() if name.startswith("pat")}
+def _about(model: Served) -> dict[str, Any]:
+    """What is served, and what the servers say of themselves."""
+    return {
+        "config": model.model.shape.config,
+        "arguments": model.model.shape.arguments,
+        "full_attention_layers": model.model.full_layers,
+        "cut_from": model.model.cut,
+        "servers": {backend: member.about() for backend, member in model.members.items()},
+    }
 
 
 def _times(case: Mapping[str, Any]) -> str:
@@ -384,14 +317,13 @@ def main() -> int:
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])
 
-    def save(models: Sequence[Model]) -> None:
-        for model in models:
-            if not model.measured:
-                continue
-            data["models"][model.name] = model.result
-            done = [(case["model"], case["case"]) for case in model.measured]
-            kept = [case for case in data["cases"] if (case["model"], case["case"]) not in done]
-            data["cases"] = kept + model.measured
+    def save(model: Served, about: dict[str, Any]) -> None:
+        if not model.measured:
+            return
+        data["models"][model.name] = about
+        done = [(case["model"], case["case"]) for case in model.measured]
+        kept = [case for case in data["cases"] if (case["model"], case["case"]) not in done]
+        data["cases"] = kept + model.measured
         data["gates"] = gates(data["cases"])
         if args.json:
             write(args.json, data)

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serving.fleet import SHARED_GPU
 from serving.models import MODELS, TINY, ModelShape
 
-_GPU = {
-    "load_format": "dummy",
-    "dtype": "bfloat16",
+_GPU = SHARED_GPU | {
     "context_length": 16384,
     "max_total_tokens": 96_000,  # 128 x (512 + an answer), and room
-    "chunked_prefill_size": 2048,  # the memory that it takes is not to be had six times
     "max_running_requests": 128,
-    "mem_fraction_static": 0.95,  # of what is free; the tokens above are the limit
-    "cuda_graph_backend_prefill": "disabled",
     "cuda_graph_bs_decode": [128],  # of the batch that is measured; each takes its time to capture
-    "skip_tokenizer_init": True,
-    "sleep_on_idle": True,  # the other server is being measured
-    "enable_cache_report": True,
 }
 
 

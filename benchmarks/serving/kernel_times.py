@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,24 @@ def kernel_times(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
             name: [time / steps, launches[name] / steps] for name, time in times.most_common()
         },
     }
+
+
+def layer_us(events: Iterable[dict[str, Any]], layers: int) -> float | None:
+    """Microseconds from one layer to the next, in a decode step of so many equal layers.
+
+    By the kernel that runs longest of those that run once in each layer; None if there is none.
+    """
+    steps = 0
+    begins: dict[str, list[float]] = {}
+    times: Counter[str] = Counter()
+    for event in events:
+        if event.get("name") in GRAPH_LAUNCHES:
+            steps += 1
+        elif event.get("cat") == "kernel":
+            begins.setdefault(event["name"], []).append(float(event["ts"]))
+            times[event["name"]] += event["dur"]
+    once = [name for name, when in begins.items() if len(when) == steps * layers]
+    if not once or layers < 3:
+        return None
+    when = sorted(begins[max(once, key=times.__getitem__)])
+    return statistics.median(after - before for before, after in pairwise(when))
