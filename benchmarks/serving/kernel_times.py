@@ -59,33 +59,26 @@ def kernel_times(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `steps`; `span`: from the first kernel of all steps to the end of the last, over the steps;
-        `busy`: of it, when a kernel ran; `kernels`: by name, time and launches of a step, the
-        longest first.
+        `steps`; `step`: from one step to the next, None if no kernel runs once in each; `busy`: of
+        a step, when a kernel ran; `kernels`: by name, time and launches of a step, the longest
+        first. One that waits for the kernel before it, as a dependent launch does, is as long as it
+        waits.
     """
-    steps = 0
-    on_gpu: list[tuple[float, float, str]] = []
-    for event in events:
-        if event.get("name") in GRAPH_LAUNCHES:
-            steps += 1
-        elif event.get("cat") in _ON_GPU:
-            name = str(event["name"])[:NAME_LENGTH]
-            on_gpu.append((float(event["ts"]), float(event["dur"]), name))
-    if not steps or not on_gpu:
-        raise ValueError("the profile shows no decode step: no CUDA graph was launched")
+    profile = _Profile(events)
     times: Counter[str] = Counter()
-    launches = Counter(name for *_, name in on_gpu)
     busy, until = 0.0, 0.0
-    for begin, duration, name in sorted(on_gpu):
-        times[name] += duration  # type: ignore[assignment]
+    for begin, duration, name in sorted(profile.on_gpu):
+        times[name[:NAME_LENGTH]] += duration  # type: ignore[assignment]
         busy += max(0.0, begin + duration - max(begin, until))
         until = max(until, begin + duration)
+    launches = Counter(name[:NAME_LENGTH] for *_, name in profile.on_gpu)
     return {
-        "steps": steps,
-        "span": (until - min(on_gpu)[0]) / steps,
-        "busy": busy / steps,
+        "steps": profile.steps,
+        "step": profile.period(1),
+        "busy": busy / profile.steps,
         "kernels": {
-            name: [time / steps, launches[name] / steps] for name, time in times.most_common()
+            name: [time / profile.steps, launches[name] / profile.steps]
+            for name, time in times.most_common()
         },
     }
 
@@ -95,17 +88,32 @@ def layer_us(events: Iterable[dict[str, Any]], layers: int) -> float | None:
 
     By the kernel that runs longest of those that run once in each layer; None if there is none.
     """
-    steps = 0
-    begins: dict[str, list[float]] = {}
-    times: Counter[str] = Counter()
-    for event in events:
-        if event.get("name") in GRAPH_LAUNCHES:
-            steps += 1
-        elif event.get("cat") == "kernel":
-            begins.setdefault(event["name"], []).append(float(event["ts"]))
-            times[event["name"]] += event["dur"]
-    once = [name for name, when in begins.items() if len(when) == steps * layers]
-    if not once or layers < 3:
-        return None
-    when = sorted(begins[max(once, key=times.__getitem__)])
-    return statistics.median(after - before for before, after in pairwise(when))
+    return _Profile(events).period(layers)
+
+
+class _Profile:
+    """The steps of a profile, and begin, duration and name of all that the GPU did."""
+
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
+        self.steps = 0
+        self.on_gpu: list[tuple[float, float, str]] = []
+        for event in events:
+            if event.get("name") in GRAPH_LAUNCHES:
+                self.steps += 1
+            elif event.get("cat") in _ON_GPU:
+                self.on_gpu.append((float(event["ts"]), float(event["dur"]), str(event["name"])))
+        if not self.steps or not self.on_gpu:
+            raise ValueError("the profile shows no decode step: no CUDA graph was launched")
+
+    def period(self, per_step: int) -> float | None:
+        """Between two launches of the longest kernel that is launched so often in each step."""
+        begins: dict[str, list[float]] = {}
+        times: Counter[str] = Counter()
+        for begin, duration, name in self.on_gpu:
+            begins.setdefault(name, []).append(begin)
+            times[name] += duration  # type: ignore[assignment]
+        regular = [name for name in begins if len(begins[name]) == self.steps * per_step]
+        if not regular or self.steps * per_step < 2:
+            return None
+        when = sorted(begins[max(regular, key=times.__getitem__)])
+        return statistics.median(after - before for before, after in pairwise(when))

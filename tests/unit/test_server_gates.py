@@ -39,14 +39,13 @@ def test_kernels_of_a_step_are_summed_and_gaps_are_not_busy() -> None:
     assert found["steps"] == 2
     assert found["kernels"] == {"attention": [40, 4], "head": [30, 1], "product": [20, 4]}
     assert found["busy"] == 90
-    # Each step is 4 x 19 + 50 long; behind the last head there are no 20 us of a next step.
-    assert found["span"] == (2 * 126 - 20) / 2
+    assert found["step"] == 126  # 4 x 19 + 50
 
 
 def test_kernels_that_overlap_keep_the_gpu_busy_once() -> None:
     launch = {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 1}
     found = kernel_times([launch, event("a", 10, 10), event("b", 15, 10)])
-    assert (found["busy"], found["span"]) == (15, 15)
+    assert (found["busy"], found["step"]) == (15, None)
 
 
 def test_a_profile_without_a_graph_is_no_decode_step() -> None:
