@@ -30,6 +30,7 @@ from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.fleet import (
     Member,
+    answers_equal,
     ask_in_turn,
     fill_all,
     fleet,
@@ -160,6 +161,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
         "share_of_prompts_cached": {
             backend: min(run.cached for run in passes) for backend, passes in runs.items()
         },
+        "share_of_answers_equal": answers_equal(runs["pat"], runs["default"]),
     }
 
 
@@ -282,10 +284,18 @@ def _between(spread: Mapping[str, float], unit: str = "") -> str:
 
 def show(data: Mapping[str, Any]) -> None:
     table = Table(title="ms per output token: median (quartiles)")
-    for column in ("model", "case", *BACKENDS, "default / pat", "KV read ratio", "gate"):
+    for column in (
+        "model",
+        "case",
+        *BACKENDS,
+        "default / pat",
+        "KV read ratio",
+        "answers equal",
+        "gate",
+    ):
         table.add_column(column, justify="right")
     for case in data["cases"]:
-        read = case["pat_stats"]["kv_read_ratio"]
+        read, equal = case["pat_stats"]["kv_read_ratio"], case.get("share_of_answers_equal")
         gate = data["gates"][f"{case['model']}, {case['case']}"]
         too_noisy = "" if gate["noise"] <= MOST_NOISE else ": too noisy"
         table.add_row(
@@ -294,6 +304,7 @@ def show(data: Mapping[str, Any]) -> None:
             *(_between(case["tpot_spread_ms"][backend]) for backend in BACKENDS),
             _between(case["default_over_pat"]),
             "" if read is None else f"{read:.3f}",
+            "" if equal is None else f"{equal:.0%}",
             "passed" if gate["passed"] else f"FAILED{too_noisy}",
         )
     console.print(table)

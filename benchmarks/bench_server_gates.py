@@ -36,6 +36,7 @@ from rich.table import Table
 from serving.fleet import (
     SHARED_GPU,
     Member,
+    answers_equal,
     ask_in_turn,
     fill_all,
     fleet,
@@ -243,6 +244,9 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
         },
         "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
         "gpu": {"before": state, "after": gpu_state()},
+    }
+    found["share_of_answers_equal"] = {
+        name: answers_equal(passes, by_backend["pat"]) for name, passes in by_backend.items()
     }
     found["over_pat"] = {
         name: over(passes, by_backend["pat"]) for name, passes in by_backend.items()

@@ -175,6 +175,15 @@ def ask_in_turn(
     return runs
 
 
+def answers_equal(left: Sequence[DecodeRun], right: Sequence[DecodeRun]) -> float | None:
+    """Share of the requests that two servers answered with the same tokens in their last passes.
+    Random weights repeat tokens, and part at ties: a server that computes nonsense shows."""
+    pairs = list(zip(left[-1].answers, right[-1].answers, strict=True))
+    if not pairs:
+        return None
+    return sum(a.get("output_ids") == b.get("output_ids") for a, b in pairs) / len(pairs)
+
+
 def report_starts(members: Iterable[Member]) -> None:
     times = [
         f"{member.name} {'failed' if took is None else f'{took:.0f} s'}"
