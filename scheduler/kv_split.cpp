@@ -451,7 +451,8 @@ double KvSplitter::tail(const Split& split) const {
     slowest = std::max(slowest, load);
     loads.push(load);
   }
-  return total == 0 ? 1.0 : static_cast<double>(slowest) * config_.num_workers / total;
+  if (total == 0) return 1;
+  return static_cast<double>(slowest) * config_.num_workers / static_cast<double>(total);
 }
 
 }  // namespace pat
