@@ -9,8 +9,9 @@ query rows as a body has.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -288,6 +289,15 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
                 break
         x = np.where(passive, trial, 0.0)
     return x
+
+
+def samples_json(machine: Machine, measurements: Sequence[Measurement]) -> str:
+    """What was measured, for fits that are made elsewhere."""
+    samples = [
+        {"design": each.design._asdict(), "features": each.features._asdict(), "us": each.us}
+        for each in measurements
+    ]
+    return json.dumps({"machine": asdict(machine), "samples": samples}, indent=1) + "\n"
 
 
 def calibrate(machine: Machine, measurements: Sequence[Measurement]) -> Calibration:

@@ -274,6 +274,35 @@ def test_the_command_keeps_its_result_unless_it_is_told_not_to(
     assert ("not measured" if flags else "measured, off by") in check.found
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.4])
+def test_samples_are_written_whatever_the_fit(
+    noise: float,
+    planned: list[tuple[Design, Features]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    measured = timed(planned, noise=noise)
+    monkeypatch.setattr(bench, "measure", lambda _: measured)
+    file = tmp_path / "samples.json"
+    assert main.main(["calibrate", "--dry-run", "--samples", str(file)]) == (noise > 0.1)
+    samples = json.loads(file.read_text())["samples"]
+    assert [Design(**each["design"]) for each in samples] == [each.design for each in measured]
+    assert [each["us"] for each in samples] == [each.us for each in measured]
+
+
+def test_samples_that_cannot_be_written_are_an_error(
+    planned: list[tuple[Design, Features]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda _: timed(planned))
+    assert main.main(["calibrate", "--samples", str(tmp_path / "none" / "file")]) == 1
+    assert "the samples cannot be written" in capsys.readouterr().err
+
+
 def test_a_bad_fit_leaves_the_file_alone(
     planned: list[tuple[Design, Features]],
     made: Calibration,
