@@ -329,13 +329,18 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, Choic
 }
 
 void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
-  int64_t num_tokens = 0;
-  for (const Tile& tile : list_) num_tokens += tile.num_tokens;
   const int64_t workers = config_.num_workers;
+  int64_t num_tokens = 0;
+  int64_t low = (total + workers - 1) / workers;
+  for (const Tile& tile : list_) {
+    num_tokens += tile.num_tokens;
+    const int64_t shortest = config_.min_piece_tokens;
+    const bool is_cut = tile.num_tokens >= 2 * shortest;
+    low = std::max(low, is_cut ? cost(tile.num_requests, shortest) : tile.whole);
+  }
   const auto step = [](int64_t budget) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / 64);
   };
-  int64_t low = (total + workers - 1) / workers;
   int64_t budget = low;
   Dealt dealt = deal(packing, budget, choice_);
   while (!dealt.fits) {
