@@ -61,6 +61,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_stage() {
+    if constexpr (Dims::kOneByte) __syncwarp();  // all lanes have read it
     if (kStageArrivals<Dims> == 32 || threadIdx.x % 32 == 0) {
       ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     }

@@ -54,9 +54,10 @@ inline constexpr bool kConvertsTiles = false;
 
 inline constexpr int kFirstConvertingTile = 2;
 
-// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
+// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it. Stages of
+// one-byte numbers are twice as many, so that one lane arrives for all.
 template <typename Dims>
-inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
+inline constexpr int kStageArrivals = kUsesWgmma<Dims> || Dims::kOneByte ? 1 : 32;
 
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
