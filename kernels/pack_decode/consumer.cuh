@@ -1,6 +1,6 @@
 // What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
 // Every lane arrives for its own reads, so that nothing rests on the order within a warp. What matrix instructions of
-// the warpgroup have read, a warp hands back at once.
+// the warpgroup have read, a warp hands back at once, and stages of one-byte numbers too.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"

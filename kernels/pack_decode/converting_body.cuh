@@ -7,6 +7,7 @@
 #pragma once
 
 #include "pack_decode/consumer.cuh"
+#include "pack_decode/mma_body.cuh"
 #include "pack_decode/row_output.cuh"
 #include "pack_decode/warp_attention.cuh"
 #include "pack_decode/wgmma_body.cuh"
@@ -141,6 +142,17 @@ __device__ __forceinline__ void execute_item_converting(const DecodeParams& para
   if (has_rows) {
     part.finish();
     store_item(part, consumer.storage, params, first_row, consumer.warp, lane);
+  }
+}
+
+// Smaller tiles convert in registers.
+template <typename T, typename Dims, bool kSoftCap>
+  requires kConvertsTiles<Dims>
+__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
+  if (consumer.record().tile < kFirstConvertingTile) {
+    execute_tile<T, Dims, kSoftCap, 0, kFirstConvertingTile>(params, consumer);
+  } else {
+    execute_item_converting<T, Dims, kSoftCap>(params, consumer);
   }
 }
 

@@ -149,21 +149,22 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   }
 }
 
-// Exactly the tiles of the tile table.
-template <typename T, typename Dims, bool kSoftCap, int kTile = 0>
-  requires(!kUsesWgmma<Dims>)
-__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
-  if constexpr (kTile + 1 < kNumTiles) {
+// One item in the body of its tile, which is one of [kTile, kEndTile).
+template <typename T, typename Dims, bool kSoftCap, int kTile, int kEndTile>
+__device__ __forceinline__ void execute_tile(const DecodeParams& params, Consumer<Dims>& consumer) {
+  if constexpr (kTile + 1 < kEndTile) {
     if (consumer.record().tile != kTile) {
-      return execute_item<T, Dims, kSoftCap, kTile + 1>(params, consumer);
+      return execute_tile<T, Dims, kSoftCap, kTile + 1, kEndTile>(params, consumer);
     }
   }
-#ifdef PAT_USES_WGMMA
-  if constexpr (kConvertsTiles<Dims> && kTile >= kFirstConvertingTile) {
-    return execute_item_converting<T, Dims, kSoftCap>(params, consumer);
-  }
-#endif
   execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
+}
+
+// Exactly the tiles of the tile table.
+template <typename T, typename Dims, bool kSoftCap>
+  requires(!kUsesWgmma<Dims> && !kConvertsTiles<Dims>)
+__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
+  execute_tile<T, Dims, kSoftCap, 0, kNumTiles>(params, consumer);
 }
 
 }  // namespace pat

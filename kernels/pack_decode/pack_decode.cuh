@@ -6,12 +6,12 @@
 // request's only partial goes straight to the output, every other to the partials that merge_partials reads.
 #pragma once
 
+#include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA
 #include "pack_decode/converting_body.cuh"
 #include "pack_decode/wgmma_body.cuh"
 #endif
-#include "pack_decode/mma_body.cuh"
 
 namespace pat {
 

@@ -32,27 +32,20 @@ inline constexpr int kQueryUnits = 4;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
 inline constexpr int kDrawsAhead = 2;  // draws that the K producer may be ahead of the V producer
 
-// Numbers of one byte are converted in registers, from where wgmma takes no right-hand side.
 #ifdef PAT_USES_WGMMA
-template <typename Dims>
-inline constexpr bool kUsesWgmma = !Dims::kOneByte;
+inline constexpr bool kHasWgmma = true;
 #else
-template <typename Dims>
-inline constexpr bool kUsesWgmma = false;
+inline constexpr bool kHasWgmma = false;
 #endif
-
-// Tiles of many rows do use it over what their warps convert together (converting_body.cuh), where two buffers fit into
-// two CTAs.
-#ifdef PAT_USES_WGMMA
+// In all tiles. Numbers of one byte are converted in registers, from where wgmma takes no right-hand side,
+template <typename Dims>
+inline constexpr bool kUsesWgmma = kHasWgmma && !Dims::kOneByte;
+// except in tiles of many rows: what their warps convert together (converting_body.cuh) is worth its way through shared
+// memory, where two stages of it fit into each of two CTAs.
 template <typename Dims>
 inline constexpr bool kConvertsTiles =
-    Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
-#else
-template <typename Dims>
-inline constexpr bool kConvertsTiles = false;
-#endif
-
-inline constexpr int kFirstConvertingTile = 2;
+    kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
+inline constexpr int kFirstConvertingTile = kNumTiles - 1;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it. Stages of
 // one-byte numbers are twice as many, so that one lane arrives for all.
