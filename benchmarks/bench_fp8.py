@@ -28,7 +28,6 @@ from numerics import compare
 from planned_step import PlannedStep
 from workloads import LAYERS, REFERENCE_FLOPS, Workload, WorkloadTensors, suite
 
-from sglang_pat.attention import costs_of_tokens
 from sglang_pat.bench import peers, timing
 from sglang_pat.bench.peers import Layer
 from sglang_pat.executors.calibration import costs_of
@@ -51,7 +50,7 @@ def pat(workload: Workload, tensors: WorkloadTensors, kv_dtype: torch.dtype = KV
         DecodeKernels(config),
         workload.num_qo_heads,
         workload.num_kv_heads,
-        cost=costs_of_tokens(costs_of(tensors.q.device), kv_dtype.itemsize),
+        cost=costs_of(tensors.q.device),
     )
     step.write(
         workload.forest.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens

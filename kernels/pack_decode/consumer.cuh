@@ -1,6 +1,6 @@
 // What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
 // Every lane arrives for its own reads, so that nothing rests on the order within a warp. What matrix instructions of
-// the warpgroup have read, a warp hands back at once, and stages of one-byte numbers too.
+// the warpgroup have read, a warp hands back at once.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -61,7 +61,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_stage() {
-    if constexpr (Dims::kOneByte) __syncwarp();  // all lanes have read it
     if (kStageArrivals<Dims> == 32 || threadIdx.x % 32 == 0) {
       ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     }

@@ -47,10 +47,9 @@ inline constexpr bool kConvertsTiles =
     kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
 inline constexpr int kFirstConvertingTile = kNumTiles - 1;
 
-// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it. Stages of
-// one-byte numbers are twice as many, so that one lane arrives for all.
+// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>
-inline constexpr int kStageArrivals = kUsesWgmma<Dims> || Dims::kOneByte ? 1 : 32;
+inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
 
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
