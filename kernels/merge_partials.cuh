@@ -220,7 +220,6 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
   __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
 
-  ptx::launch_dependents();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int num_heads = params.num_q_heads;
@@ -232,6 +231,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   int head = own % num_heads;
   // Only now: the plan was there before pack_decode began, the partials are what it writes.
   ptx::wait_for_dependencies();
+  ptx::launch_dependents();
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read
   }

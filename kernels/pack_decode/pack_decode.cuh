@@ -23,11 +23,10 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   alignas(kSharedAlignment) extern __shared__ uint8_t shared_bytes[];
   Storage& storage = *reinterpret_cast<Storage*>(shared_bytes);
 
-  ptx::launch_dependents();
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
-  // Each thread a barrier of every kind: one thread would take a tenth of a small step for all of them.
+  // Each thread takes one barrier of every kind.
   const int i = threadIdx.x;
   if (i < Storage::kStages) {
     ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
@@ -53,6 +52,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     Producer<T, Dims, false>(params, storage, lane).run();
   } else {
     ptx::wait_for_dependencies();
+    ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
     Consumer<Dims> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);

@@ -54,8 +54,8 @@ struct StageBatch {
   }
 };
 
-// Loads one operand of every item of a CTA; the K producer also draws the tickets, loads queries and writes the
-// records.
+// Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
+// needed later, also loads queries and writes the records.
 template <typename T, typename Dims, bool kIsKey>
 class Producer {
  public:
@@ -79,15 +79,16 @@ class Producer {
         set_head(ticket_.kv_head);
         if constexpr (!kIsKey) publish();
       }
-      int i = 0;
+      // Behind the first copies of an item: they are what the consumers wait for. Else before all.
+      const int turn = batch.begins_item ? 0 : -1;
+      int i = turn;
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
       do {
-        if (i < batch.count) {
+        if (i >= 0) {
           const StageRecord record = batch.records[0];
           stages_.fill(batch.pop_front(), record);
         }
-        if (i > 0) continue;
-        // Behind the first copies: they are what the consumers wait for.
+        if (i > turn) continue;
         if (tokens_left_ <= StageBatch::kStages * kStageTokens) tickets_.draw_ahead();
         prefetch();
       } while (++i < batch.count);
@@ -102,7 +103,8 @@ class Producer {
   }
 
  private:
-  // kIsFirst: the plan was there before the predecessor began. All else may be what that one writes.
+  // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else may
+  // be what the predecessor writes.
   template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;
@@ -201,40 +203,31 @@ class Producer {
     }
     next_.begins_item = is_new_;
     is_new_ = false;
-    // Where the loads are from comes first: then they are all on their way at once.
-    const int32_t* sources[StageBatch::kStages];
-    int tokens[StageBatch::kStages];
     if (left_ > StageBatch::kStages * kStageTokens) {
 #pragma unroll
       for (int i = 0; i < StageBatch::kStages; ++i) {
-        sources[i] = slots_ + i * kStageTokens;
-        tokens[i] = kStageTokens;
+        next_.slots[i] = slots_[i * kStageTokens + lane_];
         next_.records[i] = record_;
       }
       next_.count = StageBatch::kStages;
       slots_ += StageBatch::kStages * kStageTokens;
       left_ -= StageBatch::kStages * kStageTokens;
       if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * kStageTokens;
-    } else {
-      next_.count = 0;
-#pragma unroll
-      for (int i = 0; i < StageBatch::kStages; ++i) {
-        sources[i] = slots_;
-        tokens[i] = 0;
-        if (!has_stage()) continue;
-        sources[i] = slots_;
-        tokens[i] = min(left_, kStageTokens);
-        slots_ += kStageTokens;
-        left_ -= kStageTokens;
-        if constexpr (kIsKey) tokens_left_ -= tokens[i];
-        is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
-        next_.records[i] = record_.with_tokens(tokens[i]).as_last(is_complete_);
-        ++next_.count;
-      }
+      return;
     }
+    next_.count = 0;
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
-      next_.slots[i] = lane_ < tokens[i] ? sources[i][lane_] : 0;
+      if (!has_stage()) break;
+      const int num_tokens = min(left_, kStageTokens);
+      // On its way before the next stage is looked for: the first one's is waited for.
+      next_.slots[i] = lane_ < num_tokens ? slots_[lane_] : 0;
+      slots_ += kStageTokens;
+      left_ -= kStageTokens;
+      if constexpr (kIsKey) tokens_left_ -= num_tokens;
+      is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
+      next_.records[i] = record_.with_tokens(num_tokens).as_last(is_complete_);
+      ++next_.count;
     }
   }
 
