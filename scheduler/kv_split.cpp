@@ -28,6 +28,11 @@ constexpr double kSharedLead = 2;
 constexpr double kWorstGuidedTail = 1.12;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
+// KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
+// then more than stays in the L2 while others are read.
+constexpr int64_t kLongRange = 6144;
+// A chunk is no longer than this: tiles that begin it apart still meet in the L2.
+constexpr int64_t kLongestChunk = 4096;
 
 }  // namespace
 
@@ -56,7 +61,7 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
 
 // --- tiles ---
 
-void KvSplitter::list_tiles(const Packing& packing) {
+void KvSplitter::list_tiles(const Packing& packing, bool parted) {
   list_.clear();
   num_shared_tiles_ = 0;
   for (const Pack& pack : packing.packs) {
@@ -71,16 +76,53 @@ void KvSplitter::list_tiles(const Packing& packing) {
                        .segment_end = pack.segment_begin + pack.num_segments,
                        .tile = tiles_.select(num_requests),
                        .is_shared = is_shared,
+                       .is_chunked = false,
                        .num_tokens = num_tokens,
                        .whole = cost(num_requests, num_tokens)});
     }
   }
+  if (parted) part_long_ranges(packing);
   // Stable: a request's packs stay in their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
   const auto privates = std::is_partitioned(list_.begin(), list_.end(), is_shared)
                             ? std::partition_point(list_.begin(), list_.end(), is_shared)
                             : std::stable_partition(list_.begin(), list_.end(), is_shared);
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
+}
+
+// --- long ranges that several tiles read ---
+
+bool KvSplitter::is_same_range(const Packing& packing, const Tile& a, const Tile& b) const {
+  const Segment& x = packing.segments[a.segment_begin];
+  const Segment& y = packing.segments[b.segment_begin];
+  return !x.is_private() && x.span == y.span && x.kv_begin == y.kv_begin && x.kv_end == y.kv_end;
+}
+
+void KvSplitter::part_long_ranges(const Packing& packing) {
+  const auto is_long = [&](const Tile& tile) {
+    const Segment& range = packing.segments[tile.segment_begin];
+    return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
+  };
+  const size_t num_tiles = list_.size();
+  parted_requests_ = 0;
+  for (size_t i = 0; i < num_tiles; ++i) {
+    const bool is_read_again = (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
+                               (i + 1 < num_tiles && is_same_range(packing, list_[i], list_[i + 1]));
+    if (!is_read_again || !is_long(list_[i])) continue;
+    list_[i].is_chunked = true;
+    if (list_[i].segment_end == list_[i].segment_begin + 1) continue;
+    Tile rest = list_[i];
+    Tile& range = list_[i];
+    range.segment_end = range.segment_begin + 1;
+    range.num_tokens = packing.segments[range.segment_begin].num_tokens();
+    range.whole = cost(range.num_requests, range.num_tokens);
+    ++rest.segment_begin;
+    rest.num_tokens -= range.num_tokens;
+    rest.whole = cost(rest.num_requests, rest.num_tokens);
+    rest.is_shared = rest.is_chunked = false;
+    parted_requests_ += rest.num_requests;
+    list_.push_back(rest);
+  }
 }
 
 int64_t KvSplitter::total_cost(size_t begin, size_t end) const {
@@ -343,20 +385,68 @@ void KvSplitter::split_evenly(const Packing& packing, int64_t total, Split& out)
 
 // --- much work ---
 
+int64_t KvSplitter::shortest_piece(int32_t num_requests) const {
+  const int64_t rows = int64_t{num_requests} * tiles_.group_size();
+  const int64_t partials = rows * cost_.packing.partial_row / kCostUnit;
+  return std::max<int64_t>(config_.min_piece_tokens, kPiecePerCut * partials);
+}
+
+Ticket KvSplitter::take_chunk(const Packing& packing, Stream& stream, int64_t budget,
+                              int64_t cuts_left, Split& out) {
+  const Tile& tile = list_[stream.tile];
+  const auto length = static_cast<int32_t>(tile.num_tokens);
+  if (stream.chunk_end == 0) {
+    stream.readers_begin = stream.readers_end = stream.tile;
+    while (stream.readers_end < stream.end && is_same_range(packing, tile, list_[stream.readers_end])) {
+      ++stream.readers_end;
+    }
+  }
+  if (stream.tile == stream.readers_begin) {
+    stream.chunk_begin = stream.chunk_end;
+    const int64_t left = length - stream.chunk_begin;
+    const auto readers = static_cast<int64_t>(stream.readers_end - stream.readers_begin);
+    const ItemCost& item = item_costs_[tile.num_requests];
+    int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
+    chunk = std::max({chunk, shortest_piece(tile.num_requests), left / (cuts_left / readers + 1)});
+    const int64_t chunks = std::max<int64_t>(left / chunk, 1);
+    chunk = ((left + chunks - 1) / chunks + kCutGranularity - 1) / kCutGranularity * kCutGranularity;
+    stream.chunk_end = static_cast<int32_t>(std::min<int64_t>(stream.chunk_begin + chunk, length));
+  }
+  Position at = begin_of(tile);
+  at.offset = at.base_offset = stream.chunk_begin;
+  at.dealt = stream.chunk_begin;
+  const bool is_end = stream.chunk_end == length;
+  const Cut cut = is_end ? rest(tile, at)
+                         : cut_at(packing, tile, at, tile.segment_begin, stream.chunk_end,
+                                  stream.chunk_end - stream.chunk_begin);
+  const auto begin = static_cast<int32_t>(out.pieces.size());
+  add_piece(packing, tile, at, cut, out);
+  stream.done += cut.cost;
+  stream.cuts += !is_end;
+  stream.cut_requests += cut.both_requests;
+  if (++stream.tile == stream.readers_end) {
+    if (is_end) {
+      stream.chunk_end = 0;
+      if (!stream.is_empty()) stream.position = begin_of(list_[stream.tile]);
+    } else {
+      stream.tile = stream.readers_begin;
+    }
+  }
+  return {begin, begin + 1};
+}
+
 Ticket KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t budget, Split& out) {
   const auto begin = static_cast<int32_t>(out.pieces.size());
   for (int64_t room = budget; !stream.is_empty();) {
     const Tile& tile = list_[stream.tile];
+    if (tile.is_chunked) break;  // not the first piece
     const Position& at = stream.position;
     Cut cut = rest(tile, at);
     if (cut.cost > room) {
       if (room < budget) break;  // not the first piece: the next ticket has more room
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
-        const int64_t rows = int64_t{num_requests} * tiles_.group_size();
-        const int64_t partials = rows * cost_.packing.partial_row / kCostUnit;
-        const int64_t shortest =
-            std::max<int64_t>(config_.min_piece_tokens, kPiecePerCut * partials);
+        const int64_t shortest = shortest_piece(num_requests);
         find_cut(packing, tile, at, std::max(budget, cost(num_requests, shortest)), true, cut);
       }
     }
@@ -382,6 +472,10 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
     return Stream{.tile = begin,
                   .end = end,
                   .position = begin < end ? begin_of(list_[begin]) : Position{},
+                  .readers_begin = 0,
+                  .readers_end = 0,
+                  .chunk_begin = 0,
+                  .chunk_end = 0,
                   .total = total_cost(begin, end),
                   .done = 0,
                   .cuts = 0,
@@ -389,6 +483,7 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
   };
   Stream shared = stream_of(0, num_shared_tiles_);
   Stream alone = stream_of(num_shared_tiles_, list_.size());
+  alone.cut_requests = parted_requests_;
   const int64_t most_cuts = max_cut_requests(config_.num_workers, tiles_);
   const int64_t most_cut_requests = most_cuts + packing.spare_requests;
   while (!shared.is_empty() || !alone.is_empty()) {
@@ -399,8 +494,13 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
     if (!is_shared) private_tickets_.push_back(static_cast<int32_t>(out.tickets.size()));
-    out.tickets.push_back(is_shared ? take_ticket(packing, shared, budget, out)
-                                    : take_ticket(packing, alone, budget, private_));
+    const int64_t cuts_left =
+        std::max<int64_t>(most_cut_requests - shared.cut_requests - alone.cut_requests, 0) /
+        tiles_.requests_per_tile();
+    out.tickets.push_back(!is_shared ? take_ticket(packing, alone, budget, private_)
+                          : list_[shared.tile].is_chunked
+                              ? take_chunk(packing, shared, budget, cuts_left, out)
+                              : take_ticket(packing, shared, budget, out));
     if (shared.cuts + alone.cuts > most_cuts ||
         shared.cut_requests + alone.cut_requests > most_cut_requests) {
       return false;
@@ -424,13 +524,17 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
 }
 
 void KvSplitter::split(const Packing& packing, Split& out) {
-  list_tiles(packing);
+  list_tiles(packing, false);
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
   if (total > kCostUnit * kOneTicketEach * config_.num_workers) {
-    if (split_guided(packing, total, out) && tail(out) <= kWorstGuidedTail) return;
+    list_tiles(packing, true);
+    if (split_guided(packing, total_cost(0, list_.size()), out) && tail(out) <= kWorstGuidedTail) {
+      return;
+    }
     out.clear();
+    list_tiles(packing, false);
   }
   split_evenly(packing, total, out);
 }
