@@ -104,10 +104,11 @@ void KvSplitter::part_long_ranges(const Packing& packing) {
     return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
   };
   const size_t num_tiles = list_.size();
-  parted_requests_ = 0;
+  parted_tiles_ = parted_requests_ = 0;
   for (size_t i = 0; i < num_tiles; ++i) {
-    const bool is_read_again = (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
-                               (i + 1 < num_tiles && is_same_range(packing, list_[i], list_[i + 1]));
+    const bool is_read_again =
+        (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
+        (i + 1 < num_tiles && is_same_range(packing, list_[i], list_[i + 1]));
     if (!is_read_again || !is_long(list_[i])) continue;
     list_[i].is_chunked = true;
     if (list_[i].segment_end == list_[i].segment_begin + 1) continue;
@@ -120,6 +121,7 @@ void KvSplitter::part_long_ranges(const Packing& packing) {
     rest.num_tokens -= range.num_tokens;
     rest.whole = cost(rest.num_requests, rest.num_tokens);
     rest.is_shared = rest.is_chunked = false;
+    ++parted_tiles_;
     parted_requests_ += rest.num_requests;
     list_.push_back(rest);
   }
@@ -397,7 +399,8 @@ Ticket KvSplitter::take_chunk(const Packing& packing, Stream& stream, int64_t bu
   const auto length = static_cast<int32_t>(tile.num_tokens);
   if (stream.chunk_end == 0) {
     stream.readers_begin = stream.readers_end = stream.tile;
-    while (stream.readers_end < stream.end && is_same_range(packing, tile, list_[stream.readers_end])) {
+    while (stream.readers_end < stream.end &&
+           is_same_range(packing, tile, list_[stream.readers_end])) {
       ++stream.readers_end;
     }
   }
@@ -408,9 +411,9 @@ Ticket KvSplitter::take_chunk(const Packing& packing, Stream& stream, int64_t bu
     const ItemCost& item = item_costs_[tile.num_requests];
     int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
     chunk = std::max({chunk, shortest_piece(tile.num_requests), left / (cuts_left / readers + 1)});
-    const int64_t chunks = std::max<int64_t>(left / chunk, 1);
-    chunk = ((left + chunks - 1) / chunks + kCutGranularity - 1) / kCutGranularity * kCutGranularity;
-    stream.chunk_end = static_cast<int32_t>(std::min<int64_t>(stream.chunk_begin + chunk, length));
+    const int64_t chunks = std::max<int64_t>(left / chunk, 1);  // equal ones, if none shrinks
+    chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
+    stream.chunk_end = stream.chunk_begin + static_cast<int32_t>(chunk);
   }
   Position at = begin_of(tile);
   at.offset = at.base_offset = stream.chunk_begin;
@@ -483,6 +486,8 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
   };
   Stream shared = stream_of(0, num_shared_tiles_);
   Stream alone = stream_of(num_shared_tiles_, list_.size());
+  // What part_long_ranges() has cut off counts too.
+  alone.cuts = parted_tiles_;
   alone.cut_requests = parted_requests_;
   const int64_t most_cuts = max_cut_requests(config_.num_workers, tiles_);
   const int64_t most_cut_requests = most_cuts + packing.spare_requests;
@@ -494,9 +499,13 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
     if (!is_shared) private_tickets_.push_back(static_cast<int32_t>(out.tickets.size()));
+    // A quarter is left to what comes behind the chunks.
     const int64_t cuts_left =
-        std::max<int64_t>(most_cut_requests - shared.cut_requests - alone.cut_requests, 0) /
-        tiles_.requests_per_tile();
+        std::max<int64_t>(std::min(most_cuts - shared.cuts - alone.cuts,
+                                   (most_cut_requests - shared.cut_requests - alone.cut_requests) /
+                                       tiles_.requests_per_tile()),
+                          0) *
+        3 / 4;
     out.tickets.push_back(!is_shared ? take_ticket(packing, alone, budget, private_)
                           : list_[shared.tile].is_chunked
                               ? take_chunk(packing, shared, budget, cuts_left, out)

@@ -188,7 +188,9 @@ class KvSplitter {
   std::vector<ItemCost> item_costs_;  // by the number of requests
   std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
-  int64_t parted_requests_ = 0;  // of tiles that part_long_ranges() has divided
+  // Tiles that part_long_ranges() has divided, and their requests.
+  int64_t parted_tiles_ = 0;
+  int64_t parted_requests_ = 0;
   Split private_;                         // pieces of the private packs
   std::vector<int32_t> private_tickets_;  // indices into Split::tickets
   std::vector<int32_t> place_;            // per request of a tile: its place in the piece
