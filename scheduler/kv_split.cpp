@@ -64,6 +64,7 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
 void KvSplitter::list_tiles(const Packing& packing, bool parted) {
   list_.clear();
   num_shared_tiles_ = 0;
+  parted_tiles_ = parted_requests_ = 0;
   for (const Pack& pack : packing.packs) {
     int64_t num_tokens = 0;
     for (const Segment& segment : packing.segments_of(pack)) num_tokens += segment.num_tokens();
@@ -105,7 +106,6 @@ void KvSplitter::part_long_ranges(const Packing& packing) {
     return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
   };
   const size_t num_tiles = list_.size();
-  parted_tiles_ = parted_requests_ = 0;
   for (size_t i = 0; i < num_tiles; ++i) {
     const bool is_read_again =
         (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
@@ -563,9 +563,11 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   if (total == 0) return;
   bool is_guided = total > kCostUnit * kOneTicketEach * config_.num_workers;
   if (is_guided) {
-    list_tiles(packing, true);
+    const bool parted = std::ranges::any_of(
+        packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
+    if (parted) list_tiles(packing, true);
     is_guided = choose_guided(packing, total_cost(0, list_.size()));
-    if (!is_guided && parted_tiles_ > 0) list_tiles(packing, false);
+    if (!is_guided && parted) list_tiles(packing, false);
   }
   if (!is_guided) choose_evenly(packing, total);
   out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
