@@ -201,12 +201,36 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
         assert found["ms_per_accepted_token"] == pytest.approx({"pat": 10 * pat, "default": 10})
         assert found["accepted_per_step"] == {"pat": 4 / steps, "default": 2}
         assert found["same_answers"] == 1
-        gates = bench_speculation.gates([found | {"algorithm": "NGRAM"}])
+        off = {"pat": 0.0, "default": 0.0}
+        gates = bench_speculation.gates([found | {"drafts": "ngram", "off": off}])
         return [gate["met"] for gate in gates.values()]
 
-    assert passed(0.5, 2) == [True, True]
-    assert passed(0.7, 2) == [False, True]
-    assert passed(0.5, 3) == [True, False]
+    assert passed(0.5, 2) == [True, True, True]
+    assert passed(0.7, 2) == [False, True, True]
+    assert passed(0.5, 3) == [True, False, True]
+
+
+def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
+    best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
+    assert bench_speculation.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
+    assert bench_speculation.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
+    with pytest.raises(ValueError, match="no position"):
+        bench_speculation.off([], [])
+
+    def is_met(pat: float, default: float) -> bool:
+        case = {
+            "drafts": "same",
+            "accepted_per_step": {"pat": 4, "default": 4},
+            "off": {"pat": pat, "default": default},
+        }
+        gates = bench_speculation.gates([case])
+        assert not any("time" in name for name in gates)
+        return all(gate["met"] for gate in gates.values())
+
+    assert is_met(0.04, 0)
+    assert not is_met(0.05, 0)
+    assert is_met(0.19, 0.1)
+    assert not is_met(0.21, 0.1)
 
 
 # --- soak and profile ---
