@@ -20,7 +20,6 @@ from serving.models import write_tokenizer
 
 # How much the layers that drafts do without add to what a token carries.
 _LATER = 0.01
-_WEIGHTS = "model.safetensors"
 
 
 def write_nested(folder: Path, config: Mapping[str, Any], layers: int, draft_layers: int) -> Path:
@@ -47,8 +46,12 @@ def write_nested(folder: Path, config: Mapping[str, Any], layers: int, draft_lay
         (path / "config.json").write_text(text)
         write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
     weights = _weights(config, layers, draft_layers)
-    save_file(weights, folder / "target" / _WEIGHTS, metadata={"format": "pt"})
-    (folder / "draft" / _WEIGHTS).symlink_to(folder / "target" / _WEIGHTS)
+    later = tuple(f"model.layers.{layer}." for layer in range(draft_layers, layers))
+    of_both = {name: weight for name, weight in weights.items() if not name.startswith(later)}
+    of_target = {name: weight for name, weight in weights.items() if name.startswith(later)}
+    for part, name in ((of_both, "both.safetensors"), (of_target, "target.safetensors")):
+        save_file(part, folder / "target" / name, metadata={"format": "pt"})
+    (folder / "draft" / "both.safetensors").symlink_to(folder / "target" / "both.safetensors")
     return folder
 
 
