@@ -202,12 +202,13 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
         assert found["accepted_per_step"] == {"pat": 4 / steps, "default": 2}
         assert found["same_answers"] == 1
         off = {"pat": 0.0, "default": 0.0}
-        gates = bench_speculation.gates([found | {"drafts": "ngram", "off": off}])
+        case = found | {"drafts": "ngram", "off": off, "stops": {"off": 0.0}}
+        gates = bench_speculation.gates([case])
         return [gate["met"] for gate in gates.values()]
 
-    assert passed(0.5, 2) == [True, True, True]
-    assert passed(0.7, 2) == [False, True, True]
-    assert passed(0.5, 3) == [True, False, True]
+    assert passed(0.5, 2) == [True, True, True, True]
+    assert passed(0.7, 2) == [False, True, True, True]
+    assert passed(0.5, 3) == [True, False, True, True]
 
 
 def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
@@ -217,20 +218,21 @@ def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> N
     with pytest.raises(ValueError, match="no position"):
         bench_speculation.off([], [])
 
-    def is_met(pat: float, default: float) -> bool:
+    def is_met(pat: float, default: float, stopped: float = 0.0) -> bool:
         case = {
             "drafts": "same",
+            "pat_over_default": 0.5,
             "accepted_per_step": {"pat": 4, "default": 4},
             "off": {"pat": pat, "default": default},
+            "stops": {"off": stopped},
         }
-        gates = bench_speculation.gates([case])
-        assert not any("time" in name for name in gates)
-        return all(gate["met"] for gate in gates.values())
+        return all(gate["met"] for gate in bench_speculation.gates([case]).values())
 
     assert is_met(0.04, 0)
     assert not is_met(0.05, 0)
     assert is_met(0.19, 0.1)
     assert not is_met(0.21, 0.1)
+    assert not is_met(0.1, 0.1, stopped=0.21)
 
 
 # --- soak and profile ---
