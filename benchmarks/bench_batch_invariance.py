@@ -1,7 +1,7 @@
 """Batch-invariant mode: whether bits are equal, and what it costs on the trees of PAT's Figure 10.
 
     python benchmarks/bench_batch_invariance.py --json FILE
-    python benchmarks/bench_batch_invariance.py --heads 32/8 --worlds 4 --rounds 5
+    python benchmarks/bench_batch_invariance.py --heads 32/8 --worlds 4 --batches 60 --rounds 5
 
 Bits: `invariance.py` says what is compared. Price: time with the mode over time without, both in
 one run, as CUDA graphs; geometric mean over the trees.
@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_kernels import geomean, measure
+from bench_kernels import measure, pool_for
 from invariance import World, random_forest
+from kernel_gates import geomean
 from metadata import gpu_state, metadata
-from workloads import PAT_HEADS, Workload, pat_suite
+from workloads import Workload, suite
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
@@ -63,12 +64,17 @@ def check_bits(num_worlds: int, num_batches: int, seed: int) -> list[dict[str, o
     return cases
 
 
-def measure_price(suite: list[Workload], rounds: int) -> list[dict[str, object]]:
-    """Per tree: times with the mode and without."""
+def measure_price(
+    workloads: list[Workload], rounds: int, end: float
+) -> tuple[list[dict[str, object]], list[str]]:
+    """Per tree and heads: times with the mode and without. Names of those left out after `end`."""
+    pool = pool_for(workloads)
     cases = []
-    for workload in suite:
-        case = {"name": workload.name, "shared": workload.tree.is_shared}
-        case |= measure(workload, ["pat", MODE], None, rounds)
+    for index, workload in enumerate(workloads):
+        if time.monotonic() > end:
+            return cases, [each.name for each in workloads[index:]]
+        case = {"name": workload.name, "heads": workload.heads, "shared": workload.forest.is_shared}
+        case |= measure(workload, pool, ["pat", MODE], rounds)
         if len(case["us"]) == 2:
             case["price"] = case["us"][MODE] / case["us"]["pat"]
         times = " ".join(f"{case['us'].get(name, 0):9.1f}" for name in ("pat", MODE))
@@ -78,7 +84,7 @@ def measure_price(suite: list[Workload], rounds: int) -> list[dict[str, object]]
         )
         cases.append(case)
         torch.cuda.empty_cache()
-    return cases
+    return cases, []
 
 
 def gates(bits: list[dict[str, object]], price: list[dict[str, object]]) -> dict[str, object]:
@@ -102,6 +108,13 @@ def main() -> int:
     parser.add_argument("--heads", help="query heads / KV heads of the trees; default: all four")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        metavar="N",
+        help="begin no tree later; what is left out is named",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
@@ -109,20 +122,22 @@ def main() -> int:
     begun = time.monotonic()
     bits = check_bits(arguments.worlds, arguments.batches, arguments.seed)
     print(f"{time.monotonic() - begun:.1f} s for bits")
-    heads = [tuple(map(int, arguments.heads.split("/")))] if arguments.heads else PAT_HEADS
-    suite = [each for each in pat_suite() if (each.num_qo_heads, each.num_kv_heads) in heads]
-    price = measure_price(suite, arguments.rounds)
-    for num_heads in heads:
-        name = "/".join(map(str, num_heads))
-        prices = [c["price"] for c in price if "price" in c and c["name"].endswith(f" {name}")]
-        print(f"price {name}: {geomean(prices):.3f}")
+    workloads = [case for case in suite("pat-20") if arguments.heads in (None, case.heads)]
+    price, left_out = measure_price(workloads, arguments.rounds, begun + arguments.seconds)
+    for heads in dict.fromkeys(case.heads for case in workloads):
+        prices = [case["price"] for case in price if "price" in case and case["heads"] == heads]
+        print(f"price {heads}: {geomean(prices):.3f}")
     info["clocks"]["after"] = gpu_state()
-    result = {"meta": info, "cases": bits + price, "gates": gates(bits, price)}
+    info["seconds"] = time.monotonic() - begun
+    found = gates(bits, price)
+    result = {"meta": info, "cases": bits + price, "gates": found, "left_out": left_out}
     for name, gate in result["gates"].items():
         met = "ok" if gate["met"] else "NOT MET"
         print(f"{name}: {gate['value']:.4g} (limit {gate['limit']}) {met}")
+    for name in left_out:
+        print(f"left out after {arguments.seconds:.0f} s: {name}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(gate["met"] for gate in result["gates"].values()) else 1
 
 

@@ -43,6 +43,12 @@ _SPARE_BYTES = 14 << 30  # plans, partials, workspaces, the float64 results
 _ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
 
+def pool_for(workloads: Iterable[Workload]) -> KvPool:
+    """As large as the largest of them needs, if the GPU has so much."""
+    free, _ = torch.cuda.mem_get_info()
+    return KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
+
+
 def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> dict[str, object]:
     """Check and time one case."""
     tensors = WorkloadTensors.make(workload)
@@ -159,8 +165,7 @@ def main() -> int:
     info = metadata() | {"copy_gbps": copy_bandwidth / 1e9, "clocks": {"before": gpu_state()}}
     print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
     workloads = _workloads(args)
-    free, _ = torch.cuda.mem_get_info()
-    pool = KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
+    pool = pool_for(workloads)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
     header = f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}"

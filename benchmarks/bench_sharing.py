@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -27,14 +29,13 @@ from serving.models import MODELS, TINY, ModelShape
 from serving.tables import console
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.replay.models import GPUS
+from sglang_pat.replay.models import GPUS, Gpu
 from sglang_pat.replay.step_time import StepTime
 
 BATCHES = (1, 8, 32, 128)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 CONTEXT = 2048
 TOKENS = 72  # of an answer, in the server
-GPU = "H100"  # of the time model
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +75,49 @@ def cells(context: int, batches: tuple[int, ...] = BATCHES) -> list[Cell]:
     ]
 
 
-def by_kernels(model: ModelShape, context: int) -> list[dict[str, Any]]:
+def gpu_named(device: str | None) -> Gpu:
+    """The GPU of the time model with the name that the driver reports. ValueError if there is
+    none."""
+    for word in re.split(r"[ -]", device or ""):
+        if word in GPUS:
+            return GPUS[word]
+    raise ValueError(f"the time model does not know {device}; it knows {', '.join(GPUS)}")
+
+
+def by_kernels(model: ModelShape, context: int, gpu: Gpu) -> list[dict[str, Any]]:
     """Attention measured, the rest of a step estimated."""
-    from bench_kernels import measure
+    # Before FlashInfer is imported: it runs what was compiled ahead, as in bench_kernels.py.
+    os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    from bench_kernels import measure, pool_for
     from request_forests import Forest
-    from workloads import KvPool, Workload
+    from workloads import Workload
 
     config = model.config
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     asked = cells(context)
     workloads = [Workload(Forest.of_tree(cell.tree), *heads) for cell in asked]
-    pool = KvPool(max(map(KvPool.bytes_for, workloads)))
+    pool = pool_for(workloads)
     names = ["pat", "flashinfer", "fa3"]
     return [
-        estimated(cell, model, measure(workload, pool, names, rounds=7)["us"])
+        estimated(cell, model, gpu, measure(workload, pool, names, rounds=7))
         for cell, workload in zip(asked, workloads, strict=True)
     ]
 
 
-def estimated(cell: Cell, model: ModelShape, us: Mapping[str, float]) -> dict[str, Any]:
-    """A cell from the times of its attention. us: of a layer, by kernel."""
-    rest = 1000 * StepTime.of(model.config, GPUS[GPU]).without_attention(cell.batch)
+def estimated(
+    cell: Cell, model: ModelShape, gpu: Gpu, measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A cell from the times of its attention, which bench_kernels.py measured."""
+    us = measured["us"]
+    if "pat" not in us or len(us) == 1:
+        raise RuntimeError(f"{cell}: {measured['failed']}")
+    rest = 1000 * StepTime.of(model.config, gpu).without_attention(cell.batch)
     other = min(name for name in us if name != "pat" and us[name] == _best(us))
     layers = model.config["num_hidden_layers"]
     tpot = {name: rest + layers * us[name] / 1000 for name in ("pat", other)}
     return asdict(cell) | {
         "attention_us": dict(us),
+        "failed": measured["failed"],
         "tpot_ms": {"pat": tpot["pat"], "other": tpot[other]},
         "other": other,
         "gain": tpot[other] / tpot["pat"],
@@ -173,8 +191,11 @@ def main() -> int:
         "context": args.context,
         "clocks": {"before": gpu_state()},
     }
-    measure = by_kernels if args.by == "kernels" else by_server
-    found = measure(MODELS[args.model], args.context)
+    model = MODELS[args.model]
+    if args.by == "kernels":
+        found = by_kernels(model, args.context, gpu_named(meta["gpu"]))
+    else:
+        found = by_server(model, args.context)
     meta["clocks"]["after"] = gpu_state()
     show(found, args.by)
     if args.json:

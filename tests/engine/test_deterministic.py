@@ -8,37 +8,13 @@ has no ties in. Mode `radix_cache` compares two prefills, and `p_vs_d` decode wi
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import requests
-from sglang.test import test_deterministic as sglang_test
+from sglang_deterministic import MODES, different_answers
 from sglang_engines import LAUNCH_SERVER, Stats, running_server
 
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
-
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
-
-TRIALS = 6
-
-
-def _tokens(text: str) -> list[int]:
-    """In place of a tokenizer, which the tiny model does not have."""
-    return [NUM_SPECIAL_TOKENS + byte for byte in text.encode()]
-
-
-def _post(url: str, json: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """requests.post, with tokens for texts."""
-    json = dict(json or {})
-    if "text" in json:
-        json["input_ids"] = [_tokens(each) for each in json.pop("text")]
-    response = requests.post(url, json=json, **{"timeout": 300} | kwargs)
-    response.raise_for_status()
-    if not url.endswith("/generate"):
-        return response
-    answers = [each | {"text": str(each["output_ids"])} for each in response.json()]
-    return SimpleNamespace(status_code=200, json=lambda: answers)
 
 
 def test_sglangs_own_test_passes(
@@ -47,15 +23,12 @@ def test_sglangs_own_test_passes(
     monkeypatch.setenv("SGLANG_PAT_BATCH_INVARIANT", "1")
     monkeypatch.setenv("SGLANG_PAT_DEBUG", "1")
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
-    monkeypatch.setattr(sglang_test, "requests", SimpleNamespace(post=_post))
     stats = Stats(tmp_path / "stats.json")
     arguments = {"attention_backend": "pat", "log_level": "info"}
     with running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        options = {"host": host, "port": int(port), "n_trials": TRIALS, "max_new_tokens": 24}
-        for mode, expected in (("single", [1]), ("prefix", [1, 1, 1, 1])):
-            args = sglang_test.BenchArgs(test_mode=mode, n_start=4, **options)
-            assert sglang_test.test_deterministic(args) == expected, mode
+        for mode, prompts in MODES.items():
+            found = different_answers(server.url, mode, trials=6, new_tokens=24, logprobs=False)
+            assert found == [1] * prompts, mode
         info = requests.get(f"{server.url}/get_server_info", timeout=30).json()
         assert info["pat"]["batch_invariant"] is True
         counted = stats.new()
