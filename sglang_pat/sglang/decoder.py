@@ -184,8 +184,10 @@ class PatDecoder:
         """Whether a verify step needs no plan(): the last plan serves it, with what was accepted
         since."""
         verify = self._verify
-        growth = reader.growth(step, forward_batch)
-        if growth is None or step is None or verify is None or not verify.rows_are_in_graphs:
+        if step is None or verify is None or not verify.rows_are_in_graphs:
+            return False
+        growth = reader.growth(step, forward_batch, verify.drafts)
+        if growth is None:
             return False
         count = verify.drafts.per_request
         verify.repeat(forward_batch)

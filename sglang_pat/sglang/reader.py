@@ -117,19 +117,20 @@ class BatchReader:
         if self._drafts is not None:
             self._drafts.expect(tokens)
 
-    def growth(self, step: StepRequests | None, forward_batch: Any) -> int | None:
+    def growth(self, step: StepRequests | None, forward_batch: Any, drafts: Drafts) -> int | None:
         """Tokens that the requests of a verify step have committed since the last that was read.
 
         None if the step must be read: other requests than in that one, or elsewhere, or one that
         has outgrown its plan.
         """
-        drafts = self._drafts
-        if step is None or drafts is None or step.reqs is not drafts.reqs or self._moved:
+        batch = self._drafts
+        if step is None or batch is None or step.reqs is not batch.reqs or self._moved:
             return None
         on_host = forward_batch.seq_lens_cpu
         if on_host is None or not self._shares:
             return None
-        return drafts.growth(on_host.numpy()[: len(step.reqs)])
+        lens = on_host.numpy()[: len(step.reqs)]
+        return batch.growth(lens if drafts.are_chains else lens - 1)  # as rows go beyond
 
     def read(
         self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
