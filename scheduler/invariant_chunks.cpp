@@ -10,8 +10,9 @@ namespace {
 // As in kv_split.cpp: a ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
 constexpr int64_t kTicketsPerShare = 2;
 constexpr int64_t kSmallestTicket = 384;
-// An item of several requests may be as long as so many chunks, even where a worker's share is less: one of a request
-// alone can be almost as long, and shorter ones would read more of what is shared again.
+// An item of several requests is no longer than so many of a worker's shares, or chunks. Shorter ones, which could be
+// dealt out more evenly, would read more of what is shared again.
+constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
 // How much faster than private tickets the shared ones are drawn.
 constexpr double kSharedLead = 2;
@@ -28,13 +29,13 @@ void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> 
   for (const int32_t request : forest.requests_in_tree_order()) {
     total += seq_lens[request] - forest.private_begin(request);
   }
-  const int64_t share = total / (kTicketsPerShare * num_workers_);
+  const int64_t longest = kLongestShares * total / num_workers_;
   list_requests(forest);
   for (int64_t begin = 0; begin <= std::numeric_limits<int32_t>::max();) {
     const auto chunk = static_cast<int32_t>(begin);
     if (!enter_chunk(forest, seq_lens, chunk)) break;
     const int32_t chunk_tokens = ChunkGrid::chunk_tokens(chunk);
-    choose_runs(chunk, std::max(share, kLongestChunks * chunk_tokens));
+    choose_runs(chunk, std::max(longest, kLongestChunks * chunk_tokens));
     int32_t first = 0;
     for (const int32_t end : run_ends_) {
       add_piece(forest, seq_lens, chunk, first, end, packing, split);
