@@ -1,48 +1,56 @@
 """Models of which pat decodes some layers: time per output token, pat against SGLang's default.
 
-    python benchmarks/bench_hybrid_models.py --models gpt-oss-20b [--cases shared unshared]
-        [--json FILE]
+    python benchmarks/bench_hybrid_models.py [--models gpt-oss-20b ...] [--cases shared unshared]
+        [--profile] [--seconds N] [--json FILE]
 
-Two servers start and run at once, one with pat and one with the backend that SGLang chooses, and
-are asked in turn. What is timed are the steps in which all requests decode
-(sglang_pat/bench/decoding.py); neither prefill nor admission is in it. The time of one server over
-that of the other is a median over slices of all rounds; its quartiles say how noisy the run was.
+Two servers of each model, one with pat and one with the backend that SGLang chooses. All start at
+the same moment and share the GPU; then one at a time is asked while the others sleep. What is timed
+are the steps in which all requests decode (sglang_pat/bench/decoding.py); neither prefill nor
+admission is in it. The time of one server over that of the other is a median over slices of all
+rounds; its quartiles say how noisy the run was.
 
-A model is a minute of starting and 20 seconds per case. With --json a file that exists is
-continued, so that models can be measured one by one.
+A server that fails takes its model out, and the others go on: the end of its log is printed, and
+the exit status is 1. With --seconds nothing more is begun after so many seconds. With --profile the
+kernels of a decode step are timed after each case. With --json a file that exists is continued, so
+that models can be measured one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
+from serving.fleet import (
+    Member,
+    answers_equal,
+    ask_in_turn,
+    fill_all,
+    fleet,
+    report_starts,
+    wait,
+    watched,
+)
 from serving.hybrids import HYBRIDS, HybridModel
+from serving.kernel_times import kernel_times, trace
 from serving.latency import difference, read_ratio
 from serving.models import TINY
 from serving.results import earlier, write
-from serving.tables import console
+from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, decode_run, ratio, tpot
-from sglang_pat.bench.http_server import wait_for_all
-from sglang_pat.bench.server import (
-    START_SECONDS,
-    Server,
-    contender,
-    running_server,
-    sampling_of,
-)
+from sglang_pat.bench.decoding import DecodeRun, ratio, tpot
+from sglang_pat.bench.server import START_SECONDS, Start, contender
 
 BACKENDS = ("pat", "default")
-TOKENS = 264  # of an answer
+TOKENS = 104  # of an answer
 # Of the prompts, answered anew each time. A cache of recurrent states begins at a state that it
 # has kept, which is at a multiple of its chunks: prefix and private tokens are such multiples.
 TAIL = 2
@@ -51,9 +59,13 @@ UNSHARED_LIMIT = 1.02
 # A ratio is judged by its median and two standard errors, if its quartiles are no further apart.
 MOST_NOISE = 0.10
 
+PROFILED_STEPS = 12
+TRACE_SECONDS = 20
+LONGEST_KERNELS = 8  # that are shown
+
 _CASES = {
     "shared": Case(128, 8192, 256, TOKENS),
-    "unshared": Case(128, 0, 1024, TOKENS),
+    "unshared": Case(128, 0, 512, TOKENS),
 }
 _TINY_CASES = {
     "shared": Case(6, 256, 64, 48),
@@ -61,39 +73,80 @@ _TINY_CASES = {
 }
 
 
-def measure(
-    servers: Mapping[str, Server], model: HybridModel, name: str, rounds: int
-) -> dict[str, Any]:
-    """One case on all servers, in turn."""
-    case = (_TINY_CASES if model.name == TINY else _CASES)[name]
-    cached = case.prompts(model.shape.vocab_size)
-    prompts = [prompt + prompt[:TAIL] for prompt in cached]
-    for server in servers.values():
-        _fill_cache(server, case, cached)
-        server.generate(prompts, sampling_of(4))  # compiles what is compiled at first use
-    before, state = servers["pat"].stats(), gpu_state()
-    runs: dict[str, list[DecodeRun]] = {backend: [] for backend in servers}
-    for _ in range(rounds):
-        for backend, server in servers.items():
-            runs[backend].append(decode_run(server, prompts, case.generated))
-    counted = difference(servers["pat"].stats(), before)
-    return summary(runs) | {
-        "model": model.name,
-        "case": name,
-        "batch": case.batch,
-        "prefix": case.prefix,
-        "private": case.private,
-        "tokens": case.generated,
-        "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
-        "gpu": {"before": state, "after": gpu_state()},
-    }
+class Served:
+    """A model that is served. members: its two servers, by backend."""
+
+    def __init__(self, model: HybridModel, members: Mapping[str, Member]) -> None:
+        self.model = model
+        self.name = model.name
+        self.members = members
+        self.measured: list[dict[str, Any]] = []
+
+    @property
+    def is_up(self) -> bool:
+        return all(member.failure is None for member in self.members.values())
+
+    def case(self, name: str) -> Case:
+        return (_TINY_CASES if self.name == TINY else _CASES)[name]
+
+    def prompts(self, name: str) -> list[list[int]]:
+        """What is asked: all but the TAIL is in the cache."""
+        cached = self.case(name).prompts(self.model.shape.vocab_size)
+        return [prompt + prompt[:TAIL] for prompt in cached]
+
+    def fill(self, name: str) -> None:
+        """The caches of both servers."""
+        prompts = self.prompts(name)
+        prefix = self.case(name).prefix
+        heads = [prompts[0][:prefix]] if prefix else []
+        fill_all(list(self.members.values()), prompts, heads, [each[:-TAIL] for each in prompts])
+
+    def measure(self, name: str, rounds: int) -> None:
+        """One case on both servers, in turn. Their caches hold the prompts."""
+        case = self.case(name)
+        pat = self.members["pat"].server
+        before, state = pat.stats(), gpu_state()
+        members = list(self.members.values())
+        asked = ask_in_turn(members, self.prompts(name), case.generated, rounds)
+        runs = {backend: asked[member.name] for backend, member in self.members.items()}
+        counted = difference(pat.stats(), before)
+        found = summary(runs) | {
+            "model": self.name,
+            "case": name,
+            "batch": case.batch,
+            "prefix": case.prefix,
+            "private": case.private,
+            "tokens": case.generated,
+            "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
+            "gpu": {"before": state, "after": gpu_state()},
+        }
+        self.measured.append(found)
+        console.print(f"  {self.name}, {name}: {_times(found)}")
+
+    def profile(self, name: str) -> None:
+        """What the GPU does in a step of a case that has been measured, on both servers."""
+        (case,) = (case for case in self.measured if case["case"] == name)
+        prompts = self.prompts(name)
+        times = case.setdefault("step_us", {})
+        for backend, member in self.members.items():
+            with tempfile.TemporaryDirectory() as folder:
+                events = trace(
+                    member.server,
+                    prompts,
+                    Path(folder),
+                    steps=PROFILED_STEPS,
+                    seconds=TRACE_SECONDS,
+                )
+            times[backend] = kernel_times(events)
+            show_step(f"{self.name}, {name}, {backend}", times[backend])
 
 
-def _fill_cache(server: Server, case: Case, prompts: list[list[int]]) -> None:
-    server.flush()
-    if case.prefix:  # first alone, so that the prompts find it
-        server.generate([prompts[0][: case.prefix]], sampling_of(1))
-    server.generate(prompts, sampling_of(1))
+def show_step(name: str, found: Mapping[str, Any]) -> None:
+    """The longest kernels of a decode step."""
+    step = "unknown length" if found["step"] is None else f"{found['step']:.0f} us"
+    console.print(f"  {name}: a step of {step}, the GPU busy for {found['busy']:.0f} us")
+    for kernel, (us, count) in list(found["kernels"].items())[:LONGEST_KERNELS]:
+        print(f"    {us:8.1f} us in {count:5.1f} x {kernel}", flush=True)
 
 
 def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
@@ -108,6 +161,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
         "share_of_prompts_cached": {
             backend: min(run.cached for run in passes) for backend, passes in runs.items()
         },
+        "share_of_answers_equal": answers_equal(runs["pat"], runs["default"]),
     }
 
 
@@ -132,42 +186,90 @@ def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def run(model: HybridModel, names: Sequence[str], rounds: int) -> tuple[list[Any], dict[str, Any]]:
-    """All cases of a model with one start of each server, and what the servers are."""
-    arguments = model.shape.arguments
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-hybrid-") as folder,
-        contextlib.ExitStack() as up,
-    ):
-        path = model.shape.write(Path(folder))
-        servers = {
-            backend: up.enter_context(
-                running_server(contender(backend), path, path, wait=False, **arguments)
-            )
-            for backend in BACKENDS
-        }
-        seconds = wait_for_all(
-            {backend: server.process for backend, server in servers.items()}, START_SECONDS
-        )
-        about = {
-            backend: _about(server) | {"start_seconds": seconds[backend]}
-            for backend, server in servers.items()
-        }
-        ready = ", ".join(f"{backend} {seconds[backend]:.0f} s" for backend in BACKENDS)
-        console.print(f"{model.name}: ready after {ready}")
-        measured = []
-        for name in names:
-            measured.append(measure(servers, model, name, rounds))
-            console.print(f"  {name}: {_times(measured[-1])}")
-    return measured, about
+Save = Callable[[Served, dict[str, Any]], None]
 
 
-def _about(server: Server) -> dict[str, Any]:
-    """The backends that were chosen, and which layers pat decodes."""
-    info = server.info()
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    chosen = {name: info.get(name) for name in (*names, "page_size", "max_total_num_tokens")}
-    return chosen | {name: value for name, value in info.items() if name.startswith("pat")}
+def run(args: argparse.Namespace, save: Save) -> list[str]:
+    """All cases of all models with one start of each server. Returns what failed.
+
+    save: is given a model, and what is served, whenever there is more: nothing is lost to a kill.
+    """
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bench-hybrid-") as name:
+        starts = {}
+        for chosen in args.models:
+            path = Path(name, chosen)
+            path.mkdir()
+            shape = HYBRIDS[chosen].shape
+            shape.write(path)
+            for backend in BACKENDS:
+                start = Start(contender(backend), shape.arguments, {})
+                starts[f"{chosen} {backend}"] = (path, start)
+        with fleet(starts, Path(name)) as members:
+            models = [
+                Served(HYBRIDS[each], {name: members[f"{each} {name}"] for name in BACKENDS})
+                for each in args.models
+            ]
+            wait(members.values(), args.start_seconds)
+            report_starts(members.values())
+            session = _Session(models, begun, args.seconds, save)
+            for case in args.cases:
+                session.fill(case)
+                session.each(case, lambda model, case: model.measure(case, args.rounds))
+            # At last: a profiler may take its server along.
+            for case in reversed(args.cases) if args.profile else ():
+                session.fill(case)
+                session.each(case, Served.profile)
+            down = [f"{each.name}: {each.failure}" for each in members.values() if each.failure]
+            return session.failures + down
+
+
+class _Session:
+    """Asks the models that are up, one after the other, until the time is over."""
+
+    def __init__(self, models: Sequence[Served], begun: float, seconds: float, save: Save) -> None:
+        self._models = models
+        self._begun = begun
+        self._seconds = seconds
+        self._save = save
+        self._about = {model.name: _about(model) for model in models if model.is_up}
+        self._filled: str | None = None
+        self.failures: list[str] = []
+
+    def fill(self, case: str) -> None:
+        """The caches of all models at once, unless they are."""
+        up = [model for model in self._models if model.is_up]
+        if case == self._filled or not up or self._took() > self._seconds:
+            return
+        with ThreadPoolExecutor(len(up)) as pool:
+            list(pool.map(Served.fill, up, [case] * len(up)))
+        self._filled = case
+        console.print(f"[{self._took():.0f} s] {case}: caches are filled")
+
+    def each(self, case: str, step: Callable[[Served, str], object]) -> None:
+        for model in self._models:
+            if not model.is_up:
+                continue
+            if self._took() > self._seconds:
+                self.failures.append(f"{model.name}, {case}: not begun in time")
+                continue
+            with watched(list(model.members.values()), f"{model.name}, {case}"):
+                step(model, case)
+                self._save(model, self._about[model.name])
+
+    def _took(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def _about(model: Served) -> dict[str, Any]:
+    """What is served, and what the servers say of themselves."""
+    return {
+        "config": model.model.shape.config,
+        "arguments": model.model.shape.arguments,
+        "full_attention_layers": model.model.full_layers,
+        "cut_from": model.model.cut,
+        "servers": {backend: member.about() for backend, member in model.members.items()},
+    }
 
 
 def _times(case: Mapping[str, Any]) -> str:
@@ -182,10 +284,18 @@ def _between(spread: Mapping[str, float], unit: str = "") -> str:
 
 def show(data: Mapping[str, Any]) -> None:
     table = Table(title="ms per output token: median (quartiles)")
-    for column in ("model", "case", *BACKENDS, "default / pat", "KV read ratio", "gate"):
+    for column in (
+        "model",
+        "case",
+        *BACKENDS,
+        "default / pat",
+        "KV read ratio",
+        "answers equal",
+        "gate",
+    ):
         table.add_column(column, justify="right")
     for case in data["cases"]:
-        read = case["pat_stats"]["kv_read_ratio"]
+        read, equal = case["pat_stats"]["kv_read_ratio"], case.get("share_of_answers_equal")
         gate = data["gates"][f"{case['model']}, {case['case']}"]
         too_noisy = "" if gate["noise"] <= MOST_NOISE else ": too noisy"
         table.add_row(
@@ -194,6 +304,7 @@ def show(data: Mapping[str, Any]) -> None:
             *(_between(case["tpot_spread_ms"][backend]) for backend in BACKENDS),
             _between(case["default_over_pat"]),
             "" if read is None else f"{read:.3f}",
+            "" if equal is None else f"{equal:.0%}",
             "passed" if gate["passed"] else f"FAILED{too_noisy}",
         )
     console.print(table)
@@ -205,6 +316,17 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=models, choices=HYBRIDS)
     parser.add_argument("--cases", nargs="+", default=list(_CASES), choices=_CASES)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
+    parser.add_argument(
+        "--start-seconds",
+        type=float,
+        default=START_SECONDS,
+        metavar="N",
+        help="for servers to be ready (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, metavar="N", help="nothing is begun after"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -212,24 +334,27 @@ def main() -> int:
     data: dict[str, Any] = {"meta": metadata(), "models": {}, "cases": [], "gates": {}}
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])
-    for name in args.models:
-        model = HYBRIDS[name]
-        measured, about = run(model, args.cases, args.rounds)
-        data["models"][name] = {
-            "config": model.shape.config,
-            "arguments": model.shape.arguments,
-            "full_attention_layers": model.full_layers,
-            "cut_from": model.cut,
-            "servers": about,
-        }
-        done = [(case["model"], case["case"]) for case in measured]
+
+    def save(model: Served, about: dict[str, Any]) -> None:
+        if not model.measured:
+            return
+        data["models"][model.name] = about
+        done = [(case["model"], case["case"]) for case in model.measured]
         kept = [case for case in data["cases"] if (case["model"], case["case"]) not in done]
-        data["cases"] = kept + measured
+        data["cases"] = kept + model.measured
         data["gates"] = gates(data["cases"])
         if args.json:
             write(args.json, data)
+
+    failures = run(args, save)
     show(data)
-    return 0 if all(gate["passed"] for gate in data["gates"].values()) else 1
+    for failure in failures:
+        show_failure(failure)
+    missing = {f"{model}, {case}" for model in args.models for case in args.cases} - {
+        *data["gates"]
+    }
+    passed = all(gate["passed"] for gate in data["gates"].values())
+    return 0 if passed and not failures and not missing else 1
 
 
 if __name__ == "__main__":

@@ -51,7 +51,12 @@ STRICT = {"SGLANG_PAT_STRICT": "1"}  # layers that the default backend decodes w
 # Where no other backend gives the measure: float32 sums in another order.
 FLOAT32_LIMIT = 1e-3
 
-COMMON = {"skip_tokenizer_init": True, "enable_fp32_lm_head": True, "context_length": 8192}
+COMMON = {
+    "skip_tokenizer_init": True,
+    "enable_fp32_lm_head": True,
+    "context_length": 8192,
+    "max_running_requests": REQUESTS,  # and no CUDA graphs of larger batches
+}
 
 
 class Setup(NamedTuple):

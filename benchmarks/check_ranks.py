@@ -1,6 +1,6 @@
 """Several ranks: the same tokens from them as from one, and plans as they should be.
 
-    python benchmarks/check_ranks.py --layout tp|pp|dp [--ranks 2] [--json FILE]
+    python benchmarks/check_ranks.py --layout tp pp dp [--ranks 2] [--json FILE]
 
 tp: the ranks have a part of the heads each; SGLANG_PAT_DEBUG=1 makes them compare their plans in
 every step, and fail if one has another. pp: a part of the layers each; batches take turns, and each
@@ -9,7 +9,8 @@ reuses its own plans. dp: the layers' attention is for requests of a rank's own
 
 The requests of check_logits.py, through each backend on one rank and on several. What the sums in
 another order cost is measured on the other backends: pat's logits may move by at most twice that,
-and its tokens may part at a tie only. Without a GPU, tp and pp run on the CPU with a smaller model.
+and its tokens may part at a tie only. The servers of all layouts start at once, with one rank and
+with several. Without a GPU, tp and pp run on the CPU with a smaller model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,48 +116,70 @@ def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[s
     }
 
 
-def arguments_of(layout: str, ranks: int) -> dict[str, Any]:
+def arguments_of(layout: str, ranks: int, *, on_cpu: bool) -> dict[str, Any]:
     """Of sglang.Engine."""
+    # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
+    more: dict[str, Any] = {} if on_cpu else {"disable_custom_all_reduce": True}
     if layout == "pp":
-        return {"pp_size": ranks}
-    more = {"dp_size": ranks, "enable_dp_attention": True} if layout == "dp" else {}
+        return {"pp_size": ranks, **more}
+    if layout == "dp":
+        more |= {"dp_size": ranks, "enable_dp_attention": True}
     return {"tp_size": ranks, **more}
 
 
-def run_all(
-    setup: Setup, backends: list[str], layout: str, ranks: int, folder: Path
-) -> tuple[dict[str, tuple[Run, Run]], Plans]:
-    """What `judge` judges."""
-    write = write_qwen3 if layout == "dp" else type(setup.model).write
-    model = write(setup.model, folder / "model")
+def starts_of(
+    setup: Setup, backends: Sequence[str], layouts: Sequence[str], ranks: int
+) -> dict[str, Start]:
+    """Every backend on one rank, and in every layout: `pat-one`, `pat-tp`."""
     on_cpu = setup.arguments.get("device") == "cpu"
     starts = {}
-    for name in backends:
-        for size in (1, ranks):
-            environment = {
-                "SGLANG_PAT_DEBUG": "1",
-                # SGLang would take the other servers on a GPU for a fault.
-                "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-                **STRICT,
-            }
-            if on_cpu and size > 1:
-                sizes = {"pp_size": size} if layout == "pp" else {"tp_size": size}
+    for layout in ("one", *layouts):
+        environment = {
+            "SGLANG_PAT_DEBUG": "1",
+            # SGLang would take the other servers on a GPU for a fault.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            **STRICT,
+        }
+        arguments = COMMON | setup.arguments
+        if layout != "one":
+            arguments |= arguments_of(layout, ranks, on_cpu=on_cpu)
+            if on_cpu:
+                sizes = {
+                    name: arguments[name] for name in ("tp_size", "pp_size") & arguments.keys()
+                }
                 environment |= environment_of_ranks(**sizes)
-            arguments = COMMON | setup.arguments | (arguments_of(layout, size) if size > 1 else {})
-            starts[f"{name}-{size}"] = Start(contender(name), arguments, environment)
+        starts |= {
+            f"{name}-{layout}": Start(contender(name), arguments, environment) for name in backends
+        }
+    return starts
+
+
+def run_all(
+    setup: Setup, backends: Sequence[str], layouts: Sequence[str], ranks: int, folder: Path
+) -> dict[str, tuple[dict[str, tuple[Run, Run]], Plans]]:
+    """What `judge` judges, by layout."""
+    write = write_qwen3 if "dp" in layouts else type(setup.model).write
+    model = write(setup.model, folder / "model")
+    starts = starts_of(setup, backends, layouts, ranks)
     console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
-    with running_servers(starts, model, folder) as servers:
-        answers = {name: answer_all(server, setup) for name, server in servers.items()}
-        plans = Plans.of(servers[f"pat-{ranks}"].stats())
-    runs = {name: (answers[f"{name}-1"], answers[f"{name}-{ranks}"]) for name in backends}
-    return runs, plans
+    with running_servers(starts, model, folder) as servers, ThreadPoolExecutor() as pool:
+        asked = {name: pool.submit(answer_all, server, setup) for name, server in servers.items()}
+        answers = {name: answer.result() for name, answer in asked.items()}
+        plans = {layout: Plans.of(servers[f"pat-{layout}"].stats()) for layout in layouts}
+    return {
+        layout: (
+            {name: (answers[f"{name}-one"], answers[f"{name}-{layout}"]) for name in backends},
+            plans[layout],
+        )
+        for layout in layouts
+    }
 
 
 def main() -> int:
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
     backends = ["pat", "fa3"] if setup is ON_GPU else setup.backends
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layout", required=True, choices=LAYOUTS)
+    parser.add_argument("--layout", required=True, nargs="+", choices=LAYOUTS)
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
     parser.add_argument("--backends", nargs="+", default=backends, metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
@@ -164,15 +188,20 @@ def main() -> int:
         parser.error(f"--ranks must be 2 or more, and --backends name pat and another; got {args}")
     if setup is ON_GPU and torch.cuda.device_count() < args.ranks:
         parser.error(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
-    if setup is ON_CPU and args.layout == "dp":
+    if setup is ON_CPU and "dp" in args.layout:
         parser.error(
             "--layout dp needs GPUs: on a CPU SGLang's torch_native cannot pad a batch "
             "(tests/engine/test_tensor_parallel.py adds what it lacks)"
         )
     with tempfile.TemporaryDirectory(prefix="check-ranks-") as folder:
         found = run_all(setup, args.backends, args.layout, args.ranks, Path(folder))
-    verdict = judge(*found, args.layout)
-    return report(verdict, args.json)
+    verdicts = {layout: judge(*runs, layout) for layout, runs in found.items()}
+    failures = [
+        f"{layout}: {failure}"
+        for layout, verdict in verdicts.items()
+        for failure in verdict.pop("failures")
+    ]
+    return report({**verdicts, "failures": failures}, args.json)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ adds any to what the other backends need.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.cases import cases_of
+from serving.kernel_times import GRAPH_LAUNCHES, trace
 from serving.models import MODELS, ModelShape
 from serving.tables import console, show_failure
 
@@ -44,7 +43,6 @@ _WAITING = (
     "cuCtxSynchronize",
     "cuEventSynchronize",
 )
-_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
 def per_step(events: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -53,7 +51,7 @@ def per_step(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     steps = 0
     for event in events:
         name, category = str(event.get("name", "")), event.get("cat")
-        if name in _GRAPH_LAUNCHES:
+        if name in GRAPH_LAUNCHES:
             steps += 1
         elif name in _WAITING or (category == "gpu_memcpy" and "Pageable" in name):
             counts[name] += 1
@@ -62,41 +60,12 @@ def per_step(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {"steps": float(steps)} | {name: counts[name] / steps for name in sorted(counts)}
 
 
-def profile(server: Server, case: Case, vocab_size: int, folder: Path) -> Path:
+def profile(server: Server, case: Case, vocab_size: int, folder: Path) -> list[dict[str, Any]]:
     """The trace of STEPS decode steps of `case`. TimeoutError if SGLang writes none."""
     prompts = case.prompts(vocab_size)
     server.generate(prompts[:1], sampling_of(1))
     server.generate(prompts, sampling_of(4))
-    server.start_profile(
-        output_dir=str(folder),
-        num_steps=STEPS,
-        activities=["GPU"],  # has the calls of CUDA too; with "CPU", kineto crashes
-        profile_by_stage=True,
-        with_stack=False,
-        record_shapes=False,
-    )
-    server.generate(prompts, sampling_of(2 * STEPS))
-    deadline = time.monotonic() + TRACE_SECONDS
-    while time.monotonic() < deadline:
-        traces = list(folder.glob("*DECODE*.trace.json.gz"))
-        if traces and _is_whole(traces[0]):
-            return traces[0]
-        time.sleep(1)
-    raise TimeoutError(f"no profile of decode steps in {folder} after {TRACE_SECONDS} s")
-
-
-def _is_whole(trace: Path) -> bool:
-    try:
-        events_of(trace)
-    except (EOFError, json.JSONDecodeError):
-        return False
-    return True
-
-
-def events_of(trace: Path) -> list[dict[str, Any]]:
-    with gzip.open(trace, "rt") as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
+    return trace(server, prompts, folder, steps=STEPS, seconds=TRACE_SECONDS)
 
 
 def added(found: dict[str, dict[str, float]]) -> list[str]:
@@ -116,8 +85,7 @@ def profile_backend(model: ModelShape, backend: str) -> dict[str, float]:
         console.print(f"{model.name}: starting the server with {backend}")
         path = model.write(folder)
         with running_server(contender(backend), path, folder, **model.arguments) as server:
-            trace = profile(server, cases_of(model)[0], model.vocab_size, folder)
-            return per_step(events_of(trace))
+            return per_step(profile(server, cases_of(model)[0], model.vocab_size, folder))
 
 
 def main() -> int:

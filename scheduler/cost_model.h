@@ -57,8 +57,8 @@ struct SplitCosts {
 };
 
 struct CostModel {
-  PackingCosts packing;
-  SplitCosts split;
+  PackingCosts packing = {};
+  SplitCosts split = {};
 
   bool operator==(const CostModel&) const = default;
 

@@ -101,34 +101,29 @@ KvSplitter::Position KvSplitter::begin_of(const Tile& tile) const {
           .again = 0};
 }
 
-KvSplitter::Cut KvSplitter::rest(const Tile& tile, const Position& at) const {
-  Position end = at;
-  end.segment = tile.segment_end;
-  end.offset = 0;
-  end.dealt = tile.num_tokens;
-  return {.next = end,
-          .cost = cost(tile.num_requests - at.first, tile.num_tokens - at.dealt + at.again),
-          .last = tile.num_requests,
-          .both_requests = 0,
-          .is_end = true};
+void KvSplitter::take_rest(const Tile& tile, const Position& at, Cut& cut) const {
+  cut.next.segment = tile.segment_end;
+  cut.next.offset = 0;
+  cut.next.dealt = tile.num_tokens;
+  cut.cost = cost(tile.num_requests - at.first, tile.num_tokens - at.dealt + at.again);
+  cut.last = tile.num_requests;
+  cut.both_requests = 0;
+  cut.is_end = true;
 }
 
-KvSplitter::Cut KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position& at,
-                                   int32_t segment, int32_t offset, int64_t taken) const {
+void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position& at,
+                        int32_t segment, int32_t offset, int64_t taken, Cut& cut) const {
   const std::vector<Segment>& segments = packing.segments;
   const int32_t first = std::max(segments[segment].first, at.first);
   const int32_t both_requests = tile.num_requests - first;
-  Cut cut{.next = {.segment = segment,
-                   .offset = offset,
-                   .first = first,
-                   .base = segment,
-                   .base_offset = offset,
-                   .dealt = at.dealt + taken - at.again,
-                   .again = 0},
-          .cost = 0,
-          .last = tile.num_requests,
-          .both_requests = both_requests,
-          .is_end = false};
+  cut.next.segment = cut.next.base = segment;
+  cut.next.offset = cut.next.base_offset = offset;
+  cut.next.first = first;
+  cut.next.dealt = at.dealt + taken - at.again;
+  cut.next.again = 0;
+  cut.last = tile.num_requests;
+  cut.both_requests = both_requests;
+  cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
     // Between two requests: the next piece may read what they share again.
     int64_t again = 0;
@@ -148,7 +143,6 @@ KvSplitter::Cut KvSplitter::cut_at(const Packing& packing, const Tile& tile, con
     }
   }
   cut.cost = cost(cut.last - at.first, taken);
-  return cut;
 }
 
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
@@ -169,14 +163,14 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
         border = s;
         border_taken = taken;
       } else {  // only if forced: nothing that fits was found before
-        cut = cut_at(packing, tile, at, s, 0, taken);
+        cut_at(packing, tile, at, s, 0, taken, cut);
         return true;
       }
     }
     if (taken + length > fit) {
       if (border >= 0 &&
           fit - border_taken <= std::max<int64_t>(kCutGranularity, fit / kEmptyPart)) {
-        cut = cut_at(packing, tile, at, border, 0, border_taken);
+        cut_at(packing, tile, at, border, 0, border_taken, cut);
         return true;
       }
       const int64_t most = (length - shortest) / kCutGranularity * kCutGranularity;
@@ -184,18 +178,18 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
           std::min(std::max<int64_t>(fit - taken, 0) / kCutGranularity * kCutGranularity, most);
       if (inside < shortest && forced && border < 0 && most >= shortest) inside = shortest;
       if (inside >= shortest) {
-        cut = cut_at(packing, tile, at, s, begin + static_cast<int32_t>(inside), taken + inside);
+        cut_at(packing, tile, at, s, begin + static_cast<int32_t>(inside), taken + inside, cut);
         return true;
       }
       if (border >= 0) {
-        cut = cut_at(packing, tile, at, border, 0, border_taken);
+        cut_at(packing, tile, at, border, 0, border_taken, cut);
         return true;
       }
       if (!forced) return false;
     }
     taken += length;
   }
-  cut = rest(tile, at);
+  take_rest(tile, at, cut);
   return true;
 }
 
@@ -257,25 +251,63 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
                         .cost = cost(num_requests, num_tokens)});
 }
 
+// Each request of a pack is in one of its segments.
+void KvSplitter::add_whole(const Packing& packing, const Tile& tile, Split& out) {
+  out.pieces.push_back({.tile = tile.tile,
+                        .request_begin = static_cast<int32_t>(out.requests.size()),
+                        .num_requests = tile.num_requests,
+                        .segment_begin = static_cast<int32_t>(out.segments.size()),
+                        .num_segments = tile.segment_end - tile.segment_begin,
+                        .num_tokens = tile.num_tokens,
+                        .cost = tile.whole});
+  const auto requests = packing.requests.begin() + tile.request_begin;
+  out.requests.insert(out.requests.end(), requests, requests + tile.num_requests);
+  for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
+    Segment& segment = out.segments.emplace_back(packing.segments[s]);
+    segment.end = std::min(segment.end, tile.num_requests);  // the pack may be several tiles
+  }
+}
+
+void KvSplitter::add_pieces(const Packing& packing, const Choice& choice, Split& out) {
+  for (const Taken& taken : choice.taken) {
+    const auto index = static_cast<int32_t>(out.pieces.size());
+    Ticket& ticket = out.tickets[taken.ticket];
+    if (ticket.piece_end == 0) ticket.piece_begin = index;
+    ticket.piece_end = index + 1;
+    const Tile& tile = list_[taken.tile];
+    if (taken.part < 0) {
+      add_whole(packing, tile, out);
+    } else {
+      const Part& part = choice.parts[taken.part];
+      add_piece(packing, tile, part.begin, part.cut, out);
+    }
+  }
+}
+
 // --- little work ---
 
-template <typename PieceFn>
-KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, PieceFn&& piece) const {
-  Dealt dealt{.tokens = 0, .uncut = 0, .fits = false};
+KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, Choice& choice) const {
+  choice.clear();
+  Dealt dealt{.tokens = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
   int64_t room = budget;
-  for (const Tile& tile : list_) {
-    if (tile.whole <= room) {  // most tiles: this loop runs once per step of the bisection
-      piece(tile, ticket);
+  for (size_t i = 0; i < list_.size(); ++i) {
+    const Tile& tile = list_[i];
+    if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
+      choice.take(i, ticket);
       room -= tile.whole;
       dealt.tokens += tile.num_tokens;
       continue;
     }
-    for (Position at = begin_of(tile);;) {
-      Cut cut = rest(tile, at);
+    Part part;
+    part.begin = begin_of(tile);
+    for (;;) {
+      const Position& at = part.begin;
+      Cut& cut = part.cut;
+      take_rest(tile, at, cut);
       const bool fits = cut.cost <= room || find_cut(packing, tile, at, room, room == budget, cut);
       if (fits) {
-        piece(tile, at, cut, ticket);
+        choice.take(i, ticket, part);
         room -= cut.cost;
         if (room < 0) {
           dealt.uncut = cut.cost;
@@ -283,72 +315,65 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, Piece
         }
         dealt.tokens += cut.next.dealt - at.dealt;
         if (cut.is_end) break;
-        at = cut.next;  // and on with the next ticket: one cut for each at most
+        part.begin = cut.next;  // and on with the next ticket: one cut for each at most
       }
+      dealt.largest = std::max(dealt.largest, budget - room);
       if (++ticket == config_.num_workers) return dealt;
       room = budget;
     }
   }
+  dealt.largest = std::max(dealt.largest, budget - room);
   dealt.fits = true;
+  choice.num_tickets = ticket + 1;
   return dealt;
 }
 
-int64_t KvSplitter::smallest_budget(const Packing& packing, int64_t total) const {
-  struct Count {
-    void operator()(const Tile&, int32_t) const {}
-    void operator()(const Tile&, const Position&, const Cut&, int32_t) const {}
-  };
+void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
+  const int64_t workers = config_.num_workers;
   int64_t num_tokens = 0;
-  for (const Tile& tile : list_) num_tokens += tile.num_tokens;
-  const auto deal_out = [&](int64_t budget) { return deal(packing, budget, Count{}); };
-  int64_t low = (total + config_.num_workers - 1) / config_.num_workers;
-  Dealt dealt = deal_out(low);
-  if (dealt.fits) return low;
-  constexpr int64_t kStep = kCostUnit * int64_t{kCutGranularity} / 4;
-  int64_t high = low;
-  do {
-    low = high;
-    // What no cut can shorten; or with so much more, what was not dealt out would have been, too.
-    const double missing = static_cast<double>(num_tokens) / static_cast<double>(dealt.tokens);
-    const int64_t needed =
-        dealt.uncut > 0 ? dealt.uncut : static_cast<int64_t>(static_cast<double>(low) * missing);
-    high = std::max(low + std::max(kStep, low / 64), needed);
-    dealt = deal_out(high);
-  } while (!dealt.fits);
-  while (high - low > kStep && high - low > low / 64) {
-    const int64_t middle = low + (high - low) / 2;
-    (deal_out(middle).fits ? high : low) = middle;
+  int64_t low = (total + workers - 1) / workers;
+  for (const Tile& tile : list_) {
+    num_tokens += tile.num_tokens;
+    const int64_t shortest = config_.min_piece_tokens;
+    const bool is_cut = tile.num_tokens >= 2 * shortest;
+    low = std::max(low, is_cut ? cost(tile.num_requests, shortest) : tile.whole);
   }
-  return high;
-}
-
-void KvSplitter::split_evenly(const Packing& packing, int64_t total, Split& out) {
-  struct Add {
-    void operator()(const Tile& tile, const Position& at, const Cut& cut, int32_t ticket) {
-      const auto index = static_cast<int32_t>(out.pieces.size());
-      if (static_cast<size_t>(ticket) == out.tickets.size()) out.tickets.push_back({index, index});
-      out.tickets.back().piece_end = index + 1;
-      self.add_piece(packing, tile, at, cut, out);
-    }
-    void operator()(const Tile& tile, int32_t ticket) {
-      const Position begin = self.begin_of(tile);
-      (*this)(tile, begin, self.rest(tile, begin), ticket);
-    }
-    KvSplitter& self;
-    const Packing& packing;
-    Split& out;
+  const auto step = [](int64_t budget) {
+    return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / 64);
   };
-  deal(packing, smallest_budget(packing, total), Add{*this, packing, out});
+  int64_t budget = low;
+  Dealt dealt = deal(packing, budget, choice_);
+  while (!dealt.fits) {
+    low = budget;
+    // What no cut can shorten; or as much more for each ticket as takes what was not dealt out.
+    const int64_t missing = (num_tokens - dealt.tokens) * (total / num_tokens) / workers;
+    budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
+    dealt = deal(packing, budget, choice_);
+  }
+  int64_t high = dealt.largest;  // what that budget comes to
+  while (high - low > step(low)) {
+    const int64_t middle = low + (high - low) / 2;
+    dealt = deal(packing, middle, trial_);
+    if (dealt.fits) {
+      std::swap(choice_, trial_);
+      high = dealt.largest;
+    } else {
+      if (dealt.uncut >= high) break;
+      low = middle;
+    }
+  }
 }
 
 // --- much work ---
 
-Ticket KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t budget, Split& out) {
-  const auto begin = static_cast<int32_t>(out.pieces.size());
-  for (int64_t room = budget; !stream.is_empty();) {
+int64_t KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t budget,
+                                int32_t ticket, Choice& choice) {
+  int64_t room = budget;
+  while (!stream.is_empty()) {
     const Tile& tile = list_[stream.tile];
-    const Position& at = stream.position;
-    Cut cut = rest(tile, at);
+    const Position& at = stream.part.begin;
+    Cut& cut = stream.part.cut;
+    take_rest(tile, at, cut);
     if (cut.cost > room) {
       if (room < budget) break;  // not the first piece: the next ticket has more room
       if (cut.cost > budget + budget / 2) {
@@ -360,32 +385,38 @@ Ticket KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t b
         find_cut(packing, tile, at, std::max(budget, cost(num_requests, shortest)), true, cut);
       }
     }
-    add_piece(packing, tile, at, cut, out);
+    if (cut.is_end && at.dealt == 0) {
+      choice.take(stream.tile, ticket);
+    } else {
+      choice.take(stream.tile, ticket, stream.part);
+    }
     room -= cut.cost;
-    stream.done += cut.cost;
     stream.cuts += !cut.is_end;
     stream.cut_requests += cut.both_requests;
-    if (cut.is_end) {
-      if (++stream.tile < stream.end) stream.position = begin_of(list_[stream.tile]);
-    } else {
-      stream.position = cut.next;
+    if (!cut.is_end) {
+      stream.part.begin = cut.next;
       break;
     }
+    if (++stream.tile < stream.end) stream.part.begin = begin_of(list_[stream.tile]);
   }
-  return {begin, static_cast<int32_t>(out.pieces.size())};
+  stream.done += budget - room;
+  return budget - room;
 }
 
-bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out) {
-  private_.clear();
-  private_tickets_.clear();
+bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
+  choice_.clear();
+  alone_.clear();
+  ticket_costs_.clear();
   const auto stream_of = [&](size_t begin, size_t end) {
-    return Stream{.tile = begin,
+    Stream stream{.tile = begin,
                   .end = end,
-                  .position = begin < end ? begin_of(list_[begin]) : Position{},
+                  .part = {},
                   .total = total_cost(begin, end),
                   .done = 0,
                   .cuts = 0,
                   .cut_requests = 0};
+    if (begin < end) stream.part.begin = begin_of(list_[begin]);
+    return stream;
   };
   Stream shared = stream_of(0, num_shared_tiles_);
   Stream alone = stream_of(num_shared_tiles_, list_.size());
@@ -398,29 +429,16 @@ bool KvSplitter::split_guided(const Packing& packing, int64_t total, Split& out)
     const bool is_shared =
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
-    if (!is_shared) private_tickets_.push_back(static_cast<int32_t>(out.tickets.size()));
-    out.tickets.push_back(is_shared ? take_ticket(packing, shared, budget, out)
-                                    : take_ticket(packing, alone, budget, private_));
+    const auto ticket = static_cast<int32_t>(ticket_costs_.size());
+    ticket_costs_.push_back(is_shared ? take_ticket(packing, shared, budget, ticket, choice_)
+                                      : take_ticket(packing, alone, budget, ticket, alone_));
     if (shared.cuts + alone.cuts > most_cuts ||
         shared.cut_requests + alone.cut_requests > most_cut_requests) {
       return false;
     }
   }
-  const auto num_pieces = static_cast<int32_t>(out.pieces.size());
-  const auto num_requests = static_cast<int32_t>(out.requests.size());
-  const auto num_segments = static_cast<int32_t>(out.segments.size());
-  for (const int32_t ticket : private_tickets_) {
-    out.tickets[ticket].piece_begin += num_pieces;
-    out.tickets[ticket].piece_end += num_pieces;
-  }
-  for (Piece& piece : private_.pieces) {
-    piece.request_begin += num_requests;
-    piece.segment_begin += num_segments;
-    out.pieces.push_back(piece);
-  }
-  out.requests.insert(out.requests.end(), private_.requests.begin(), private_.requests.end());
-  out.segments.insert(out.segments.end(), private_.segments.begin(), private_.segments.end());
-  return true;
+  choice_.num_tickets = static_cast<int32_t>(ticket_costs_.size());
+  return tail_of(ticket_costs_) <= kWorstGuidedTail;
 }
 
 void KvSplitter::split(const Packing& packing, Split& out) {
@@ -428,30 +446,38 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
-  if (total > kCostUnit * kOneTicketEach * config_.num_workers) {
-    if (split_guided(packing, total, out) && tail(out) <= kWorstGuidedTail) return;
-    out.clear();
-  }
-  split_evenly(packing, total, out);
+  const bool is_guided =
+      total > kCostUnit * kOneTicketEach * config_.num_workers && choose_guided(packing, total);
+  if (!is_guided) choose_evenly(packing, total);
+  out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
+  add_pieces(packing, choice_, out);
+  if (is_guided) add_pieces(packing, alone_, out);
 }
 
 double KvSplitter::tail(const Split& split) const {
+  std::vector<int64_t> costs;
+  for (const Ticket& ticket : split.tickets) {
+    int64_t& cost = costs.emplace_back(0);
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) cost += split.pieces[p].cost;
+  }
+  return tail_of(costs);
+}
+
+double KvSplitter::tail_of(std::span<const int64_t> ticket_costs) const {
   // Ascending: the next ticket goes to the worker that is done first.
   std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> loads(
       {}, std::vector<int64_t>(config_.num_workers, 0));
   int64_t total = 0;
   int64_t slowest = 0;
-  for (const Ticket& ticket : split.tickets) {
-    int64_t load = loads.top();
+  for (const int64_t cost : ticket_costs) {
+    const int64_t load = loads.top() + cost;
     loads.pop();
-    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      load += split.pieces[p].cost;
-      total += split.pieces[p].cost;
-    }
-    slowest = std::max(slowest, load);
     loads.push(load);
+    total += cost;
+    slowest = std::max(slowest, load);
   }
-  return total == 0 ? 1.0 : static_cast<double>(slowest) * config_.num_workers / total;
+  if (total == 0) return 1;
+  return static_cast<double>(slowest) * config_.num_workers / static_cast<double>(total);
 }
 
 }  // namespace pat

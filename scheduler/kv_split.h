@@ -115,17 +115,45 @@ class KvSplitter {
     int32_t both_requests;  // requests that the cut concerns
     bool is_end;            // there is nothing behind it
   };
+  struct Part {  // of a tile
+    Position begin;
+    Cut cut;
+  };
+  struct Taken {
+    int32_t tile;  // into list_
+    int32_t ticket;
+    int32_t part;  // into Choice::parts; -1: the whole tile
+  };
+  // Which parts of the tiles belong to which ticket: a split that has not been written down.
+  struct Choice {
+    std::vector<Taken> taken;
+    std::vector<Part> parts;
+    int32_t num_tickets = 0;
+
+    void clear() {
+      taken.clear();
+      parts.clear();
+    }
+    void take(size_t tile, int32_t ticket) {
+      taken.push_back({static_cast<int32_t>(tile), ticket, -1});
+    }
+    void take(size_t tile, int32_t ticket, const Part& part) {
+      taken.push_back({static_cast<int32_t>(tile), ticket, static_cast<int32_t>(parts.size())});
+      parts.push_back(part);
+    }
+  };
   struct Dealt {
     int64_t tokens;  // so far; what is read again not counted
     int64_t
         uncut;  // cost of a piece that exceeds the budget, and that no cut can shorten; 0 without
-    bool fits;  // all tiles are dealt out
+    int64_t largest;  // cost of the largest ticket
+    bool fits;        // all tiles are dealt out
   };
   // Part of the list of tiles, and how far its pieces have been dealt out.
   struct Stream {
     size_t tile;
     size_t end;
-    Position position;
+    Part part;      // the next one; the cut is not found yet
     int64_t total;  // cost
     int64_t done;
     int64_t cuts;
@@ -143,27 +171,33 @@ class KvSplitter {
   }
 
   Position begin_of(const Tile& tile) const;
-  Cut rest(const Tile& tile, const Position& at) const;
+  // Cuts are written in place: they are made a few hundred times for a plan.
+  void take_rest(const Tile& tile, const Position& at, Cut& cut) const;
   // The best cut with which the piece from `at` on costs `room` at most. False if there is none. If `forced`, the cut
   // may then be behind that, and there is always one.
   bool find_cut(const Packing& packing, const Tile& tile, const Position& at, int64_t room,
                 bool forced, Cut& cut) const;
-  Cut cut_at(const Packing& packing, const Tile& tile, const Position& at, int32_t segment,
-             int32_t offset, int64_t taken) const;
+  void cut_at(const Packing& packing, const Tile& tile, const Position& at, int32_t segment,
+              int32_t offset, int64_t taken, Cut& cut) const;
   void add_piece(const Packing& packing, const Tile& tile, const Position& at, const Cut& cut,
                  Split& out);
 
-  void split_evenly(const Packing& packing, int64_t total, Split& out);
-  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
-  // Calls piece(tile, position, cut, ticket), or piece(tile, ticket) for a whole tile; tickets ascend.
-  template <typename PieceFn>
-  Dealt deal(const Packing& packing, int64_t budget, PieceFn&& piece) const;
-  int64_t smallest_budget(const Packing& packing, int64_t total) const;
+  void add_whole(const Packing& packing, const Tile& tile, Split& out);
+  void add_pieces(const Packing& packing, const Choice& choice, Split& out);
 
-  // False, with `out` in no particular state, if that takes more cuts than an even split might: a few tiles of many
-  // requests with very long KV. So the partials of a batch have a bound.
-  bool split_guided(const Packing& packing, int64_t total, Split& out);
-  Ticket take_ticket(const Packing& packing, Stream& stream, int64_t budget, Split& out);
+  // Both fill choice_.
+  void choose_evenly(const Packing& packing, int64_t total);
+  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
+  Dealt deal(const Packing& packing, int64_t budget, Choice& choice) const;
+
+  // The private packs are in alone_. False, with no particular choice, if workers would end too far apart, or that takes
+  // more cuts than an even split might: a few tiles of many requests with very long KV. So the partials of a batch have
+  // a bound.
+  bool choose_guided(const Packing& packing, int64_t total);
+  // Returns the ticket's cost.
+  int64_t take_ticket(const Packing& packing, Stream& stream, int64_t budget, int32_t ticket,
+                      Choice& choice);
+  double tail_of(std::span<const int64_t> ticket_costs) const;
 
   SplitConfig config_;
   CostModel cost_;
@@ -171,9 +205,11 @@ class KvSplitter {
   std::vector<ItemCost> item_costs_;  // by the number of requests
   std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
-  Split private_;                         // pieces of the private packs
-  std::vector<int32_t> private_tickets_;  // indices into Split::tickets
-  std::vector<int32_t> place_;            // per request of a tile: its place in the piece
+  Choice choice_;
+  Choice alone_;  // guided: of the private packs
+  Choice trial_;
+  std::vector<int64_t> ticket_costs_;
+  std::vector<int32_t> place_;  // per request of a tile: its place in the piece
 };
 
 }  // namespace pat

@@ -53,7 +53,7 @@ struct PlanSummary {
   int32_t partials = 0;
   int32_t partials_before_split = 0;  // as if no tile had been cut
   double tail = 1.0;                  // cost of the slowest worker over the mean of all workers
-  std::vector<int32_t> requests_per_pack;             // packs by floor(log2(requests))
+  std::vector<int32_t> requests_per_pack = {};        // packs by floor(log2(requests))
   std::array<int32_t, kNumTiles> tiles_by_body = {};  // in the order of the tile table
 };
 

@@ -10,17 +10,17 @@ namespace pat {
 
 // Root-to-leaf paths, flattened: path i holds nodes [path_begin[i], path_begin[i + 1]).
 struct PathsView {
-  std::span<const int32_t> path_begin;  // [num_paths + 1]
-  std::span<const int64_t> node_id;     // [num_path_nodes]
-  std::span<const int32_t> kv_begin;    // [num_path_nodes], positions
-  std::span<const int32_t> kv_end;      // [num_path_nodes], exclusive
+  std::span<const int32_t> path_begin = {};  // [num_paths + 1]
+  std::span<const int64_t> node_id = {};     // [num_path_nodes]
+  std::span<const int32_t> kv_begin = {};    // [num_path_nodes], positions
+  std::span<const int32_t> kv_end = {};      // [num_path_nodes], exclusive
 };
 
 // Paths as they were read from a tree that grows.
 struct TreePaths {
-  PathsView paths;
+  PathsView paths = {};
   // [num_path_nodes]: whether the tree has children of the node beside the next one on the path.
-  std::span<const char> branches;
+  std::span<const char> branches = {};
 };
 
 // Requests whose kept paths a tree may have outgrown.

@@ -53,7 +53,8 @@ class ModelShape:
         if self.name == TINY:
             TinyModel().write(folder)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
-        write_tokenizer(folder, self.vocab_size, self.config["eos_token_id"])
+        if not self.arguments.get("skip_tokenizer_init"):
+            write_tokenizer(folder, self.vocab_size, self.config["eos_token_id"])
         return folder
 
 

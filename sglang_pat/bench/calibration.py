@@ -2,24 +2,26 @@
 
 Each of a designed set of plans is timed as a graph of several layers. A layer's time is taken to be
 a sum: a constant, and so much for each KV token from memory, each that is read again, each partial
-row, each work item and each query row of an item. The sum is fitted by non-negative least squares
-on the relative error. The bodies of the kernel are timed apart: by prefixes with exactly as many
-query rows as a body has.
+row, each work item and each query row of an item. A short item takes as long as one of `shortest`
+tokens. The sum is fitted by non-negative least squares on the relative error, for each of some
+values of `shortest`; the best one stays. The bodies of the kernel are timed apart: by prefixes with
+exactly as many query rows as a body has.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_pat._scheduler import TILE_TABLE
+from sglang_pat._scheduler import OPEN_END, TILE_TABLE
 from sglang_pat.attention import PackAttention
-from sglang_pat.batch import DecodeBatch, PathNode, PrefixPaths
+from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 from sglang_pat.bench import timing
 from sglang_pat.bench.token_table import token_table
 from sglang_pat.executors.calibration import Calibration, Machine
@@ -33,7 +35,7 @@ ROUNDS = 9
 POOL_BYTES = 8 << 30  # at most
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_SIZE = NUM_QO_HEADS // NUM_KV_HEADS
-POLICIES = ("per-node", "query-centric")
+SHORTEST = (0, 16, 32, 48, 64, 80, 96)  # tokens
 
 
 class CalibrationError(RuntimeError):
@@ -63,6 +65,17 @@ class Features(NamedTuple):
             float(header.num_work_items * NUM_KV_HEADS),
             float(header.num_item_requests * NUM_QO_HEADS),
         )
+
+
+def missing_tokens(plan: DecodePlan, seq_lens: IntArray) -> list[float]:
+    """For each of `SHORTEST`: what all work items lack together of so many tokens each, counted
+    over all KV heads."""
+    kv_request, begin, end, _ = plan.kv_segments.T
+    end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
+    ends = np.concatenate([[0], np.cumsum(end - begin)])
+    first, count = plan.work_items[:, 3], plan.work_items[:, 4]
+    tokens = ends[first + count] - ends[first]
+    return [float(np.maximum(0, least - tokens).sum() * NUM_KV_HEADS) for least in SHORTEST]
 
 
 class Design(NamedTuple):
@@ -114,8 +127,8 @@ def designs() -> list[Design]:
         Design(256, 512, 16, 0),
     ]
     cut = [Design(1, 65536, sharers, 0) for sharers in (4, 8, 16)]  # many partials of many rows
-    shared = [
-        Design(*shape, policy)
+    shared = [  # a pack per node, so with partials
+        Design(*shape, "per-node")
         for shape in (
             (64, 256, 4, 64),
             (128, 512, 4, 128),
@@ -126,9 +139,27 @@ def designs() -> list[Design]:
             (256, 128, 4, 32),
             (128, 64, 16, 16),
         )
-        for policy in POLICIES
     ]
-    return [*unshared, *one_item_each, *cut, *shared, *(_for_body(rows) for rows in bodies())]
+    # By several tiles at the same time, as plans do it: then it comes out of the L2.
+    read_again = [
+        Design(*shape)
+        for shape in (
+            (1, 8192, 64, 16),
+            (4, 2048, 64, 64),
+            (8, 1024, 128, 32),
+            (32, 512, 64, 32),
+            (2, 4096, 128, 64),
+            (1, 2048, 1024, 32),
+        )
+    ]
+    return [
+        *unshared,
+        *one_item_each,
+        *cut,
+        *shared,
+        *read_again,
+        *(_for_body(rows) for rows in bodies()),
+    ]
 
 
 def bodies() -> list[int]:
@@ -142,10 +173,11 @@ def _for_body(rows: int) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A layer of a design took so many microseconds."""
+    """A layer of a design took so many microseconds. missing: of `missing_tokens`."""
 
     design: Design
     features: Features
+    missing: list[float]
     us: float
 
 
@@ -194,7 +226,7 @@ class _Timer:
         out = torch.empty_like(q)
         rows = torch.arange(len(lens), device="cuda")
         plan = attention.plan(batch, req_to_token=table, req_pool_indices=rows, seq_lens=lens)
-        features = Features.of(plan)
+        features, missing = Features.of(plan), missing_tokens(plan, batch.seq_lens)
         layers = list(self._layers(num_slots))
 
         def step() -> None:
@@ -203,7 +235,7 @@ class _Timer:
 
         graph = timing.capture(step)
         us = timing.interleaved_us({"pat": graph.replay}, rounds=ROUNDS)["pat"]
-        return Measurement(design, features, us / len(layers))
+        return Measurement(design, features, missing, us / len(layers))
 
     def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of so many slots each. They overlap if they must, shifted by as much as there is."""
@@ -214,10 +246,12 @@ class _Timer:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """microseconds: of each feature. bodies: a token's cost in the body of so many rows, over that
-    of a token from memory. errors: relative, of each plan that was fitted."""
+    """microseconds: of each feature. shortest: tokens of a short item. bodies: a token's cost in
+    the body of so many rows, over that of a token from memory. errors: relative, of each plan that
+    was fitted."""
 
     microseconds: Features
+    shortest: int
     bodies: dict[int, float]
     errors: FloatArray
 
@@ -230,14 +264,15 @@ class Fit:
         return float(np.abs(self.errors).max())
 
     def costs(self) -> dict[str, float]:
-        """Arguments of CostModel: in tokens from memory. Latencies of a CTA (`item`, `shortest`)
-        do not show in throughput and stay what they are."""
+        """Arguments of CostModel: in tokens from memory."""
         us = self.microseconds
         costs = {
             "reread_token": us.reread / us.token,
             "partial_row": us.partial_row / us.token,
             "packed_item": us.item / us.token,
+            "item": us.item / us.token,
             "query_row": us.query_row / us.token,
+            "shortest": self.shortest,
             **{f"token_{rows}": rate for rows, rate in self.bodies.items()},
         }
         return {name: round(value, 3) for name, value in costs.items()}
@@ -246,19 +281,29 @@ class Fit:
 def fit(measurements: Sequence[Measurement]) -> Fit:
     """CalibrationError if the sum does not describe the measurements."""
     summed = [each for each in measurements if not each.design.body]
-    matrix = np.array([each.features for each in summed])
-    us = np.array([each.us for each in summed])
+    found = min((_fit(summed, least) for least in SHORTEST), key=lambda each: each.error)
+    _check(found)
+    for each in measurements:
+        if each.design.body:
+            found.bodies[each.design.body] = _rate(each, found)
+    return found
+
+
+def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
+    matrix = np.array([_counted(each, shortest) for each in measurements])
+    us = np.array([each.us for each in measurements])
     # Columns of one size, rows over their time: the error of each row is relative.
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1
     relative = matrix / scale / us[:, None]
     solution = nnls(relative, np.ones(len(us)))
-    found = Fit(Features(*(solution / scale)), {}, relative @ solution - 1)
-    _check(found)
-    for each in measurements:
-        if each.design.body:
-            found.bodies[each.design.body] = _rate(each, found.microseconds)
-    return found
+    return Fit(Features(*(solution / scale)), shortest, {}, relative @ solution - 1)
+
+
+def _counted(measured: Measurement, shortest: int) -> Features:
+    """The features, with what short items lack as tokens."""
+    missing = measured.missing[SHORTEST.index(shortest)]
+    return measured.features._replace(token=measured.features.token + missing)
 
 
 def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
@@ -290,6 +335,15 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
     return x
 
 
+def samples_json(machine: Machine, measurements: Sequence[Measurement]) -> str:
+    """What was measured, for fits that are made elsewhere."""
+    samples = [
+        asdict(each) | {"design": each.design._asdict(), "features": each.features._asdict()}
+        for each in measurements
+    ]
+    return json.dumps({"machine": asdict(machine), "samples": samples}, indent=1) + "\n"
+
+
 def calibrate(machine: Machine, measurements: Sequence[Measurement]) -> Calibration:
     """The fit as it is kept. CalibrationError if it is bad."""
     found = fit(measurements)
@@ -314,9 +368,9 @@ def _check(found: Fit) -> None:
         raise CalibrationError("the fit gives KV tokens no time: is the GPU used by others?")
 
 
-def _rate(measured: Measurement, microseconds: Features) -> float:
+def _rate(measured: Measurement, found: Fit) -> float:
     """Of a token in a body: what is left of the time, over that of as many tokens from memory."""
-    costs = np.multiply(measured.features, microseconds)
-    tokens = measured.features.token
-    rest = measured.us - costs.sum() + costs[Features._fields.index("token")]
-    return max(1.0, float(rest / (tokens * microseconds.token)))
+    us = found.microseconds
+    tokens = measured.features.token * us.token
+    rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens
+    return max(1.0, rest / tokens)

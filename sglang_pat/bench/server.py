@@ -213,7 +213,8 @@ def running_servers(
     """Servers of one model, by name, until the block ends: all start at the same moment.
 
     They share the device, so each one's `max_total_tokens` must be given: SGLang would size its
-    pool by what the others happen to leave. Raises what `running_server` does.
+    pool by what the others happen to leave. Raises what `running_server` does. Where the process is
+    told to end, it shows how far each server was.
     """
     for name, start in starts.items():
         if "max_total_tokens" not in start.arguments:
@@ -224,5 +225,10 @@ def running_servers(
             options = {**arguments, "environment": environment, "name": name, "wait": False}
             server = running_server(contender, model, folder, **options)
             servers[name] = stack.enter_context(server)
-        wait_for_all({name: server.process for name, server in servers.items()}, START_SECONDS)
-        yield servers
+        try:
+            wait_for_all({name: server.process for name, server in servers.items()}, START_SECONDS)
+            yield servers
+        except SystemExit:  # told to end, by somebody to whom it took too long
+            for name, started in servers.items():
+                print(f"--- the log of {name} ends:\n{started.process.tail()}", file=sys.stderr)
+            raise

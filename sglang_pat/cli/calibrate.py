@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from sglang_pat.cli.gpus import find_gpus
 
@@ -20,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="print every measured plan")
     parser.add_argument(
         "--dry-run", action="store_true", help="measure and print, but do not keep the result"
+    )
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="also write every measured plan, as JSON"
     )
     parser.set_defaults(run=run)
 
@@ -45,11 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
         machine = Machine.of(torch.device("cuda", torch.cuda.current_device()))
         print(f"{machine.gpu}, driver {machine.driver}, kernels {machine.kernels}")
         measured = calibration.measure(print if arguments.verbose else lambda _: None)
+        if arguments.samples is not None:  # before the fit: a bad one is when they are wanted
+            arguments.samples.write_text(calibration.samples_json(machine, measured))
         found = calibration.calibrate(machine, measured)
     except calibration.CalibrationError as error:
         return _fail(1, f"{error} Nothing was changed.")
     except (KernelBuildError, KernelCacheError) as error:
         return _fail(1, str(error))
+    except OSError as error:
+        return _fail(1, f"the samples cannot be written: {error}")
     for name, us in found.microseconds.items():
         print(f"{name:14}{us:12.6f}" + (" of a token" if name.startswith("body") else " us"))
     costs = ", ".join(f"{name} {value:g}" for name, value in found.costs.items())

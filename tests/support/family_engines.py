@@ -218,7 +218,7 @@ def _import_sglang() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    sglang_random_weights.install()
+    sglang_random_weights.register()
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401  # imports the models

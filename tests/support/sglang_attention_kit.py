@@ -16,6 +16,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
     DenseAttentionCase,
 )
@@ -45,6 +46,8 @@ def pat_over(
     build, run = ATTENTION_BACKENDS[name], PackAttention.run
 
     def build_with_pat(runner: Any) -> Any:
+        # Of a window the kit says in 0.5.17 that it is a chunk, which fa3 takes at its word.
+        runner.model_config.is_local_attention_model = False
         # The kit makes the layer later than the backend, and gives it to no model.
         runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
         return with_pat(build(runner), name, runner)
@@ -53,7 +56,9 @@ def pat_over(
         decoded.layers += 1
         return run(self, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
+    # The kit lets some of its modules say this, whatever is run first. FlashInfer asks for it.
+    ranks = get_parallel().override(attn_cp_size=1, attn_cp_rank=0)
+    with pytest.MonkeyPatch.context() as patch, ranks:
         patch.setitem(ATTENTION_BACKENDS, name, build_with_pat)
         patch.setattr(PackAttention, "run", counted)
         patch.setattr(decoder, "drafts_of", lambda arguments: drafts)

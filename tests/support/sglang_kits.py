@@ -32,6 +32,7 @@ ON_GPU: dict[str, Any] = {
     "disable_cuda_graph": False,
     "cuda_graph_backend_prefill": "disabled",
     "mem_fraction_static": 0.5,
+    "sampling_backend": "pytorch",  # FlashInfer's is compiled by nvcc at the first use
 }
 
 _CHAT_TEMPLATE = (

@@ -14,8 +14,8 @@ import torch
 GAIN = 1.4
 
 
-def install() -> None:
-    """In every process that loads a model."""
+def register() -> None:
+    """In every process that loads a model. A plug-in of SGLang, too."""
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = draw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from sglang_pat.bench.calibration import (
     calibrate,
     designs,
     fit,
+    missing_tokens,
     nnls,
 )
 from sglang_pat.bench.token_table import token_table
@@ -43,9 +45,18 @@ TRUE = Features(
 )
 
 
+SHORTEST = 48
+
+
+class Planned(NamedTuple):
+    design: Design
+    features: Features
+    missing: list[float]
+
+
 @pytest.fixture(scope="module")
-def planned() -> list[tuple[Design, Features]]:
-    """All designs with the features of their plans, made as on a GPU with 264 CTAs."""
+def planned() -> list[Planned]:
+    """All designs with what is in their plans, made as on a GPU with 264 CTAs."""
     found = []
     for design in designs():
         attention = PackAttention(
@@ -63,24 +74,23 @@ def planned() -> list[tuple[Design, Features]]:
         plan = attention.plan(
             batch, req_to_token=table, req_pool_indices=torch.arange(len(lens)), seq_lens=lens
         )
-        found.append((design, Features.of(plan)))
+        found.append(Planned(design, Features.of(plan), missing_tokens(plan, batch.seq_lens)))
     return found
 
 
-def timed(
-    planned: list[tuple[Design, Features]], true: Features = TRUE, noise: float = 0.0
-) -> list[Measurement]:
+def timed(planned: list[Planned], true: Features = TRUE, noise: float = 0.0) -> list[Measurement]:
     draw = np.random.default_rng(0)
     result = []
-    for design, features in planned:
+    for design, features, missing in planned:
         us = float(np.dot(features, true))
+        us += missing[bench.SHORTEST.index(SHORTEST)] * true.token
         if design.body == TILE_TABLE[-1][0]:  # twice as slow per token
             us += features.token * true.token
-        result.append(Measurement(design, features, us * (1 + noise * draw.normal())))
+        result.append(Measurement(design, features, missing, us * (1 + noise * draw.normal())))
     return result
 
 
-def test_made_up_times_are_found_again(planned: list[tuple[Design, Features]]) -> None:
+def test_made_up_times_are_found_again(planned: list[Planned]) -> None:
     found = fit(timed(planned))
     assert found.error < 1e-6
     assert found.microseconds == pytest.approx(TRUE, rel=1e-3)
@@ -93,6 +103,8 @@ def test_made_up_times_are_found_again(planned: list[tuple[Design, Features]]) -
             "reread_token": 0.467,
             "partial_row": 2.2,
             "packed_item": 24.0,
+            "item": 24.0,
+            "shortest": SHORTEST,
             "query_row": 1.5,
             **{f"token_{rows}": rate for rows, rate in found.bodies.items()},
         },
@@ -101,7 +113,7 @@ def test_made_up_times_are_found_again(planned: list[tuple[Design, Features]]) -
     CostModel(**found.costs())
 
 
-def test_noise_moves_the_fit_a_little(planned: list[tuple[Design, Features]]) -> None:
+def test_noise_moves_the_fit_a_little(planned: list[Planned]) -> None:
     found = fit(timed(planned, noise=0.02))
     assert 0.005 < found.error < 0.03
     assert found.microseconds.token == pytest.approx(TRUE.token, rel=0.05)
@@ -109,7 +121,7 @@ def test_noise_moves_the_fit_a_little(planned: list[tuple[Design, Features]]) ->
     assert found.microseconds.item == pytest.approx(TRUE.item, rel=0.3)
 
 
-def test_a_bad_fit_is_refused(planned: list[tuple[Design, Features]]) -> None:
+def test_a_bad_fit_is_refused(planned: list[Planned]) -> None:
     with pytest.raises(CalibrationError, match=r"off by \d\d\.\d% \(allowed: 10%\)"):
         fit(timed(planned, noise=0.3))
     without = TRUE._replace(token=0.0)
@@ -117,11 +129,28 @@ def test_a_bad_fit_is_refused(planned: list[tuple[Design, Features]]) -> None:
         fit(timed(planned, without))
 
 
-def test_the_designs_tell_the_features_apart(planned: list[tuple[Design, Features]]) -> None:
-    matrix = np.array([features for design, features in planned if not design.body])
+def test_the_designs_tell_the_features_apart(planned: list[Planned]) -> None:
+    summed = [each for each in planned if not each.design.body]
+    matrix = np.array([each.features for each in summed])
     scaled = matrix / np.linalg.norm(matrix, axis=0)
     assert np.linalg.cond(scaled) < 50
-    assert len({design for design, _ in planned}) == len(planned)
+    assert len({each.design for each in planned}) == len(planned)
+    # Short items are not all of one length, nor all that there are.
+    assert len({tuple(each.missing) for each in summed}) > 5
+    assert any(each.missing[-1] == 0 for each in summed)
+
+
+def test_missing_tokens_are_those_of_short_items() -> None:
+    attention = PackAttention(32, 8, 128, dtype=torch.bfloat16, num_workers=33, policy="per-node")
+    batch = Design(2, 300, 4, 40).batch()
+    lens = torch.from_numpy(batch.seq_lens)
+    table = torch.zeros((len(lens), int(lens.max())), dtype=torch.int32)
+    plan = attention.plan(
+        batch, req_to_token=table, req_pool_indices=torch.arange(len(lens)), seq_lens=lens
+    )
+    # Eight private items of 40 tokens and two prefixes; 8 KV heads.
+    lacking = [max(0, least - 40) * 8 * 8 for least in bench.SHORTEST]
+    assert missing_tokens(plan, batch.seq_lens) == lacking
 
 
 def test_each_body_has_a_design_of_its_own() -> None:
@@ -150,7 +179,7 @@ def test_least_squares_stay_non_negative() -> None:
 
 
 @pytest.fixture
-def made(planned: list[tuple[Design, Features]]) -> Calibration:
+def made(planned: list[Planned]) -> Calibration:
     return calibrate(MACHINE, timed(planned))
 
 
@@ -256,7 +285,7 @@ def test_without_a_gpu_nothing_is_measured(
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 def test_the_command_keeps_its_result_unless_it_is_told_not_to(
     flags: list[str],
-    planned: list[tuple[Design, Features]],
+    planned: list[Planned],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -274,8 +303,37 @@ def test_the_command_keeps_its_result_unless_it_is_told_not_to(
     assert ("not measured" if flags else "measured, off by") in check.found
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.4])
+def test_samples_are_written_whatever_the_fit(
+    noise: float,
+    planned: list[Planned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    measured = timed(planned, noise=noise)
+    monkeypatch.setattr(bench, "measure", lambda _: measured)
+    file = tmp_path / "samples.json"
+    assert main.main(["calibrate", "--dry-run", "--samples", str(file)]) == (noise > 0.1)
+    samples = json.loads(file.read_text())["samples"]
+    assert [Design(**each["design"]) for each in samples] == [each.design for each in measured]
+    assert [each["us"] for each in samples] == [each.us for each in measured]
+
+
+def test_samples_that_cannot_be_written_are_an_error(
+    planned: list[Planned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda _: timed(planned))
+    assert main.main(["calibrate", "--samples", str(tmp_path / "none" / "file")]) == 1
+    assert "the samples cannot be written" in capsys.readouterr().err
+
+
 def test_a_bad_fit_leaves_the_file_alone(
-    planned: list[tuple[Design, Features]],
+    planned: list[Planned],
     made: Calibration,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -138,6 +139,45 @@ def test_several_ranks_must_plan_as_their_layout_asks(
 ) -> None:
     plans = GOOD_PLANS._replace(**changed)
     assert [layout for layout in check_ranks.LAYOUTS if plans.failures(layout)] == failing
+
+
+def test_one_rank_serves_the_comparison_of_all_layouts() -> None:
+    starts = check_ranks.starts_of(check_logits.ON_GPU, ["pat", "fa3"], ["tp", "pp", "dp"], 2)
+    assert sorted(starts) == sorted(
+        f"{name}-{layout}" for name in ("pat", "fa3") for layout in ("one", "tp", "pp", "dp")
+    )
+    ranks = ("tp_size", "pp_size", "dp_size", "enable_dp_attention")
+    sizes = {
+        layout: {name: starts[f"pat-{layout}"].arguments.get(name) for name in ranks}
+        for layout in ("one", "tp", "pp", "dp")
+    }
+    assert {layout: [*found.values()] for layout, found in sizes.items()} == {
+        "one": [None, None, None, None],
+        "tp": [2, None, None, None],
+        "pp": [None, 2, None, None],
+        "dp": [2, None, 2, True],
+    }
+
+
+def test_one_failing_layout_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, off = run_of(0.0, [4, 5]), run_of(0.5, [4, 5])
+    runs = {"pat": (run, run), "fa3": (run, off)}
+    bad = GOOD_PLANS._replace(kv_ratio=0.95)
+
+    def status(plans: dict[str, check_ranks.Plans]) -> int:
+        found = {layout: (runs, each) for layout, each in plans.items()}
+        monkeypatch.setattr(check_ranks, "run_all", lambda *_: found)
+        command = ["check_ranks.py", "--layout", *plans, "--json", str(tmp_path / "found.json")]
+        monkeypatch.setattr(sys, "argv", command)
+        return check_ranks.main()
+
+    assert status({"tp": GOOD_PLANS, "pp": GOOD_PLANS}) == 0
+    assert status({"tp": GOOD_PLANS, "pp": bad}) == 1
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["tp"]["layout"] == "tp"
+    assert [failure[:3] for failure in written["failures"]] == ["pp:"]
 
 
 def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
