@@ -106,6 +106,7 @@ bench-scheduler: setup
 
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed
+	@$(RUN) tests/support/recorded_runs_page.py --check
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Needs every supported Python, and neither a GPU nor nvcc.

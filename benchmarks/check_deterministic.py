@@ -30,7 +30,7 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from sglang_deterministic import MODES, different_answers
 
-INVARIANT = {"SGLANG_PAT_BATCH_INVARIANT": "1"}
+INVARIANT = {"SGLANG_PAT_BATCH_INVARIANT": "1"}  # where SGLang has no mode
 COMMON = {"skip_tokenizer_init": True, "context_length": 8192, "max_running_requests": 64}
 DETERMINISTIC = {
     "enable_deterministic_inference": True,
@@ -85,8 +85,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="check-deterministic-") as folder:
         model = setup.model.write(Path(folder, "model"))
         arguments = COMMON | setup.arguments | (DETERMINISTIC if on_gpu else {})
+        environment = STRICT | ({} if on_gpu else INVARIANT)
         with running_server(
-            contender("pat"), model, Path(folder), environment=STRICT | INVARIANT, **arguments
+            contender("pat"), model, Path(folder), environment=environment, **arguments
         ) as server:
             console.print(f"ready after {time.monotonic() - begun:.0f} s")
             found = check(server, args.trials, args.new_tokens, logprobs=on_gpu)

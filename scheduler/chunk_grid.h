@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace pat {
 
@@ -17,14 +18,24 @@ class ChunkGrid {
   static constexpr int32_t chunk_tokens(int32_t position) {
     return region_of(position).chunk_tokens;
   }
-  // The last boundary that is not behind a position.
-  static constexpr int32_t boundary_before(int32_t position) {
-    return position - position % chunk_tokens(position);
+  // Whether a request of a length is cut at a boundary. Not where less than half a chunk would be left of it: that
+  // belongs to its chunk before, so that no request has a partial of a few tokens.
+  static constexpr bool is_cut(int32_t boundary, int32_t length) {
+    return length > boundary && (boundary == 0 || length - boundary >= smallest_tail(boundary));
   }
-  // The first boundary that is not before a length: a request of that many tokens fills its chunks up to there.
-  static constexpr int64_t boundary_after(int32_t length) {
-    const int32_t before = boundary_before(length);
-    return before == length ? length : int64_t{before} + chunk_tokens(length);
+  // Where the chunk that begins at a cut ends.
+  static constexpr int32_t chunk_end(int32_t begin, int32_t length) {
+    const int64_t next = int64_t{begin} + chunk_tokens(begin);
+    return next < length && is_cut(static_cast<int32_t>(next), length) ? static_cast<int32_t>(next)
+                                                                       : length;
+  }
+  // The longest that a request of a length, not 0, can become before it is cut once more.
+  static constexpr int64_t last_length(int32_t length) {
+    const int32_t boundary = (length - 1) - (length - 1) % chunk_tokens(length - 1);
+    if (!is_cut(boundary, length)) return int64_t{boundary} + smallest_tail(boundary) - 1;
+    const int64_t next = int64_t{boundary} + chunk_tokens(boundary);
+    if (next > std::numeric_limits<int32_t>::max()) return next;
+    return next + smallest_tail(static_cast<int32_t>(next)) - 1;
   }
   // Chunks of a request of a length, the last one included.
   static constexpr int32_t num_chunks(int32_t length) {
@@ -35,10 +46,15 @@ class ChunkGrid {
       count += static_cast<int32_t>((end - begin + region.chunk_tokens - 1) / region.chunk_tokens);
       begin = end;
     }
-    return count;
+    if (count < 2) return count;
+    const int32_t boundary = (length - 1) - (length - 1) % chunk_tokens(length - 1);
+    return is_cut(boundary, length) ? count : count - 1;
   }
 
  private:
+  // Tokens of a request's last chunk, at least, unless it is its only one.
+  static constexpr int32_t smallest_tail(int32_t boundary) { return chunk_tokens(boundary) / 2; }
+
   struct Region {
     int64_t end = 8192;
     int32_t chunk_tokens = 512;

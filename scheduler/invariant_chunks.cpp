@@ -10,6 +10,10 @@ namespace {
 // As in kv_split.cpp: a ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
 constexpr int64_t kTicketsPerShare = 2;
 constexpr int64_t kSmallestTicket = 384;
+// An item of several requests is no longer than so many of a worker's shares, or chunks. Shorter ones, which could be
+// dealt out more evenly, would read more of what is shared again.
+constexpr int64_t kLongestShares = 2;
+constexpr int64_t kLongestChunks = 2;
 // How much faster than private tickets the shared ones are drawn.
 constexpr double kSharedLead = 2;
 
@@ -25,13 +29,13 @@ void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> 
   for (const int32_t request : forest.requests_in_tree_order()) {
     total += seq_lens[request] - forest.private_begin(request);
   }
-  const int64_t share = total / (kTicketsPerShare * num_workers_);
+  const int64_t longest = kLongestShares * total / num_workers_;
   list_requests(forest);
   for (int64_t begin = 0; begin <= std::numeric_limits<int32_t>::max();) {
     const auto chunk = static_cast<int32_t>(begin);
     if (!enter_chunk(forest, seq_lens, chunk)) break;
     const int32_t chunk_tokens = ChunkGrid::chunk_tokens(chunk);
-    choose_runs(chunk, std::max<int64_t>(share, chunk_tokens));
+    choose_runs(chunk, std::max(longest, kLongestChunks * chunk_tokens));
     int32_t first = 0;
     for (const int32_t end : run_ends_) {
       add_piece(forest, seq_lens, chunk, first, end, packing, split);
@@ -61,19 +65,19 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  const int32_t chunk_end = static_cast<int32_t>(std::min<int64_t>(
-      int64_t{begin} + ChunkGrid::chunk_tokens(begin), std::numeric_limits<int32_t>::max()));
   // What all requests since the last one kept share: of nodes of one path, the uppermost has the smallest index.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {
     common = std::min(common, holder.node);
-    if (seq_lens[holder.request] <= begin) continue;
+    if (!ChunkGrid::is_cut(begin, seq_lens[holder.request])) continue;
     holder.node = num_kept == 0 ? -1 : common;
     common = std::numeric_limits<int32_t>::max();
-    holder.end = std::min(seq_lens[holder.request], chunk_end);
-    const int32_t shared_end =
-        holder.node < 0 ? 0 : std::min(forest.nodes()[holder.node].kv_end, chunk_end);
+    holder.end = ChunkGrid::chunk_end(begin, seq_lens[holder.request]);
+    // The chunk of the holder before may end earlier.
+    const int32_t shared_end = holder.node < 0 ? 0
+                                               : std::min({forest.nodes()[holder.node].kv_end,
+                                                           holder.end, holders_[num_kept - 1].end});
     const int32_t shared = std::max(shared_end - begin, 0);
     holder.shared_end = begin + shared - shared % ChunkGrid::kStepTokens;
     holders_[num_kept++] = holder;

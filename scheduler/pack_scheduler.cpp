@@ -91,7 +91,7 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
       LengthRange& range = next_.lengths[split.requests[piece.request_begin + segment.first]];
       int64_t longest = int64_t{range.planned} + config_.growth_tokens;
       if (config_.batch_invariant) {
-        longest = std::min(longest, ChunkGrid::boundary_after(range.planned));
+        longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }
       range.longest =
           static_cast<int32_t>(std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));

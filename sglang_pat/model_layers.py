@@ -34,6 +34,13 @@ _KINDS = {
     "mlp": NO_ATTENTION,
     "moe": NO_ATTENTION,
 }
+_GPT2_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+}
 # Letters of `hybrid_override_pattern`, as in Nemotron-H.
 _LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
 
@@ -101,11 +108,17 @@ def read_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models keep the decoder one level down."""
+    """Multimodal models keep the decoder one level down. What GPT-2 named otherwise, and StarCoder
+    with it, gets the names that all others use."""
     inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
+    if isinstance(inner, Mapping):
+        config = {"model_type": config.get("model_type"), **inner}
+    older = {new: config[old] for old, new in _GPT2_NAMES.items() if config.get(old) is not None}
+    if not older:
         return config
-    return {"model_type": config.get("model_type"), **inner}
+    if isinstance(older.get("hidden_size"), int):
+        older.setdefault("intermediate_size", 4 * older["hidden_size"])
+    return {**older, **config}
 
 
 def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:

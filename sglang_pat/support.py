@@ -114,8 +114,7 @@ _MATRIX = (
         "all but --enable-two-batch-overlap, --enable-pdmux, "
         "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
         "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
-        "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH; on a GPU "
-        "--enable-deterministic-inference with SGLANG_PAT_BATCH_INVARIANT=1",
+        "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         MODEL,
     ),
     SupportRow(

@@ -13,14 +13,25 @@ TEST(chunk_grid_boundaries) {
   CHECK_EQ(ChunkGrid::chunk_tokens(8191), 512);
   CHECK_EQ(ChunkGrid::chunk_tokens(8192), 1024);
   CHECK_EQ(ChunkGrid::chunk_tokens(32768), 2048);
-  CHECK_EQ(ChunkGrid::boundary_before(511), 0);
-  CHECK_EQ(ChunkGrid::boundary_before(9300), 9216);
-  CHECK_EQ(ChunkGrid::boundary_after(512), 512);
-  CHECK_EQ(ChunkGrid::boundary_after(513), 1024);
-  CHECK_EQ(ChunkGrid::boundary_after(std::numeric_limits<int32_t>::max()), int64_t{1} << 31);
+  CHECK(ChunkGrid::is_cut(0, 1) && !ChunkGrid::is_cut(0, 0));
+  CHECK(ChunkGrid::is_cut(512, 768) && !ChunkGrid::is_cut(512, 767));
+  CHECK(ChunkGrid::is_cut(8192, 8704) && !ChunkGrid::is_cut(8192, 8703));
+  CHECK_EQ(ChunkGrid::chunk_end(0, 100), 100);
+  CHECK_EQ(ChunkGrid::chunk_end(0, 767), 767);
+  CHECK_EQ(ChunkGrid::chunk_end(0, 768), 512);
   CHECK_EQ(ChunkGrid::num_chunks(0), 0);
+  CHECK_EQ(ChunkGrid::num_chunks(767), 1);
+  CHECK_EQ(ChunkGrid::num_chunks(768), 2);
   CHECK_EQ(ChunkGrid::num_chunks(8192), 16);
-  CHECK_EQ(ChunkGrid::num_chunks(8193), 17);
+  CHECK_EQ(ChunkGrid::num_chunks(8703), 16);
+  CHECK_EQ(ChunkGrid::num_chunks(8704), 17);
+  CHECK(ChunkGrid::last_length(std::numeric_limits<int32_t>::max()) >=
+        std::numeric_limits<int32_t>::max());
+  for (int32_t length = 1; length < 40'000; ++length) {
+    const auto last = static_cast<int32_t>(ChunkGrid::last_length(length));
+    CHECK_EQ(ChunkGrid::num_chunks(last), ChunkGrid::num_chunks(length));
+    CHECK_EQ(ChunkGrid::num_chunks(last + 1), ChunkGrid::num_chunks(length) + 1);
+  }
 }
 
 TEST(invariant_chunks_are_right_plans) {

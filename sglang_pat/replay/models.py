@@ -279,7 +279,8 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
     pattern = config.get("hybrid_override_pattern")
     num_mlps = sum(letter in "-E" for letter in pattern) if pattern else len(layers)
     if not num_experts:
-        dense += num_mlps * 3 * hidden * positive(config, "intermediate_size")
+        matrices = 2 if "n_embd" in config else 3  # GPT-2's MLPs have no gate
+        dense += num_mlps * matrices * hidden * positive(config, "intermediate_size")
         return Weights(dense, 0, 1, 1, vocabulary)
     num_dense = min(int(config.get("first_k_dense_replace") or 0), num_mlps)
     if num_dense:

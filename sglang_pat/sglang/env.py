@@ -45,7 +45,7 @@ class Environment:
         SGLANG_PAT_KERNEL_CACHE. The folder of compiled kernels (`executors/kernel_cache.py`).
     batch_invariant
         SGLANG_PAT_BATCH_INVARIANT, 0 or 1. A request's attention is bitwise the same in any batch.
-        Off a GPU, `--enable-deterministic-inference` turns it on too.
+        `--enable-deterministic-inference` turns it on too.
     preview
         SGLANG_PAT_PREVIEW, names of `support.PREVIEWS` with commas between. What pat shall do on a
         GPU too, though its present version has been tested on the CPU alone.

@@ -79,16 +79,7 @@ def server_reason(arguments: Any) -> Reason | None:
     dcp_size = resolved(arguments, "dcp_size")
     if dcp_size is not None and dcp_size > 1:
         return Reason("server options", f"--dcp-size {dcp_size}")
-    environment = Environment.read()
-    invariant_by_sglang = (
-        batch_invariant(arguments, environment) and not environment.batch_invariant
-    )
-    if invariant_by_sglang and resolved(arguments, "device") == "cuda":
-        return Reason(
-            "server options",
-            "--enable-deterministic-inference on a GPU without SGLANG_PAT_BATCH_INVARIANT=1",
-        )
-    reason = _speculation_reason(arguments, environment)
+    reason = _speculation_reason(arguments, Environment.read())
     if reason is not None:
         return reason
     if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():

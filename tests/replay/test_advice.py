@@ -214,6 +214,27 @@ def test_a_model_without_accelerated_layers(
     assert "pat does not pay: it accelerates no layer of" in out
 
 
+def test_starcoder_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "gpt_bigcode",
+        "multi_query": True,
+        "n_embd": 6144,
+        "n_head": 48,
+        "n_inner": 24576,
+        "n_layer": 40,
+        "n_positions": 8192,
+        "vocab_size": 49152,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = StepTime.of(read_config(tmp_path)[1], GPUS["H100"]).weights
+    assert weights.dense == pytest.approx(15.5e9, rel=0.01)  # as published
+    words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "0 of 40 layers accelerated" in out
+    assert "query heads per KV head 48: SGLang's default backend" in out
+
+
 def test_sglang_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['sglang'] = None\n"

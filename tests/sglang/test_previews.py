@@ -14,7 +14,6 @@ from sglang_pat.sglang.routes import attention_layers, layer_reason
 pytestmark = pytest.mark.usefixtures("server_context")
 
 CHAINS = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}
-DETERMINISTIC = {"enable_deterministic_inference": True}
 
 
 def reason_on_gpu(**options: Any) -> str | None:
@@ -32,13 +31,8 @@ def test_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_reason(server_arguments(device="cpu", **CHAINS)) is None
 
 
-def test_deterministic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = reason_on_gpu(**DETERMINISTIC)
-    assert reason is not None
-    assert reason.startswith("--enable-deterministic-inference on a GPU without SGLANG_PAT_BATCH_")
-    monkeypatch.setenv("SGLANG_PAT_BATCH_INVARIANT", "1")
-    assert reason_on_gpu(**DETERMINISTIC) is None
-    assert reason_on_gpu() is None
+def test_deterministic_inference_is_no_preview() -> None:
+    assert reason_on_gpu(enable_deterministic_inference=True) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

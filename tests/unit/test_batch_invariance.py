@@ -28,11 +28,16 @@ def boundaries(length: int) -> list[int]:
     more: a change of the grid changes results of requests that are stored somewhere."""
     cuts = [0]
     while cuts[-1] < length:
-        position, tokens, end = cuts[-1], 512, 8192
-        while position >= end:
-            tokens, end = 2 * tokens, 4 * end
-        cuts.append(min(position + tokens, length))
+        cut = cuts[-1] + _chunk_tokens(cuts[-1])
+        cuts.append(cut if length - cut >= _chunk_tokens(cut) // 2 else length)
     return cuts
+
+
+def _chunk_tokens(position: int) -> int:
+    tokens, end = 512, 8192
+    while position >= end:
+        tokens, end = 2 * tokens, 4 * end
+    return tokens
 
 
 def select(case: ForestCase, rows: list[int]) -> ForestCase:
@@ -185,23 +190,46 @@ def test_work_items_are_the_chunks_of_the_grid(case: ForestCase) -> None:
     assert plan.header.num_item_requests == sum(map(num_chunks, case.seq_lens.tolist()))
 
 
-@pytest.mark.parametrize("length", [0, 1, 511, 512, 513, 8192, 8193, 32_769, 131_073, 10**9])
+@pytest.mark.parametrize(
+    "length", [0, 1, 511, 512, 767, 768, 8192, 8703, 8704, 33_791, 33_792, 131_073, 10**9]
+)
 def test_chunks_are_counted(length: int) -> None:
     assert num_chunks(length) == len(boundaries(length)) - 1
 
 
 def test_shared_steps_are_read_once() -> None:
-    """1,100 shared tokens are two chunks of 512 and a step of 64. 12 tokens are left, which each
-    request reads, and its own. Long ones are in work items of their own."""
-    case = make_case([(-1, 1100)], [(0, 20)] * 16)
+    """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one. 12 tokens are left,
+    which each request reads, and its own. An item is as long as two chunks at most."""
+    case = make_case([(-1, 1100)], [(0, 20)] * 8)
     plan = plan_of(case, scheduler_of(num_workers=1))
-    assert plan.kv_tokens.planned == 1024 + 64 + 16 * (12 + 20)
-    assert plan.header.num_work_items == 3
-    assert plan.header.num_shared_slots == 1024 + 64
+    assert plan.kv_tokens.planned == 512 + 576 + 8 * (12 + 20)
+    assert plan.header.num_work_items == 2
+    assert plan.header.num_shared_slots == 512 + 576
     case = make_case([(-1, 1100)], [(0, 400)] * 16)
     plan = plan_of(case, scheduler_of(num_workers=1000))
-    assert plan.kv_tokens.planned == 1024 + 16 * (76 + 400)
-    assert plan.header.num_work_items == 2 + 16
+    assert plan.kv_tokens.planned == 1024 + 8 * (64 + 2 * (12 + 400))
+    assert plan.header.num_work_items == 2 + 8
+
+
+def test_a_short_rest_belongs_to_the_chunk_before() -> None:
+    """Of requests with 32 tokens behind a boundary none is an item of its own."""
+    case = make_case([(-1, 512)], [(0, 32)] * 16)
+    plan = plan_of(case, scheduler_of(num_workers=1))
+    assert plan.header.num_work_items == 1
+    assert plan.header.num_partials == 0
+    case = make_case([(-1, 512)], [(0, 256)] * 16)
+    plan = plan_of(case, scheduler_of(num_workers=1))
+    assert plan.header.num_partials == 2 * 16
+
+
+def test_chunks_of_different_ends_share_what_both_have() -> None:
+    """One request ends 50 tokens behind the boundary, the other is cut there."""
+    case = make_case([(-1, 562)], [(0, 0), (0, 1000)])
+    plan = plan_of(case, scheduler_of(num_workers=1))
+    ranges = ranges_of(plan, case.seq_lens)
+    assert ranges[0] == [[(0, 512), (512, 562)]]
+    assert ranges[1][0] == [(0, 512)]
+    assert plan.header.num_shared_slots == 512
 
 
 @pytest.mark.parametrize("num_requests", [16, 17, 100])

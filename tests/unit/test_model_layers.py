@@ -17,6 +17,7 @@ from sglang_pat.model_layers import (
     NO_ATTENTION,
     STATE,
     WINDOW,
+    decoder_config,
     has_float8_cache,
     read_layers,
     summary,
@@ -148,6 +149,34 @@ def test_layers_may_differ_in_heads() -> None:
     gemma = {"global_head_dim": 512, "num_global_key_value_heads": 2}
     window, full = read_layers({**PLAIN, **types, **gemma})[:2]
     assert (full.num_kv_heads, full.head_dim, window.head_dim) == (2, 512, 128)
+
+
+STARCODER = {
+    "architectures": ["GPTBigCodeForCausalLM"],
+    "model_type": "gpt_bigcode",
+    "multi_query": True,
+    "n_embd": 6144,
+    "n_head": 48,
+    "n_inner": None,
+    "n_layer": 40,
+    "n_positions": 8192,
+    "vocab_size": 49152,
+}
+
+
+def test_starcoder_as_its_config_is_written() -> None:
+    layers = read_layers(STARCODER)
+    assert len(layers) == 40
+    assert {(layer.num_qo_heads, layer.num_kv_heads, layer.head_dim) for layer in layers} == {
+        (48, 1, 128)
+    }
+    assert {layer.refusal.words for layer in layers if layer.refusal} == {
+        "query heads per KV head 48"
+    }
+    decoder = decoder_config(STARCODER)
+    assert decoder["intermediate_size"] == 4 * 6144
+    assert decoder["max_position_embeddings"] == 8192
+    assert decoder_config({**STARCODER, "n_inner": 1000})["intermediate_size"] == 1000
 
 
 def test_the_decoder_of_a_multimodal_model() -> None:

@@ -1,0 +1,233 @@
+"""The documentation's page of recorded runs, from the files below benchmarks/results/.
+
+`python tests/support/recorded_runs_page.py` writes `docs/recorded-runs.md`; with `--check` it only
+compares. A test and `make docs` do that. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # whether or not the package is installed
+from sglang_pat.support import SGLANG_VERSIONS  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results"
+BENCHMARKS = ROOT / "benchmarks"
+PAGE = ROOT / "docs/recorded-runs.md"
+COMMAND = "python tests/support/recorded_runs_page.py"
+NO_GPU = "none"
+WITHOUT_GPU = ("bench_scheduler.py", "compare_routing.py")  # scripts that need none
+# Of these GPUs the wheels hold kernels (.ci/wheels.py). By compute capability, the names to expect.
+ARCHITECTURES = {
+    "8.0": ("A100",),
+    "8.6": ("A10", "RTX 3090"),
+    "8.9": ("L4", "L40S", "RTX 4090"),
+    "9.0": ("H100", "H200"),
+    "10.0": ("B200",),
+    "12.0": ("RTX 5090", "RTX PRO 6000"),
+}
+
+_HEAD = f"""\
+# Recorded runs
+
+Every file below `benchmarks/results/`: what made it, on what, and what had to hold. Generated from
+the files by `{COMMAND}`. [Results](results.md) says what the numbers
+mean. Files of one GPU may come from different commits.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One file. name: below benchmarks/results/."""
+
+    name: str
+    result: Mapping[str, Any]
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        meta: Mapping[str, Any] = self.result["meta"]
+        return meta
+
+    @property
+    def command(self) -> str:
+        """Without the paths that only its machine had."""
+        given = str(self.meta.get("command", "make demo"))
+        return re.sub(r"(?<= )/\S*/(?=[\w.-]+\.json)", "", given)
+
+    @property
+    def script(self) -> str | None:
+        """Its file in benchmarks/, which may be gone."""
+        found = re.search(r"\b(\w+\.py)\b", self.command)
+        return found[1] if found else None
+
+    @property
+    def gpu(self) -> str:
+        return str(self.meta.get("gpu") or (NO_GPU if self.name.startswith("cpu") else "H100"))
+
+    @property
+    def versions(self) -> str:
+        """Of what the numbers depend on; what was not installed is left out."""
+        meta = self.meta
+        known = {**meta, **meta.get("versions", {})}
+        known["sglang-pat"] = known.get("sglang-pat") or known.get("sglang_pat")
+        names = {
+            "sglang-pat": "sglang-pat",
+            "sglang": "SGLang",
+            "torch": "torch",
+            "cuda": "CUDA",
+            "driver": "driver",
+        }
+        if self.gpu == NO_GPU:
+            del names["cuda"]
+        found = {title: known.get(name) for name, title in names.items()}
+        return ", ".join(
+            f"{title} {str(value).splitlines()[0]}" for title, value in found.items() if value
+        )
+
+    @property
+    def commit(self) -> str:
+        commit = self.meta.get("commit")
+        if isinstance(commit, Mapping):
+            return ", ".join(f"{name} {value}" for name, value in commit.items())
+        return str(commit) if commit else "not recorded"
+
+    @property
+    def gates(self) -> Iterator[tuple[str, str, bool | None]]:
+        """What had to hold, what was found, and whether it held; None: there was nothing to judge
+        by."""
+        gates = self.result.get("gates", {})
+        if isinstance(gates, Mapping):
+            for name, gate in gates.items():
+                met = gate.get("met", gate.get("passed"))
+                yield name, _found(gate), met
+        else:
+            for gate in gates:
+                yield f"{gate['suite']}: {gate['rule']}", gate["found"], gate["passed"]
+        if "passed" in self.result:
+            yield "the check", "", self.result["passed"]
+        if "failures" in self.result:
+            failures = self.result["failures"]
+            yield "the check", "; ".join(map(str, failures)), not failures
+
+
+def _found(gate: Mapping[str, Any]) -> str:
+    if "value" in gate:
+        return f"{_number(gate['value'])} (limit {_number(gate['limit'])})"
+    return ", ".join(
+        f"{name.replace('_', ' ')} {_number(value)}"
+        for name, value in gate.items()
+        if name not in ("passed", "met")
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def recorded() -> list[Run]:
+    """All runs, sorted by name."""
+    return [
+        Run(path.relative_to(RESULTS).as_posix(), json.loads(path.read_text()))
+        for path in sorted(RESULTS.rglob("*.json"))
+    ]
+
+
+def scripts() -> dict[str, str]:
+    """Scripts of benchmarks/ that write a result -> what they say of themselves."""
+    found = {}
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        source = path.read_text()
+        if "__main__" in source and '"--json"' in source:
+            text = ast.get_docstring(ast.parse(source)) or ""
+            found[path.name] = " ".join(text.partition("\n\n")[0].split())
+    return found
+
+
+def page() -> str:
+    """The whole page."""
+    runs = recorded()
+    sections = [_HEAD, _runs(runs), _gates(runs), _never_run(runs)]
+    return "\n".join(sections)
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
+
+
+def _runs(runs: list[Run]) -> str:
+    rows = [
+        (f"`{run.name}`", f"`{run.command}`", run.gpu, run.versions, run.commit) for run in runs
+    ]
+    return _table(("File", "Command", "GPU", "Versions", "Commit"), rows)
+
+
+def _gates(runs: list[Run]) -> str:
+    rows = [
+        (f"`{run.name}`", rule, found, "yes" if held else "**no**")
+        for run in runs
+        for rule, found, held in run.gates
+        if held is not None
+    ]
+    return (
+        "## What had to hold\n\n"
+        "Rules that a run had nothing to judge by are left out.\n\n"
+        + _table(("File", "Rule", "Found", "Held"), rows)
+    )
+
+
+def _never_run(runs: list[Run]) -> str:
+    on_gpu = [run for run in runs if run.gpu != NO_GPU]
+    done = {run.script for run in on_gpu} | {*WITHOUT_GPU}
+    lines = [
+        f"- `benchmarks/{script}`: {text}"
+        for script, text in scripts().items()
+        if script not in done
+    ]
+    sglang = {run.meta.get("versions", {}).get("sglang") for run in on_gpu}
+    versions = [each for each in SGLANG_VERSIONS if each not in sglang]
+    if versions:
+        lines.append(f"- SGLang {', '.join(versions)}.")
+    gpus = " ".join({run.gpu for run in on_gpu})
+    unseen = [
+        f"{capability} ({', '.join(names)})"
+        for capability, names in ARCHITECTURES.items()
+        if not any(name in gpus for name in names)
+    ]
+    if unseen:
+        lines.append(f"- GPUs of compute capability {', '.join(unseen)}.")
+    return (
+        "## What was never run on a GPU\n\n"
+        "Scripts, versions of SGLang and GPUs of the wheels' kernels without a file above:\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if it is not current"
+    )
+    if not parser.parse_args().check:
+        PAGE.write_text(page())
+        return 0
+    if PAGE.read_text() == page():
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is not current; run: {COMMAND}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The page of recorded runs is that of the files, and tells what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import recorded_runs_page
+from recorded_runs_page import PAGE, RESULTS, Run, page, recorded, scripts
+
+
+def test_the_page_is_generated() -> None:
+    assert PAGE.read_text() == page(), f"run: {recorded_runs_page.COMMAND}"
+
+
+def test_every_file_is_on_it() -> None:
+    text = page()
+    names = [path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json")]
+    assert len(names) > 20
+    assert all(f"| `{name}` |" in text for name in names)
+
+
+def made(name: str = "h100/x.json", **result: Any) -> Run:
+    meta = {"command": "python soak.py --json /root/out/x.json", "gpu": "NVIDIA H100"}
+    return Run(name, {"meta": meta, **result})
+
+
+def test_a_command_names_no_folder_of_its_machine() -> None:
+    assert made().command == "python soak.py --json x.json"
+    assert made().script == "soak.py"
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (
+            {"gates": {"price": {"value": 1.2345678, "limit": 1.15, "met": False}}},
+            "1.235 (limit 1.15) | **no** |",
+        ),
+        (
+            {"gates": [{"suite": "a", "rule": "b", "found": "c", "passed": True}]},
+            "| a: b | c | yes |",
+        ),
+        ({"failures": ["one", "two"]}, "| the check | one; two | **no** |"),
+        ({"passed": True}, "| the check |  | yes |"),
+    ],
+)
+def test_gates_of_all_kinds(result: dict[str, Any], expected: str) -> None:
+    assert expected in recorded_runs_page._gates([made(**result)])
+
+
+def test_what_has_no_run_is_named() -> None:
+    runs = [run for run in recorded() if run.script != "soak.py"]
+    text = recorded_runs_page._never_run(runs)
+    assert "- `benchmarks/soak.py`: " in text
+    assert "- `benchmarks/soak.py`: " not in recorded_runs_page._never_run([*runs, made()])
+    assert "bench_kernels.py" not in text
+    assert "soak.py" in scripts()
+    assert "8.0 (A100)" in text
+    assert "9.0" not in text
+    assert "- SGLang 0.5." in recorded_runs_page._never_run([made()])
