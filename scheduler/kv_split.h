@@ -15,7 +15,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a piece shorter than this, nor a part of a segment; a multiple of kCutGranularity.
+  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves two pieces for each worker;
+  // a multiple of kCutGranularity, which is the limit then.
   int32_t min_piece_tokens;
 };
 // Cuts within a segment lie at multiples of this from its beginning.
@@ -164,6 +165,7 @@ class KvSplitter {
   };
 
   void list_tiles(const Packing& packing);
+  int64_t shortest_piece(const Packing& packing) const;
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t cost(int32_t num_requests, int64_t num_tokens) const {
     const ItemCost& item = item_costs_[num_requests];
@@ -190,6 +192,8 @@ class KvSplitter {
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
   Dealt deal(const Packing& packing, int64_t budget, Choice& choice) const;
 
+  // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
+  bool choose_whole_tiles();
   // The private packs are in alone_. False, with no particular choice, if workers would end too far apart, or that takes
   // more cuts than an even split might: a few tiles of many requests with very long KV. So the partials of a batch have
   // a bound.
@@ -205,6 +209,7 @@ class KvSplitter {
   std::vector<ItemCost> item_costs_;  // by the number of requests
   std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
+  int64_t shortest_ = 0;  // piece that a cut makes
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;
