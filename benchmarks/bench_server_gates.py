@@ -313,6 +313,19 @@ def gates(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return result
 
 
+def route_gates(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """pat decodes all layers of its servers: what it delegates compares nothing."""
+    return {
+        f"{name}: layers that pat does not decode": {
+            "value": sum(about["pat"]["default_layers"].values()),
+            "limit": 0,
+            "met": about["pat"]["pat_layers"] > 0 and not about["pat"]["default_layers"],
+        }
+        for name, about in servers.items()
+        if "pat" in about
+    }
+
+
 _FP8_QUESTIONS = ("128 x (8,192 shared) + 256", "128 x 1,024")
 
 
@@ -417,7 +430,7 @@ def main() -> int:
     data["models"] = {name: shape.config for name, shape in shapes.items()}
 
     def save() -> None:
-        data["gates"] = gates(data["cases"])
+        data["gates"] = gates(data["cases"]) | route_gates(data["servers"])
         if args.json:
             write(args.json, data)
 

@@ -228,24 +228,30 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   const auto* entries = reinterpret_cast<const int4*>(params.plan.merges);
   int own = blockIdx.x + warp * gridDim.x;
   int4 entry = own < num_rows ? entries[own / num_heads] : int4{};
+  int head = own % num_heads;
   // Only now: the plan was there before pack_decode began, the partials are what it writes.
   ptx::wait_for_dependencies();
+  ptx::launch_dependents();
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read
   }
   // As many rounds in every warp of the CTA: until its first warp has no row.
-  for (; own - warp * static_cast<int>(gridDim.x) < num_rows; own += row_step) {
-    MergeRow row{entry.x, own % num_heads, entry.y, entry.z};
+  for (int first_own = blockIdx.x; first_own < num_rows; first_own += row_step, own += row_step) {
+    MergeRow row{entry.x, head, entry.y, entry.z};
     const bool is_mine = own < num_rows;
     const bool is_long = is_mine && row.num_partials > kWarpPartials;
-    if (own + row_step < num_rows) entry = entries[(own + row_step) / num_heads];
+    if (own + row_step < num_rows) {
+      entry = entries[(own + row_step) / num_heads];
+      head = (own + row_step) % num_heads;
+    }
 
     // The warp's own row, then the CTA's long ones, if it has any: in one loop, so that there is one copy of the code.
     int num_turns = 0;
     if (__syncthreads_or(is_long)) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};
       __syncthreads();
-      num_turns = kMergeWarps;
+      // As many warps have a row.
+      num_turns = min(kMergeWarps, (num_rows - first_own - 1) / static_cast<int>(gridDim.x) + 1);
     }
 #pragma unroll 1
     for (int turn = -1; turn < num_turns; ++turn) {

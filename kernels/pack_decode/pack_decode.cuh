@@ -26,27 +26,24 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Storage::kStages; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
-                        kProducerWarps * 32 + 1);  // copies, record
-      ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * kStageArrivals);
-    }
-    for (int i = 0; i < kQueryUnits; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
-      ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
-    }
-    for (int i = 0; i < 2 * Storage::kLanding; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.landed[i % 2][i / 2]), 32);
-    }
-    for (int i = 0; i < kDrawsAhead; ++i) {
-      ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
-      ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);
-    }
+  // Each thread takes one barrier of every kind.
+  const int i = threadIdx.x;
+  if (i < Storage::kStages) {
+    ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
+                      kProducerWarps * 32 + 1);  // copies, record
+    ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * kStageArrivals);
   }
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-  if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
+  if (i < kQueryUnits) {
+    ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
+    ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
+  }
+  if (i < 2 * Storage::kLanding) {
+    ptx::barrier_init(ptx::shared_address(&storage.landed[i % 2][i / 2]), 32);
+  }
+  if (i < kDrawsAhead) {
+    ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
+    ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);
+  }
   __syncthreads();
 
   if (warp == kConsumerWarps) {
@@ -54,6 +51,9 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   } else if (warp == kConsumerWarps + 1) {
     Producer<T, Dims, false>(params, storage, lane).run();
   } else {
+    ptx::wait_for_dependencies();
+    ptx::launch_dependents();
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
     Consumer<Dims> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);
   }

@@ -54,14 +54,13 @@ struct StageBatch {
   }
 };
 
-// Loads one operand of every item of a CTA; the K producer also draws the tickets, loads queries and writes the
-// records.
+// Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
+// needed later, also loads queries and writes the records.
 template <typename T, typename Dims, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<Dims>;
-  static constexpr int kColumns = kIsKey ? Dims::kKey : Dims::kValue;
-  using Copy = RowCopy<kColumns>;
+  using Copy = RowCopy<Dims::kKey>;  // of queries
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
@@ -73,32 +72,48 @@ class Producer {
         stages_(params, storage, lane) {}
 
   __device__ __forceinline__ void run() {
-    if (begin_ticket(tickets_.first())) prefetch();
-    while (next_.count > 0) {
-      if (next_.begins_item) {
+    bool has_stages = begin_ticket<true>(tickets_.first());
+    while (has_stages) {
+      StageBatch batch = next_;  // none in the first round
+      if (batch.begins_item) {
         set_head(ticket_.kv_head);
-        if constexpr (kIsKey) publish();
+        if constexpr (!kIsKey) publish();
       }
-      const StageBatch batch = next_;
-      if (tokens_left_ <= StageBatch::kStages * kStageTokens) tickets_.draw_ahead();
-      prefetch();
-      fill_stages(batch);
+      // Behind the first copies of an item: they are what the consumers wait for. Else before all.
+      const int turn = batch.begins_item ? 0 : -1;
+      int i = turn;
+#pragma unroll 1  // unrolled, the copies would fill the instruction cache
+      do {
+        if (i >= 0) {
+          const StageRecord record = batch.records[0];
+          stages_.fill(batch.pop_front(), record);
+        }
+        if (i > turn) continue;
+        if (tokens_left_ <= StageBatch::kStages * kStageTokens) tickets_.draw_ahead();
+        prefetch();
+      } while (++i < batch.count);
+      has_stages = next_.count > 0;
     }
     stages_.finish();
     if constexpr (kIsKey) {
-      publish_end();
       tickets_.end();
+    } else {
+      publish_end();
     }
   }
 
  private:
+  // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else may
+  // be what the predecessor writes.
+  template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;
     if (!ticket.has_items()) return false;
     next_item_ = ticket.first_item;
     next_segment_ = ticket.first_segment;
     load_items();
-    load_segments();
+    start_item();
+    load_segments<kIsFirst>();
     return true;
   }
 
@@ -109,10 +124,13 @@ class Producer {
   }
 
   // The ticket's segments from next_segment_ on, one per lane.
+  template <bool kWaits = false>
   __device__ __forceinline__ void load_segments() {
     first_lane_segment_ = next_segment_;
     const int index = next_segment_ + lane_;
-    lane_segment_ = SegmentSource::load(params_, min(index, ticket_.end_segment - 1));
+    const int4 segment = SegmentSource::read(params_, min(index, ticket_.end_segment - 1));
+    if constexpr (kWaits) ptx::wait_for_dependencies();
+    lane_segment_ = SegmentSource::resolve(params_, segment);
     not_empty_ = __ballot_sync(kFullWarp, lane_segment_.num_tokens > 0);
     if constexpr (kIsKey) {
       const bool counts = index < ticket_.end_segment && lane_segment_.num_tokens > 0;
@@ -124,17 +142,19 @@ class Producer {
 
   // The next item becomes the present one. false: there is none.
   __device__ __forceinline__ bool begin_item() {
-    if (next_item_ == ticket_.end_item) {
-      if (!begin_ticket(tickets_.next(stages_))) return false;
-    } else if (next_item_ == first_lane_item_ + 32) {
-      load_items();
-    }
+    if (next_item_ == ticket_.end_item) return begin_ticket<false>(tickets_.next(stages_));
+    if (next_item_ == first_lane_item_ + 32) load_items();
+    start_item();
+    return true;
+  }
+
+  __device__ __forceinline__ void start_item() {
     item_ = lane_item_.of_lane(next_item_ - first_lane_item_);
     ++next_item_;
     end_segment_ = next_segment_ + item_.num_segments;
     is_complete_ = false;
+    is_new_ = true;
     load_requests();
-    return true;
   }
 
   // Lists the item's segments that the lanes hold, next_segment_ being the first, as far as they are not empty.
@@ -164,7 +184,6 @@ class Producer {
   // Has the slots of the next stages on their way, and the requests of an item that begins with them. The present
   // one's last stages may still be to fill.
   __device__ __forceinline__ void prefetch() {
-    next_.begins_item = false;
     while (!has_stage()) {
       if (next_segment_ < end_segment_) {
         list_segments();
@@ -173,49 +192,42 @@ class Producer {
         next_.slots[0] = 0;
         next_.records[0] = StageRecord::empty();
         next_.count = 1;
+        next_.begins_item = is_new_;
+        is_new_ = false;
         is_complete_ = true;
         return;
-      } else if (begin_item()) {
-        next_.begins_item = true;
-      } else {
+      } else if (!begin_item()) {
         next_.count = 0;
         return;
       }
     }
-    // Where the loads are from comes first: then they are all on their way at once.
-    const int32_t* sources[StageBatch::kStages];
-    int tokens[StageBatch::kStages];
+    next_.begins_item = is_new_;
+    is_new_ = false;
     if (left_ > StageBatch::kStages * kStageTokens) {
 #pragma unroll
       for (int i = 0; i < StageBatch::kStages; ++i) {
-        sources[i] = slots_ + i * kStageTokens;
-        tokens[i] = kStageTokens;
+        next_.slots[i] = slots_[i * kStageTokens + lane_];
         next_.records[i] = record_;
       }
       next_.count = StageBatch::kStages;
       slots_ += StageBatch::kStages * kStageTokens;
       left_ -= StageBatch::kStages * kStageTokens;
       if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * kStageTokens;
-    } else {
-      next_.count = 0;
-#pragma unroll
-      for (int i = 0; i < StageBatch::kStages; ++i) {
-        sources[i] = slots_;
-        tokens[i] = 0;
-        if (!has_stage()) continue;
-        sources[i] = slots_;
-        tokens[i] = min(left_, kStageTokens);
-        slots_ += kStageTokens;
-        left_ -= kStageTokens;
-        if constexpr (kIsKey) tokens_left_ -= tokens[i];
-        is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
-        next_.records[i] = record_.with_tokens(tokens[i]).as_last(is_complete_);
-        ++next_.count;
-      }
+      return;
     }
+    next_.count = 0;
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
-      next_.slots[i] = lane_ < tokens[i] ? sources[i][lane_] : 0;
+      if (!has_stage()) break;
+      const int num_tokens = min(left_, kStageTokens);
+      // On its way before the next stage is looked for: the first one's is waited for.
+      next_.slots[i] = lane_ < num_tokens ? slots_[lane_] : 0;
+      slots_ += kStageTokens;
+      left_ -= kStageTokens;
+      if constexpr (kIsKey) tokens_left_ -= num_tokens;
+      is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
+      next_.records[i] = record_.with_tokens(num_tokens).as_last(is_complete_);
+      ++next_.count;
     }
   }
 
@@ -224,17 +236,9 @@ class Producer {
     first_head_ = kv_head * params_.rows.group_size;
   }
 
-  __device__ __forceinline__ void fill_stages(StageBatch batch) {
-#pragma unroll 1  // unrolled, the copies would fill the instruction cache
-    for (int i = 0; i < batch.count; ++i) {
-      const StageRecord record = batch.records[0];
-      stages_.fill(batch.pop_front(), record);
-    }
-  }
-
   // The request of each query row of the item: lane l holds rows l and 32 + l.
   __device__ __forceinline__ void load_requests() {
-    if constexpr (kIsKey) {
+    if constexpr (!kIsKey) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int index = request_of_row(params_.rows, 32 * i + lane_);
@@ -345,6 +349,7 @@ class Producer {
   ItemSource item_;          // the present item
   int end_segment_ = 0;      // its segments' end
   bool is_complete_ = true;  // its last stage has been prefetched
+  bool is_new_ = false;      // none of its stages has been
   uint32_t pending_ = 0;     // lanes whose segments of the item are to come
   const int32_t* slots_;     // of the present segment's next stage
   int left_ = 0;             // its tokens from there on

@@ -14,7 +14,15 @@ struct SegmentSource {
   int32_t requests;      // KvSegment::requests
 
   __device__ static SegmentSource load(const DecodeParams& params, int index) {
-    const int4 segment = reinterpret_cast<const int4*>(params.plan.kv_segments)[index];
+    return resolve(params, read(params, index));
+  }
+
+  // A KvSegment of the plan.
+  __device__ static int4 read(const DecodeParams& params, int index) {
+    return reinterpret_cast<const int4*>(params.plan.kv_segments)[index];
+  }
+
+  __device__ static SegmentSource resolve(const DecodeParams& params, const int4& segment) {
     const int kv_request = segment.x, kv_begin = segment.y, kv_end = segment.z;
     SegmentSource source{.slots = params.shared_slots + kv_begin,
                          .num_tokens = kv_end - kv_begin,

@@ -82,7 +82,7 @@ __device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int 
 inline constexpr int32_t kNoMoreItems = -1;
 inline constexpr int32_t kNotMixed = -1;
 
-// Written by the K producer with the queries of an item, read by all consumer warps.
+// Written by the V producer with the queries of an item, read by all consumer warps.
 struct ItemRecord {
   int32_t tile;      // or kNoMoreItems
   int32_t num_rows;  // query rows in use

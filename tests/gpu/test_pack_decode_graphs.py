@@ -5,11 +5,12 @@ plans and lengths.
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from forests import make_case
+from forests import ForestCase, make_case
 from pack_decode_cases import BF16, MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
 
 from sglang_pat import PackAttention
@@ -47,6 +48,40 @@ def test_bitwise_equal_from_run_to_run() -> None:
         again = run(step, tensors)
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize(
+    "case", [MIXED, make_case([], [(-1, 90)] * 5)], ids=["with merges", "without"]
+)
+def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase) -> None:
+    """A kernel starts before the last one ends. Layers whose queries are the last layer's output,
+    with nothing in between, have the bits of layers that waited for the device.
+    """
+    heads = Heads(8, 2)
+    tensors = Tensors.make(case, heads)
+    step = planned_step(heads)
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    outputs = tensors.q.new_empty((21, *tensors.q.shape))
+
+    def layers(*, wait: bool) -> torch.Tensor:
+        outputs.fill_(torch.nan)
+        outputs[0] = tensors.q
+        for before, after in pairwise(outputs):
+            step.decode(before, tensors.k_cache, tensors.v_cache, after)
+            if wait:
+                torch.cuda.synchronize()
+        return outputs
+
+    expected = layers(wait=True).clone()
+    assert not expected.isnan().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(wait=False)
+    for _ in range(10):
+        assert torch.equal(layers(wait=False), expected)
+        outputs.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outputs, expected)
 
 
 def test_graph_replay_follows_plans_and_lengths() -> None:

@@ -630,7 +630,8 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """When these families have passed `tests/engine/test_families.py`, to be updated by hand.
+    """When these families have passed `tests/engine/test_families.py`, or on a GPU
+    `tests/gpu/test_families.py`. To be updated by hand.
 
     Attributes
     ----------
@@ -676,4 +677,4 @@ CPU_RUNS = (
     RecordedRun("0.5.23", "2026-11-21", (*_IN_BOTH, "gemma-4", "mimo-v2")),
     RecordedRun("0.5.17", "2026-11-21", _IN_BOTH),
 )
-GPU_RUNS: tuple[RecordedRun, ...] = ()
+GPU_RUNS = (RecordedRun("0.5.17", "2026-11-22", ("gemma-3", "llama-4", "qwen3-next")),)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from sglang.test import kl_test_utils
 from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import (
@@ -123,13 +124,20 @@ def server_of_running_timeout(
 ) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("running")
     variables = {"SGLANG_REQ_RUNNING_TIMEOUT": "3"}
-    # On a GPU the first request takes longer, since it compiles.
-    arguments = {"skip_server_warmup": ON_GPU}
-    with (
-        running_kit_server(kit_model, folder, variables, **arguments) as server,
-        decodes_with_pat(server, request.cls),
-    ):
-        yield
+    # The first request compiles. It may take longer than that, which a server takes for a fault.
+    with running_kit_server(kit_model, folder, variables, skip_server_warmup=True) as server:
+        _ask_until_answered(server)
+        with decodes_with_pat(server, request.cls):
+            yield
+
+
+def _ask_until_answered(server: KitServer) -> None:
+    """RuntimeError if none of ten requests is answered."""
+    asked = {"text": "a", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    for _ in range(10):
+        if requests.post(f"{server.server.url}/generate", json=asked, timeout=120).ok:
+            return
+    raise RuntimeError(f"no answer\n{server.server.tail()}")
 
 
 # --- on a server with streaming sessions and prefill in chunks ---

@@ -84,6 +84,15 @@ def test_a_projection_is_judged_by_its_limit() -> None:
     assert [gate["met"] for gate in found.values()] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("layers", "delegated", "met"), [(16, {}, True), (0, {}, False), (8, {"fp8": 8}, False)]
+)
+def test_pat_has_to_decode_its_servers(layers: int, delegated: dict[str, int], met: bool) -> None:
+    routes = {"pat_layers": layers, "default_layers": delegated}
+    (gate,) = gates.route_gates({"m pat": {"pat": routes}, "m fa3": {}}).values()
+    assert gate["met"] is met
+
+
 def test_every_question_fits_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "cuda_driver_is_present", lambda: True)
     starts = gates.starts(gates.PARTS)

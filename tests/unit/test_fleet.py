@@ -1,0 +1,83 @@
+"""Servers that share a GPU: one that fails takes only itself out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from serving.fleet import Member, answers_equal, fill_all, wait, watched
+
+from sglang_pat.bench.decoding import DecodeRun
+
+
+class StubServer:
+    """Ready after so many looks; with `ends`, it ends at the first."""
+
+    def __init__(self, log: Path, looks: int = 1, *, ends: bool = False) -> None:
+        self.process = self
+        self.log = log
+        self.looks = looks
+        self.ends = ends
+        self.asked: list[Any] = []
+        log.write_text("".join(f"line {i}\n" for i in range(100)))
+
+    def is_ready(self) -> bool:
+        if self.ends:
+            raise RuntimeError("the server ended")
+        self.looks -= 1
+        return self.looks <= 0
+
+    def flush(self) -> None:
+        self.asked.append("flush")
+
+    def generate(self, prompts: Any, sampling: dict[str, Any]) -> None:
+        if self.ends:
+            raise RuntimeError("connection refused")
+        self.asked.append((prompts, sampling["max_new_tokens"]))
+
+
+def member(tmp_path: Path, name: str, **more: Any) -> Member:
+    return Member(name, StubServer(tmp_path / name, **more))  # type: ignore[arg-type]
+
+
+def test_servers_that_end_or_hang_do_not_hold_up_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, ended = member(tmp_path, "good", looks=2), member(tmp_path, "ended", ends=True)
+    hangs = member(tmp_path, "hangs", looks=1000)
+    wait([good, ended, hangs], seconds=1.0)
+    assert good.failure is None
+    assert good.start_seconds is not None
+    assert ended.failure == "ended while it started"
+    assert hangs.failure == "not ready after 1 s"
+    printed = capsys.readouterr().out
+    assert "line 99" in printed
+    assert "line 69" not in printed
+
+
+def test_an_error_is_the_failure_of_servers_that_do_not_answer(tmp_path: Path) -> None:
+    good, ended = member(tmp_path, "good"), member(tmp_path, "ended", ends=True)
+    with watched([good, ended], "a case"):
+        raise ValueError("too few slices")
+    assert good.failure is None
+    assert ended.failure == "a case: ValueError: too few slices"
+
+
+def test_caches_are_filled_in_order_and_a_failure_is_kept_apart(tmp_path: Path) -> None:
+    good, ended = member(tmp_path, "good"), member(tmp_path, "ended", ends=True)
+    fill_all([good, ended], [[1, 2, 3]], [[1, 2]], [])
+    assert good.server.asked == ["flush", ([[1, 2]], 1), ([[1, 2, 3]], 4)]  # type: ignore[attr-defined]
+    assert (good.failure, ended.failure is None) == (None, False)
+
+
+def test_answers_are_compared_request_by_request() -> None:
+    def runs(*answers: list[int]) -> list[DecodeRun]:
+        return [DecodeRun({}, 0.0, 1.0, [{"output_ids": answer} for answer in answers])]
+
+    assert answers_equal(runs([1], [2]), runs([1], [3])) == 0.5
+    assert answers_equal(runs(), runs()) is None
