@@ -1,6 +1,7 @@
 #include "kv_split.h"
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <queue>
 
@@ -19,13 +20,23 @@ constexpr int64_t kTicketsPerShare = 2;
 constexpr int64_t kSmallestTicket = 384;
 // A guided ticket may exceed its budget by half before a tile is cut; and a piece is worth this many times the
 // partials that cutting it off costs.
-constexpr int64_t kPiecePerCut = 16;
+constexpr int64_t kPiecePerCut = 32;
+// What partials cost where a cut makes them, over what they cost in packing: nothing overlaps with their merge.
+constexpr double kPriceOfMerging = 1.5;
+// With whole tiles, workers may end this far apart: cuts even that out, and cost their partials.
+constexpr double kWorstUncutTail = 1.05;
+constexpr int64_t kMostUncutTiles = 8;  // for each worker; of more, guided tickets need no cuts
 // How much faster than private tickets the shared ones are drawn. The last tickets should be private: those are cheap
 // to cut.
 constexpr double kSharedLead = 2;
 // Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further apart
 // by their costs, each worker had better get an even share.
 constexpr double kWorstGuidedTail = 1.12;
+// Workers that have less to do than two of the usual pieces get shorter ones, so that more of them have one.
+constexpr int64_t kPiecesEach = 2;
+// A warp of the merge takes so many partials of a row at once; more cost twice as much. That shows where every worker has
+// rows to merge.
+constexpr int64_t kPartialsAtOnce = 12;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
@@ -90,6 +101,35 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                             ? std::partition_point(list_.begin(), list_.end(), is_shared)
                             : std::stable_partition(list_.begin(), list_.end(), is_shared);
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
+  least_piece_ = least_piece(packing);
+}
+
+int64_t KvSplitter::least_piece(const Packing& packing) const {
+  const int64_t workers = config_.num_workers;
+  int64_t tokens = 0;
+  int64_t rows = 0;
+  int64_t longest = 0;  // that a tile has in common
+  for (const Tile& tile : list_) {
+    tokens += tile.num_tokens;
+    rows += int64_t{tile.num_requests} * tiles_.group_size();
+    const Segment& first = packing.segments[tile.segment_begin];
+    if (first.end - first.first == 1) continue;
+    int64_t common = 0;
+    for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
+      const Segment& segment = packing.segments[s];
+      if (segment.first == 0 && segment.end >= tile.num_requests) common += segment.num_tokens();
+    }
+    longest = std::max(longest, common);
+  }
+  const int64_t usual = config_.min_piece_tokens;
+  int64_t piece = std::min(tokens / (kPiecesEach * workers), usual);
+  const int64_t few_partials = longest / (kPartialsAtOnce - 1);
+  if (rows >= workers && few_partials > piece && few_partials <= usual) {
+    // A power of two: so are most lengths, and what a cut leaves over is no piece of its own.
+    piece = std::min<int64_t>(
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(few_partials))), usual);
+  }
+  return std::max<int64_t>(piece / kCutGranularity * kCutGranularity, kCutGranularity);
 }
 
 // --- long ranges that several tiles read ---
@@ -181,7 +221,8 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
     }
     const int64_t partials = int64_t{2} * both_requests * tiles_.group_size();
     if (num_segments <= kMaxSegmentsPerCut &&
-        again * cost_.packing.reread_token <= partials * cost_.packing.partial_row) {
+        static_cast<double>(again * cost_.packing.reread_token) <=
+            kPriceOfMerging * static_cast<double>(partials * cost_.packing.partial_row)) {
       cut.next.base = at.base;
       cut.next.base_offset = at.base_offset;
       cut.next.again = again;
@@ -193,7 +234,7 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
 
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
                           int64_t room, bool forced, Cut& cut) const {
-  const int64_t shortest = config_.min_piece_tokens;
+  const int64_t shortest = least_piece_;
   const int32_t num_requests = tile.num_requests - at.first;
   const int64_t for_tokens = room - item_costs_[num_requests].fixed;
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item_costs_[num_requests].token;
@@ -380,9 +421,8 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
   int64_t low = (total + workers - 1) / workers;
   for (const Tile& tile : list_) {
     num_tokens += tile.num_tokens;
-    const int64_t shortest = config_.min_piece_tokens;
-    const bool is_cut = tile.num_tokens >= 2 * shortest;
-    low = std::max(low, is_cut ? cost(tile.num_requests, shortest) : tile.whole);
+    const bool is_cut = tile.num_tokens >= 2 * least_piece_;
+    low = std::max(low, is_cut ? cost(tile.num_requests, least_piece_) : tile.whole);
   }
   const auto step = [](int64_t budget) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / 64);
@@ -404,7 +444,6 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
       std::swap(choice_, trial_);
       high = dealt.largest;
     } else {
-      if (dealt.uncut >= high) break;
       low = middle;
     }
   }
@@ -415,7 +454,7 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
 int64_t KvSplitter::shortest_piece(int32_t num_requests) const {
   const int64_t rows = int64_t{num_requests} * tiles_.group_size();
   const int64_t partials = rows * cost_.packing.partial_row / kCostUnit;
-  return std::max<int64_t>(config_.min_piece_tokens, kPiecePerCut * partials);
+  return std::max<int64_t>(least_piece_, kPiecePerCut * partials);
 }
 
 int64_t KvSplitter::take_chunk(const Packing& packing, Stream& stream, int64_t budget,
@@ -502,6 +541,19 @@ int64_t KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t 
   return budget - room;
 }
 
+bool KvSplitter::choose_whole_tiles() {
+  const auto most = static_cast<size_t>(kMostUncutTiles * config_.num_workers);
+  if (num_shared_tiles_ < list_.size() || list_.size() > most) return false;
+  choice_.clear();
+  ticket_costs_.clear();
+  for (size_t i = 0; i < list_.size(); ++i) {
+    choice_.take(i, static_cast<int32_t>(i));
+    ticket_costs_.push_back(list_[i].whole);
+  }
+  choice_.num_tickets = static_cast<int32_t>(list_.size());
+  return tail_of(ticket_costs_) <= kWorstUncutTail;
+}
+
 bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
   choice_.clear();
   alone_.clear();
@@ -561,18 +613,23 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
-  bool is_guided = total > kCostUnit * kOneTicketEach * config_.num_workers;
-  if (is_guided) {
+  bool is_much = total > kCostUnit * kOneTicketEach * config_.num_workers;
+  alone_.clear();
+  if (is_much) {
     const bool parted = std::ranges::any_of(
         packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
     if (parted) list_tiles(packing, true);
-    is_guided = choose_guided(packing, total_cost(0, list_.size()));
-    if (!is_guided && parted) list_tiles(packing, false);
+    is_much =
+        (!parted && choose_whole_tiles()) || choose_guided(packing, total_cost(0, list_.size()));
+    if (!is_much && parted) list_tiles(packing, false);
   }
-  if (!is_guided) choose_evenly(packing, total);
+  if (!is_much) {
+    alone_.clear();
+    choose_evenly(packing, total);
+  }
   out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
   add_pieces(packing, choice_, out);
-  if (is_guided) add_pieces(packing, alone_, out);
+  add_pieces(packing, alone_, out);
 }
 
 double KvSplitter::tail(const Split& split) const {

@@ -15,7 +15,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a piece shorter than this, nor a part of a segment; a multiple of kCutGranularity.
+  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves two pieces for each worker;
+  // a multiple of kCutGranularity, which is the limit then.
   int32_t min_piece_tokens;
 };
 // Cuts within a segment lie at multiples of this from its beginning.
@@ -177,6 +178,8 @@ class KvSplitter {
   // Makes a tile of its own of each long range that other tiles read as well.
   void part_long_ranges(const Packing& packing);
   bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
+  // The length below which no cut of these tiles makes a piece.
+  int64_t least_piece(const Packing& packing) const;
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t cost(int32_t num_requests, int64_t num_tokens) const {
     const ItemCost& item = item_costs_[num_requests];
@@ -203,6 +206,8 @@ class KvSplitter {
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
   Dealt deal(const Packing& packing, int64_t budget, Choice& choice) const;
 
+  // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
+  bool choose_whole_tiles();
   // The private packs are in alone_. False, with no particular choice, if workers would end too far apart, or that takes
   // more cuts than an even split might: a few tiles of many requests with very long KV. So the partials of a batch have
   // a bound.
@@ -226,6 +231,7 @@ class KvSplitter {
   // Tiles that part_long_ranges() has divided, and their requests.
   int64_t parted_tiles_ = 0;
   int64_t parted_requests_ = 0;
+  int64_t least_piece_ = 0;
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;

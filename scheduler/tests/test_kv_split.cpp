@@ -48,6 +48,15 @@ int64_t num_uncut_segments(const Packing& packing, const TileSelection& tiles) {
 void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(config.group_size, config.max_block_q);
   const auto& [packing, split] = made;
+  // Where each worker has two pieces of the usual length, none is shorter.
+  int64_t packed_tokens = 0;
+  for (const Pack& pack : packing.packs) {
+    for (const Segment& segment : packing.segments_of(pack)) {
+      packed_tokens += int64_t{segment.num_tokens()} * tiles.num_tiles(pack.num_requests);
+    }
+  }
+  const bool is_enough = packed_tokens >= int64_t{2} * config.min_piece_tokens * config.num_workers;
+  const int32_t shortest = is_enough ? config.min_piece_tokens : kCutGranularity;
   int64_t taken_requests = 0;
   for (const Piece& piece : split.pieces) {
     CHECK(piece.num_requests > 0 && piece.num_segments > 0);
@@ -61,7 +70,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
       std::fill(touched.begin() + segment.first, touched.begin() + segment.end, 1);
       tokens += segment.num_tokens();
       // A part of a segment is not short.
-      CHECK(segment.num_tokens() >= config.min_piece_tokens || is_whole(packing, segment));
+      CHECK(segment.num_tokens() >= shortest || is_whole(packing, segment));
     }
     CHECK_EQ(tokens, piece.num_tokens);
     CHECK(std::ranges::count(touched, 1) == piece.num_requests);
@@ -87,6 +96,32 @@ TEST(kv_split_cuts_no_piece_short_and_not_too_often) {
         random, {.max_nodes = 6, .max_requests = draw(random, 1, 30), .max_tokens = 60'000});
     check_split(split(batch, made), made);
   }
+}
+
+// Shorter pieces than usual, as long as no row of many has more partials than a warp merges at once.
+TEST(kv_split_gives_idle_workers_something_to_do) {
+  const auto longest_piece = [](const Batch& batch, int32_t num_workers) {
+    int64_t longest = 0;
+    SchedulerConfig made = config(8, num_workers);
+    made.min_piece_tokens = 256;
+    for (const Piece& piece : split(batch, made).split.pieces) {
+      longest = std::max(longest, piece.num_tokens);
+    }
+    return longest;
+  };
+  const Batch few = make_batch({{-1, 4096}}, std::vector<std::pair<int, int32_t>>(8, {0, 416}));
+  CHECK(longest_piece(few, 264) <= 128);
+  CHECK(longest_piece(few, 16) >= 448);
+  const Batch many = make_batch({{-1, 2048}}, std::vector<std::pair<int, int32_t>>(64, {0, 128}));
+  CHECK(longest_piece(many, 132) >= 256);
+}
+
+TEST(kv_split_leaves_tiles_whole_that_end_together) {
+  const SchedulerConfig made = config(8, 33);
+  const Batch batch = make_batch({{-1, 2048}}, std::vector<std::pair<int, int32_t>>(1024, {0, 32}));
+  const Made result = split(batch, made);
+  CHECK_EQ(result.split.pieces.size(), result.packing.packs.size());
+  CHECK_EQ(result.split.tickets.size(), result.packing.packs.size());
 }
 
 TEST(kv_split_of_one_long_tile) {
