@@ -30,6 +30,7 @@ from workloads import LAYERS, REFERENCE_FLOPS, Workload, WorkloadTensors, suite
 
 from sglang_pat.bench import peers, timing
 from sglang_pat.bench.peers import Layer
+from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.reference import dense_attention
@@ -45,7 +46,12 @@ def pat(workload: Workload, tensors: WorkloadTensors, kv_dtype: torch.dtype = KV
     config = KernelConfig.for_device(
         workload.dtype, workload.head_dim, tensors.q.device, 0, kv_dtype
     )
-    step = PlannedStep(DecodeKernels(config), workload.num_qo_heads, workload.num_kv_heads)
+    step = PlannedStep(
+        DecodeKernels(config),
+        workload.num_qo_heads,
+        workload.num_kv_heads,
+        cost=costs_of(tensors.q.device),
+    )
     step.write(
         workload.forest.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
     )

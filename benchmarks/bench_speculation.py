@@ -1,14 +1,20 @@
 """Speculative decoding: time per accepted token, and how much is accepted, pat against FA3.
 
-    python benchmarks/bench_speculation.py [--algorithms STANDALONE NGRAM] [--quick] [--json FILE]
+    python benchmarks/bench_speculation.py [--drafts ngram same small] [--quick] [--json FILE]
 
-Two servers run at once, with the same drafts and the same tokens to verify per step, and are asked
-in turn. A round answers the same requests with two lengths; the difference is decoding, and what is
-reported is the median of the rounds, per token of the answers: each was accepted. Drafts come from
-a model of the same shape with fewer layers (STANDALONE), or from what has been said (NGRAM). All
-prompts are in the prefix cache before the clock starts.
+Drafts come from what has been said (ngram), from a model that is the served one itself (same), or
+from its first layer (small): SGLang's NGRAM, and STANDALONE. For each there are two servers, of pat
+and of FA3, with the same tokens to verify per step, which are asked in turn; all start at once. A
+round answers the same requests with two lengths; the difference is decoding, and what is reported
+is the median of the rounds, per token of the answers: each was accepted. All prompts are in the
+prefix cache before the clock starts.
 
---quick: three rounds and half the layers, under 200 s on an H100. --model tiny: on a CPU, where
+Draft models run on FA3 on both servers, so that one as large as the model leaves pat a fifth of the
+attention. Answers are greedy: each token must be the one that the model finds most probable, up to
+rounding, when all of the answer is given to it as a prompt. So must answers that stop tokens end,
+of twice as many requests as run at once.
+
+--quick: three rounds, all servers at once, some 200 s on an H100. --model tiny: on a CPU, where
 SGLang has no kernels for drafts; with `--without-drafts` it shows that everything else works.
 """
 
@@ -21,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +34,46 @@ from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.latency import difference, read_ratio
 from serving.models import MODELS, TINY, ModelShape
+from serving.nested_models import write_nested
 from serving.results import write
 from serving.tables import console
 
+from sglang_pat import support
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.http_server import wait_for_all
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 
-ALGORITHMS = ("STANDALONE", "NGRAM")
+DRAFTS = ("ngram", "same", "small")
+NONE = "none"
+# Of the models that are served. NGRAM waits for the host, and `same` for its drafts.
+LAYERS = {"small": 16, "ngram": 8, "same": 4, NONE: 4}
+BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
 SHORT = 8  # tokens of the shorter answers
 # pat's time per accepted token over FA3's, and how far acceptance may be apart.
 TIME_LIMIT, ACCEPTANCE_LIMIT = 0.6, 0.05
+# A token is off by as much as the best one is more probable, in log-probability. pat's largest may
+# be so many times FA3's, or as much as one step of a bfloat16 logit.
+OFF_RATIO, OFF_STEP = 2.0, 0.04
+CHECKED, CHECKED_AT_ONCE = 32, 4  # requests
+QUICK_START_SECONDS = 120
 _CASE = Case(64, 8192, 256, SHORT + 128)
 _TINY_CASE = Case(6, 256, 64, SHORT + 16)
 
 
-def speculation(algorithm: str, draft: Path) -> dict[str, Any]:
-    """Server arguments."""
-    if algorithm == "NGRAM":
-        more = {"speculative_ngram_max_bfs_breadth": 1}
+def speculation(drafts: str, target: Path, draft: Path) -> dict[str, Any]:
+    """Server arguments. target, draft: folders of the model and of the smaller one."""
+    if drafts == NONE:
+        return {}
+    if drafts == "ngram":
+        more = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
     else:
         more = {
-            "speculative_draft_model_path": draft,
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": target if drafts == "same" else draft,
             "speculative_num_steps": DRAFT_TOKENS - 1,
             "speculative_eagle_topk": 1,
         }
-    return {
-        "speculative_algorithm": algorithm,
-        "speculative_num_draft_tokens": DRAFT_TOKENS,
-        **more,
-    }
-
-
-def with_layers(shape: ModelShape, count: int) -> ModelShape:
-    return replace(shape, config=shape.config | {"num_hidden_layers": count})
+    return {"speculative_num_draft_tokens": DRAFT_TOKENS, **more}
 
 
 def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: int) -> Any:
@@ -72,7 +82,8 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
     for server in servers.values():
         server.flush()
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
-        server.generate(prompts, sampling_of(SHORT))  # compiles what is compiled at first use
+        # Compiles what is compiled at first use; NGRAM hears what will be said.
+        server.generate(prompts, sampling_of(case.generated))
     before, state = servers["pat"].stats(), gpu_state()
     seconds: dict[str, list[tuple[float, float]]] = {backend: [] for backend in servers}
     answers: dict[str, list[dict[str, Any]]] = {}
@@ -84,15 +95,21 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
                 answers[backend] = server.generate(prompts, sampling_of(count))
                 times.append(time.perf_counter() - begin)
             seconds[backend].append((times[0], times[1]))
-    counted = difference(servers["pat"].stats(), before)
+    counted, after = difference(servers["pat"].stats(), before), gpu_state()
+    off = {
+        backend: largest_off(servers["default"], prompts[:CHECKED], answers[backend])
+        for backend in servers
+    }
     return summary(seconds, answers, case.generated - SHORT) | {
+        "off": off,
+        "stops": stops(servers, prompts, answers["pat"]),
         "batch": case.batch,
         "prefix": case.prefix,
         "private": case.private,
         "tokens": [SHORT, case.generated],
         "draft_tokens": DRAFT_TOKENS,
         "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
-        "gpu": {"before": state, "after": gpu_state()},
+        "gpu": {"before": state, "after": after},
     }
 
 
@@ -138,130 +155,275 @@ def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
     return tokens / steps
 
 
-def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What has to hold."""
-    found: dict[str, Any] = {}
-    for case in cases:
-        ratio, each = case["pat_over_default"], case["accepted_per_step"]
-        apart = abs(each["pat"] / each["default"] - 1)
-        name = case["algorithm"]
-        found[f"{name}: time per accepted token over FA3's"] = {
-            "value": ratio,
-            "limit": TIME_LIMIT,
-            "met": ratio <= TIME_LIMIT,
+def largest_off(
+    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
+) -> float:
+    """By how much a token of the answers is less probable than the best one, at most: 0 if all are
+    the model's own. The server prefills prompts and answers, without drafts."""
+    found = 0.0
+    for first in range(0, len(prompts), CHECKED_AT_ONCE):
+        chosen = slice(first, first + CHECKED_AT_ONCE)
+        texts = [
+            [*prompt, *answer["output_ids"]]
+            for prompt, answer in zip(prompts[chosen], answers[chosen], strict=False)
+        ]
+        asked = {
+            "return_logprob": True,
+            "logprob_start_len": [len(prompt) - 1 for prompt in prompts[chosen]],
+            "top_logprobs_num": 1,
         }
-        found[f"{name}: accepted tokens per step, apart from FA3's"] = {
-            "value": apart,
-            "limit": ACCEPTANCE_LIMIT,
-            "met": apart <= ACCEPTANCE_LIMIT,
-        }
+        for reply in server.generate(texts, sampling_of(1), **asked):
+            info = reply["meta_info"]
+            own, best = info["input_token_logprobs"][1:], info["input_top_logprobs"][1:]
+            found = max(found, off(own, best))
     return found
 
 
-def run(
-    shape: ModelShape, draft: ModelShape, algorithm: str, case: Case, rounds: int, drafts: bool
-) -> dict[str, Any]:
-    """One algorithm on servers of both backends."""
-    arguments = dict(shape.arguments)
-    if shape.name != TINY:
-        arguments |= {
-            "attention_backend": "fa3",
-            "max_total_tokens": case.prefix + case.batch * (case.private + 512),
-            "max_running_requests": case.batch,
-            "sleep_on_idle": True,  # the other server is being measured
-        }
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-speculation-") as folder,
-        contextlib.ExitStack() as up,
-    ):
-        paths = []
-        for name, each in (("target", shape), ("draft", draft)):
-            path = Path(folder) / name
-            path.mkdir()
-            paths.append(each.write(path))
-        if drafts:
-            arguments |= speculation(algorithm, paths[1])
-        more = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
-        servers = {
-            backend: up.enter_context(
+def stops(
+    servers: Mapping[str, Server],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """Ask pat each prompt twice, with a token from the middle of its answer as the stop token."""
+    asked = [*prompts, *prompts]
+    sampling = []
+    for i in range(len(asked)):
+        tokens = answers[i % len(prompts)]["output_ids"]
+        stop = tokens[len(tokens) // 6 + i % (len(tokens) // 2)]
+        sampling.append(sampling_of(len(tokens)) | {"stop_token_ids": [stop], "ignore_eos": False})
+    found = servers["pat"].generate(asked, sampling)
+    ends = [each["meta_info"]["finish_reason"]["type"] for each in found]
+    return {
+        "off": largest_off(servers["default"], asked[-CHECKED:], found[-CHECKED:]),
+        "stopped": ends.count("stop") / len(ends),
+    }
+
+
+def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -> float:
+    """own: (log-probability, token, ...) at each position. best: the most probable ones there."""
+    if not own:
+        raise ValueError("no position to compare")
+    return max(b[0][0] - mine[0] for mine, b in zip(own, best, strict=True))
+
+
+def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What has to hold."""
+    found: dict[str, Any] = {}
+
+    def gate(name: str, value: float, limit: float) -> None:
+        found[name] = {"value": value, "limit": limit, "met": value <= limit}
+
+    for case in cases:
+        name, each = case["drafts"], case["accepted_per_step"]
+        gate(f"{name}: time per accepted token over FA3's", case["pat_over_default"], TIME_LIMIT)
+        apart = abs(each["pat"] / each["default"] - 1)
+        gate(f"{name}: accepted tokens per step, apart from FA3's", apart, ACCEPTANCE_LIMIT)
+        limit = max(OFF_RATIO * case["off"]["default"], OFF_STEP)
+        gate(f"{name}: least probable token, behind the best one", case["off"]["pat"], limit)
+        gate(f"{name}: the same of answers that were stopped", case["stops"]["off"], limit)
+    return found
+
+
+class Pair:
+    """The servers of one kind of drafts."""
+
+    def __init__(
+        self, drafts: str, target: Path, arguments: Mapping[str, Any], folder: Path
+    ) -> None:
+        """target: the folder of the model. folder: for logs."""
+        self.drafts = drafts
+        is_preview = "speculation" in support.PREVIEWS
+        environment = {"SGLANG_PAT_PREVIEW": "speculation"} if is_preview else {}
+        self._up = contextlib.ExitStack()
+        self.servers = {
+            backend: self._up.enter_context(
                 running_server(
                     contender(backend),
-                    paths[0],
-                    Path(folder),
+                    target,
+                    folder,
+                    name=f"{drafts}-{backend}",
                     wait=False,
-                    environment={"SGLANG_PAT_PREVIEW": "speculation"},
-                    **(arguments | more[backend]),
+                    environment=environment,
+                    **(arguments | more),
                 )
             )
-            for backend in more
+            for backend, more in BACKENDS.items()
         }
-        seconds = wait_for_all(
-            {backend: server.process for backend, server in servers.items()}, START_SECONDS
-        )
-        about = {}
-        for backend, server in servers.items():
-            routes = {key: value for key, value in server.info().items() if key.startswith("pat")}
-            about[backend] = {"start_seconds": seconds[backend], **routes}
-            console.print(f"{algorithm}, {backend}: ready after {seconds[backend]:.0f} s")
-        measured: dict[str, Any] = measure(servers, case, shape.vocab_size, rounds)
-    return {"algorithm": algorithm, "servers": about, **measured}
+        self.ready: dict[str, float] = {}
+        self.failure: str | None = None
+
+    def is_waiting(self, seconds: float, patience: float) -> bool:
+        """Whether one of the servers, `seconds` after their start, is neither ready nor gone. It
+        has failed when `patience` is over."""
+        for backend, server in self.servers.items():
+            if backend in self.ready or self.failure is not None:
+                continue
+            try:
+                if server.process.is_ready():
+                    self.ready[backend] = seconds
+            except RuntimeError as error:
+                self.fail(f"{backend}: {error}")
+        late = sorted(self.servers.keys() - self.ready.keys())
+        if self.failure is None and late and seconds > patience:
+            tails = "\n".join(self.servers[backend].process.tail() for backend in late)
+            self.fail(f"{late}: no answer within {patience} s\n{tails}")
+        return self.failure is None and bool(late)
+
+    def fail(self, failure: str) -> None:
+        """Nothing more is asked of the servers."""
+        self.failure = failure
+        console.print(f"{self.drafts}: {failure}", markup=False)
+        self.end()
+
+    def end(self) -> None:
+        """Give back what the servers have."""
+        self._up.close()
+
+    def about(self) -> dict[str, Any]:
+        """What the servers say of themselves."""
+        return {
+            backend: {
+                "start_seconds": self.ready[backend],
+                **{k: v for k, v in server.info().items() if k.startswith("pat")},
+            }
+            for backend, server in self.servers.items()
+        }
+
+
+def run(pair: Pair, case: Case, vocab_size: int, rounds: int, begun: float, patience: float) -> Any:
+    """What is measured of a pair of servers, started at `begun`; None if they fail."""
+    while pair.is_waiting(time.monotonic() - begun, patience):
+        time.sleep(0.5)
+    if pair.failure is not None:
+        return None
+    for backend, seconds in pair.ready.items():
+        console.print(f"{pair.drafts}, {backend}: ready after {seconds:.0f} s")
+    try:
+        about = pair.about()
+        measured = measure(pair.servers, case, vocab_size, rounds)
+        stats = measured["pat_stats"]
+        shown = ("verify", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
+        console.print({name: stats[name] for name in shown if name in stats})
+    except Exception as error:  # the other drafts are measured all the same
+        tails = "\n".join(server.process.tail() for server in pair.servers.values())
+        pair.fail(f"{error!r}\n{tails}")
+        return None
+    pair.end()
+    return {"drafts": pair.drafts, "servers": about, **measured}
 
 
 def show(data: Mapping[str, Any]) -> None:
     table = Table(title="ms per accepted token")
-    for column in ("drafts", "pat", "FA3", "pat / FA3", "accepted: pat", "FA3", "same answers"):
+    for column in (
+        "drafts",
+        "pat",
+        "FA3",
+        "pat / FA3",
+        "accepted: pat",
+        "FA3",
+        "off: pat",
+        "FA3",
+        "same answers",
+    ):
         table.add_column(column, justify="right")
     for case in data["cases"]:
         times, each = case["ms_per_accepted_token"], case["accepted_per_step"]
         table.add_row(
-            case["algorithm"],
+            case["drafts"],
             f"{times['pat']:.3f}",
             f"{times['default']:.3f}",
             f"{case['pat_over_default']:.2f}",
             f"{each['pat']:.2f}",
             f"{each['default']:.2f}",
+            f"{case['off']['pat']:.3f}",
+            f"{case['off']['default']:.3f}",
             f"{case['same_answers']:.2f}",
         )
     console.print(table)
     for name, gate in data["gates"].items():
         met = "met" if gate["met"] else "MISSED"
-        console.print(f"{name}: {gate['value']:.3f}, at most {gate['limit']}: {met}")
+        console.print(f"{name}: {gate['value']:.3f}, at most {gate['limit']:.3f}: {met}")
 
 
 def main() -> int:
+    args = _arguments()
+    rounds = 3 if args.quick else args.rounds
+    shape = MODELS[args.model]
+    case = _TINY_CASE if shape.name == TINY else _CASE
+    drafts = [NONE] if args.without_drafts else args.drafts
+    layers = {each: args.layers or LAYERS[each] for each in drafts}
+    data: dict[str, Any] = {
+        "meta": metadata(),
+        "model": shape.config,
+        "layers": layers,
+        "draft_layers": args.draft_layers,
+        "cases": [],
+        "failures": {},
+        "gates": {},
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-speculation-") as name:
+        folder = Path(name)
+        models = write_nested(folder, shape.config, [*layers.values()], args.draft_layers)
+        small = models[args.draft_layers]
+        arguments = shape.arguments | _shared_device(shape, case)
+        groups = [drafts] if args.quick else [[each] for each in drafts]
+        patience = QUICK_START_SECONDS if args.quick else START_SECONDS
+        for group in groups:
+            begun = time.monotonic()
+            pairs = []
+            try:
+                for each in group:
+                    model = models[layers[each]]
+                    more = speculation(each, model, small)
+                    pairs.append(Pair(each, model, arguments | more, folder))
+                for pair in pairs:
+                    measured = run(pair, case, shape.vocab_size, rounds, begun, patience)
+                    if measured is None:
+                        data["failures"][pair.drafts] = pair.failure
+                    else:
+                        data["cases"].append(measured)
+                    data["gates"] = gates(data["cases"])
+                    show(data)
+                    if args.json:
+                        write(args.json, data)
+            finally:
+                for pair in pairs:
+                    pair.end()
+    is_met = all(gate["met"] for gate in data["gates"].values())
+    return 0 if is_met and not data["failures"] else 1
+
+
+def _shared_device(shape: ModelShape, case: Case) -> dict[str, Any]:
+    """Arguments of servers that share a device."""
+    if shape.name == TINY:
+        return {}
+    return {
+        "load_format": "auto",
+        "attention_backend": "fa3",
+        "max_total_tokens": case.prefix + case.batch * (case.private + case.generated + 64),
+        "max_running_requests": case.batch,
+        "mem_fraction_static": 0.95,  # of what the others leave
+        "chunked_prefill_size": 2048,
+        "sleep_on_idle": True,  # another server is being measured
+    }
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
+    parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument("--layers", type=int, default=16, metavar="N", help="of the model")
-    parser.add_argument("--draft-layers", type=int, default=1, metavar="N")
+    parser.add_argument("--layers", type=int, metavar="N", help=f"of the model (default: {LAYERS})")
+    parser.add_argument(
+        "--draft-layers", type=int, default=1, metavar="N", help="of `small` (default: 1)"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="three or more")
-    parser.add_argument("--quick", action="store_true", help="8 layers, three rounds")
+    parser.add_argument("--quick", action="store_true", help="three rounds, all servers at once")
     parser.add_argument("--without-drafts", action="store_true", help="plain decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     args = parser.parse_args()
     if args.rounds < 3:
         parser.error(f"--rounds must be 3 or more; got {args.rounds}")
-    layers, rounds = (8, 3) if args.quick else (args.layers, args.rounds)
-    shape = MODELS[args.model]
-    is_tiny = shape.name == TINY
-    if not is_tiny:
-        shape = with_layers(shape, layers)
-    draft = shape if is_tiny else with_layers(shape, args.draft_layers)
-    case = _TINY_CASE if is_tiny else _CASE
-    data: dict[str, Any] = {
-        "meta": metadata(),
-        "model": shape.config,
-        "draft_layers": draft.config["num_hidden_layers"],
-        "cases": [],
-        "gates": {},
-    }
-    for algorithm in args.algorithms:
-        data["cases"].append(run(shape, draft, algorithm, case, rounds, not args.without_drafts))
-        data["gates"] = gates(data["cases"])
-        if args.json:
-            write(args.json, data)
-    show(data)
-    return 0 if all(gate["met"] for gate in data["gates"].values()) else 1
+    return args
 
 
 if __name__ == "__main__":

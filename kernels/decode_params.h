@@ -79,7 +79,7 @@ struct DecodeParams {
   IndexArray seq_lens;          // [num_requests]
   void* out;                    // [num_requests, Hq, Dv]
   float* out_lse;               // [num_requests, Hq], may be nullptr
-  void* partial_out;            // [num_partials, Hq, Dv], normalised, in the type of out
+  void* partial_out;            // [num_partials, Hq, Dv], normalised, in ComputeType
   float* partial_lse;           // [num_partials, Hq], natural log
   TicketCounter* tickets;
   int32_t* partials_owner;  // tag of the launch that wrote the partials last

@@ -21,6 +21,7 @@ namespace {
 
 using Element = PAT_ELEMENT;
 using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE>;
+using Partial = ComputeType<Element, Dims>;
 
 }  // namespace
 
@@ -45,12 +46,12 @@ __global__ void __launch_bounds__(kDecodeThreads, kCtasPerSm<Dims>)
 
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
     merge_partials_kernel(const __grid_constant__ DecodeParams params) {
-  merge_partials<Element, Dims::kValue, false>(params);
+  merge_partials<Element, Partial, Dims::kValue, Dims::kOneByte, false>(params);
 }
 
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
     merge_partials_sinks_kernel(const __grid_constant__ DecodeParams params) {
-  merge_partials<Element, Dims::kValue, true>(params);
+  merge_partials<Element, Partial, Dims::kValue, Dims::kOneByte, true>(params);
 }
 
 __global__ void __launch_bounds__(kGatherThreads)

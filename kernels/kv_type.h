@@ -3,8 +3,8 @@
 
 namespace pat {
 
-// What is not kAsQueries has one byte, and is converted to the type of the queries on its way into shared memory
-// (pack_decode/kv_stages.cuh).
+// What is not kAsQueries has one byte, lies in shared memory as in the cache, and is converted to fp16 by the consumers
+// (pack_decode/mma_body.cuh, pack_decode/converting_body.cuh).
 enum class KvType { kAsQueries, kE4m3, kE5m2 };
 
 }  // namespace pat

@@ -169,14 +169,15 @@ struct PartialSum {
   }
 };
 
-// A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is.
-template <typename T, int kColumns, bool kSinks>
+// A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is. T: of the output.
+template <typename T, bool kScales, typename Partial, int kColumns, bool kSinks>
 __device__ __forceinline__ void store_sum(const DecodeParams& params,
-                                          const PartialSum<T, kColumns, kSinks>& sum,
+                                          const PartialSum<Partial, kColumns, kSinks>& sum,
                                           int64_t out_row, int lane) {
-  using Sum = PartialSum<T, kColumns, kSinks>;
+  using Sum = PartialSum<Partial, kColumns, kSinks>;
   const bool empty = sum.weight == 0.f;
-  const float inverse = empty ? 0.f : 1.f / sum.weight;
+  float inverse = empty ? 0.f : 1.f / sum.weight;
+  if constexpr (kScales) inverse *= params.v_scale;
   if (lane < Sum::kLanes) {
     T* target = static_cast<T*>(params.out) + out_row * kColumns + lane * 4;
 #pragma unroll
@@ -212,10 +213,11 @@ struct MergeRow {
   }
 };
 
-// With kMergeWarps warps. kSinks: the layer has attention sinks.
-template <typename T, int kColumns, bool kSinks>
+// With kMergeWarps warps. T, Partial: of outputs and partials. kScales: the partials do not have the scale of the values
+// in them yet. kSinks: the layer has attention sinks.
+template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
-  using Sum = PartialSum<T, kColumns, kSinks>;
+  using Sum = PartialSum<Partial, kColumns, kSinks>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
   __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
@@ -264,7 +266,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       const int part = is_shared ? warp : 0;
       Sum sum;
       if (part < num_parts) {
-        sum = Sum::of(row.partials<T, kColumns>(params), count * part / num_parts,
+        sum = Sum::of(row.partials<Partial, kColumns>(params), count * part / num_parts,
                       count * (part + 1) / num_parts, lane);
         if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head));
       }
@@ -277,7 +279,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
         __syncthreads();
         if (warp != turn) continue;
       }
-      store_sum<T>(params, sum, row.out_row(params), lane);
+      store_sum<T, kScales>(params, sum, row.out_row(params), lane);
     }
   }
 }

@@ -28,6 +28,11 @@ constexpr double kSharedLead = 2;
 constexpr double kWorstGuidedTail = 1.12;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
+// KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
+// then more than stays in the L2 while others are read.
+constexpr int64_t kLongRange = 6144;
+// A chunk is no longer than this: tiles that begin it apart still meet in the L2.
+constexpr int64_t kLongestChunk = 4096;
 
 }  // namespace
 
@@ -56,9 +61,10 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
 
 // --- tiles ---
 
-void KvSplitter::list_tiles(const Packing& packing) {
+void KvSplitter::list_tiles(const Packing& packing, bool parted) {
   list_.clear();
   num_shared_tiles_ = 0;
+  parted_tiles_ = parted_requests_ = 0;
   for (const Pack& pack : packing.packs) {
     int64_t num_tokens = 0;
     for (const Segment& segment : packing.segments_of(pack)) num_tokens += segment.num_tokens();
@@ -71,16 +77,56 @@ void KvSplitter::list_tiles(const Packing& packing) {
                        .segment_end = pack.segment_begin + pack.num_segments,
                        .tile = tiles_.select(num_requests),
                        .is_shared = is_shared,
+                       .is_chunked = false,
+                       .is_rest = false,
                        .num_tokens = num_tokens,
                        .whole = cost(num_requests, num_tokens)});
     }
   }
+  if (parted) part_long_ranges(packing);
   // Stable: a request's packs stay in their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
   const auto privates = std::is_partitioned(list_.begin(), list_.end(), is_shared)
                             ? std::partition_point(list_.begin(), list_.end(), is_shared)
                             : std::stable_partition(list_.begin(), list_.end(), is_shared);
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
+}
+
+// --- long ranges that several tiles read ---
+
+bool KvSplitter::is_same_range(const Packing& packing, const Tile& a, const Tile& b) const {
+  const Segment& x = packing.segments[a.segment_begin];
+  const Segment& y = packing.segments[b.segment_begin];
+  return !x.is_private() && x.span == y.span && x.kv_begin == y.kv_begin && x.kv_end == y.kv_end;
+}
+
+void KvSplitter::part_long_ranges(const Packing& packing) {
+  const auto is_long = [&](const Tile& tile) {
+    const Segment& range = packing.segments[tile.segment_begin];
+    return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
+  };
+  const size_t num_tiles = list_.size();
+  for (size_t i = 0; i < num_tiles; ++i) {
+    const bool is_read_again =
+        (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
+        (i + 1 < num_tiles && is_same_range(packing, list_[i], list_[i + 1]));
+    if (!is_read_again || !is_long(list_[i])) continue;
+    list_[i].is_chunked = true;
+    if (list_[i].segment_end == list_[i].segment_begin + 1) continue;
+    Tile rest = list_[i];
+    Tile& range = list_[i];
+    range.segment_end = range.segment_begin + 1;
+    range.num_tokens = packing.segments[range.segment_begin].num_tokens();
+    range.whole = cost(range.num_requests, range.num_tokens);
+    ++rest.segment_begin;
+    rest.num_tokens -= range.num_tokens;
+    rest.whole = cost(rest.num_requests, rest.num_tokens);
+    rest.is_shared = rest.is_chunked = false;
+    rest.is_rest = true;
+    ++parted_tiles_;
+    parted_requests_ += rest.num_requests;
+    list_.push_back(rest);
+  }
 }
 
 int64_t KvSplitter::total_cost(size_t begin, size_t end) const {
@@ -366,11 +412,66 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
 
 // --- much work ---
 
+int64_t KvSplitter::shortest_piece(int32_t num_requests) const {
+  const int64_t rows = int64_t{num_requests} * tiles_.group_size();
+  const int64_t partials = rows * cost_.packing.partial_row / kCostUnit;
+  return std::max<int64_t>(config_.min_piece_tokens, kPiecePerCut * partials);
+}
+
+int64_t KvSplitter::take_chunk(const Packing& packing, Stream& stream, int64_t budget,
+                               int64_t cuts_left, int32_t ticket, Choice& choice) {
+  const Tile& tile = list_[stream.tile];
+  const auto length = static_cast<int32_t>(tile.num_tokens);
+  if (stream.chunk_end == 0) {
+    stream.readers_begin = stream.readers_end = stream.tile;
+    while (stream.readers_end < stream.end &&
+           is_same_range(packing, tile, list_[stream.readers_end])) {
+      ++stream.readers_end;
+    }
+  }
+  if (stream.tile == stream.readers_begin) {
+    stream.chunk_begin = stream.chunk_end;
+    const int64_t left = length - stream.chunk_begin;
+    const auto readers = static_cast<int64_t>(stream.readers_end - stream.readers_begin);
+    const ItemCost& item = item_costs_[tile.num_requests];
+    int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
+    chunk = std::max({chunk, shortest_piece(tile.num_requests), left / (cuts_left / readers + 1)});
+    const int64_t chunks = std::max<int64_t>(left / chunk, 1);  // equal ones, if none shrinks
+    chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
+    stream.chunk_end = stream.chunk_begin + static_cast<int32_t>(chunk);
+  }
+  Part part;
+  part.begin = begin_of(tile);
+  part.begin.offset = part.begin.base_offset = stream.chunk_begin;
+  part.begin.dealt = stream.chunk_begin;
+  const bool is_end = stream.chunk_end == length;
+  if (is_end) {
+    take_rest(tile, part.begin, part.cut);
+  } else {
+    cut_at(packing, tile, part.begin, tile.segment_begin, stream.chunk_end,
+           stream.chunk_end - stream.chunk_begin, part.cut);
+  }
+  choice.take(stream.tile, ticket, part);
+  stream.done += part.cut.cost;
+  stream.cuts += !is_end;
+  stream.cut_requests += part.cut.both_requests;
+  if (++stream.tile == stream.readers_end) {
+    if (is_end) {
+      stream.chunk_end = 0;
+      if (!stream.is_empty()) stream.part.begin = begin_of(list_[stream.tile]);
+    } else {
+      stream.tile = stream.readers_begin;
+    }
+  }
+  return part.cut.cost;
+}
+
 int64_t KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t budget,
                                 int32_t ticket, Choice& choice) {
   int64_t room = budget;
   while (!stream.is_empty()) {
     const Tile& tile = list_[stream.tile];
+    if (tile.is_chunked) break;  // not the first piece
     const Position& at = stream.part.begin;
     Cut& cut = stream.part.cut;
     take_rest(tile, at, cut);
@@ -378,14 +479,12 @@ int64_t KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t 
       if (room < budget) break;  // not the first piece: the next ticket has more room
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
-        const int64_t rows = int64_t{num_requests} * tiles_.group_size();
-        const int64_t partials = rows * cost_.packing.partial_row / kCostUnit;
-        const int64_t shortest =
-            std::max<int64_t>(config_.min_piece_tokens, kPiecePerCut * partials);
+        const int64_t shortest = shortest_piece(num_requests);
         find_cut(packing, tile, at, std::max(budget, cost(num_requests, shortest)), true, cut);
       }
     }
-    if (cut.is_end && at.dealt == 0) {
+    // What is left of a tile need not be for all of its requests.
+    if (cut.is_end && at.dealt == 0 && !tile.is_rest) {
       choice.take(stream.tile, ticket);
     } else {
       choice.take(stream.tile, ticket, stream.part);
@@ -411,6 +510,10 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
     Stream stream{.tile = begin,
                   .end = end,
                   .part = {},
+                  .readers_begin = 0,
+                  .readers_end = 0,
+                  .chunk_begin = 0,
+                  .chunk_end = 0,
                   .total = total_cost(begin, end),
                   .done = 0,
                   .cuts = 0,
@@ -420,6 +523,9 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
   };
   Stream shared = stream_of(0, num_shared_tiles_);
   Stream alone = stream_of(num_shared_tiles_, list_.size());
+  // What part_long_ranges() has cut off counts too.
+  alone.cuts = parted_tiles_;
+  alone.cut_requests = parted_requests_;
   const int64_t most_cuts = max_cut_requests(config_.num_workers, tiles_);
   const int64_t most_cut_requests = most_cuts + packing.spare_requests;
   while (!shared.is_empty() || !alone.is_empty()) {
@@ -430,8 +536,17 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
     const auto ticket = static_cast<int32_t>(ticket_costs_.size());
-    ticket_costs_.push_back(is_shared ? take_ticket(packing, shared, budget, ticket, choice_)
-                                      : take_ticket(packing, alone, budget, ticket, alone_));
+    // A quarter is left to what comes behind the chunks.
+    const int64_t cuts_left =
+        std::max<int64_t>(std::min(most_cuts - shared.cuts - alone.cuts,
+                                   (most_cut_requests - shared.cut_requests - alone.cut_requests) /
+                                       tiles_.requests_per_tile()),
+                          0) *
+        3 / 4;
+    ticket_costs_.push_back(!is_shared ? take_ticket(packing, alone, budget, ticket, alone_)
+                            : list_[shared.tile].is_chunked
+                                ? take_chunk(packing, shared, budget, cuts_left, ticket, choice_)
+                                : take_ticket(packing, shared, budget, ticket, choice_));
     if (shared.cuts + alone.cuts > most_cuts ||
         shared.cut_requests + alone.cut_requests > most_cut_requests) {
       return false;
@@ -442,12 +557,18 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
 }
 
 void KvSplitter::split(const Packing& packing, Split& out) {
-  list_tiles(packing);
+  list_tiles(packing, false);
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
-  const bool is_guided =
-      total > kCostUnit * kOneTicketEach * config_.num_workers && choose_guided(packing, total);
+  bool is_guided = total > kCostUnit * kOneTicketEach * config_.num_workers;
+  if (is_guided) {
+    const bool parted = std::ranges::any_of(
+        packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
+    if (parted) list_tiles(packing, true);
+    is_guided = choose_guided(packing, total_cost(0, list_.size()));
+    if (!is_guided && parted) list_tiles(packing, false);
+  }
   if (!is_guided) choose_evenly(packing, total);
   out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
   add_pieces(packing, choice_, out);

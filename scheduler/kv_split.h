@@ -64,6 +64,8 @@ class KvSplitter {
   // More work becomes tickets that shrink with what is left (guided self-scheduling): the first are large, and the
   // last are small enough to even out what costs cannot foresee. Tickets of shared packs, whose KV mostly comes out
   // of the L2, are drawn among those of private ones, which wait for device memory: each uses what the other leaves.
+  // KV that several tiles read, and that is too long for the L2, is dealt out chunk by chunk, each chunk to all of
+  // these tiles: they read it together, and device memory once.
   //
   // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
@@ -90,6 +92,8 @@ class KvSplitter {
     int32_t segment_end;
     int32_t tile;
     bool is_shared;
+    bool is_chunked;  // a long range that other tiles read as well
+    bool is_rest;     // what such a range leaves of a tile
     int64_t num_tokens;
     int64_t whole;  // cost uncut
   };
@@ -153,7 +157,12 @@ class KvSplitter {
   struct Stream {
     size_t tile;
     size_t end;
-    Part part;      // the next one; the cut is not found yet
+    Part part;  // the next one; the cut is not found yet
+    // The tiles that read the present chunk, which is a part of their first segment. None: chunk_end is 0.
+    size_t readers_begin;
+    size_t readers_end;
+    int32_t chunk_begin;
+    int32_t chunk_end;
     int64_t total;  // cost
     int64_t done;
     int64_t cuts;
@@ -163,7 +172,11 @@ class KvSplitter {
     double progress() const { return static_cast<double>(done) / static_cast<double>(total); }
   };
 
-  void list_tiles(const Packing& packing);
+  // parted: as part_long_ranges() leaves them.
+  void list_tiles(const Packing& packing, bool parted);
+  // Makes a tile of its own of each long range that other tiles read as well.
+  void part_long_ranges(const Packing& packing);
+  bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t cost(int32_t num_requests, int64_t num_tokens) const {
     const ItemCost& item = item_costs_[num_requests];
@@ -197,6 +210,11 @@ class KvSplitter {
   // Returns the ticket's cost.
   int64_t take_ticket(const Packing& packing, Stream& stream, int64_t budget, int32_t ticket,
                       Choice& choice);
+  // Of a tile whose KV is dealt out in chunks. Returns the ticket's cost.
+  int64_t take_chunk(const Packing& packing, Stream& stream, int64_t budget, int64_t cuts_left,
+                     int32_t ticket, Choice& choice);
+  // What a cut of a tile should leave on both sides at least, in tokens.
+  int64_t shortest_piece(int32_t num_requests) const;
   double tail_of(std::span<const int64_t> ticket_costs) const;
 
   SplitConfig config_;
@@ -205,6 +223,9 @@ class KvSplitter {
   std::vector<ItemCost> item_costs_;  // by the number of requests
   std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
+  // Tiles that part_long_ranges() has divided, and their requests.
+  int64_t parted_tiles_ = 0;
+  int64_t parted_requests_ = 0;
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;

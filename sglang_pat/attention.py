@@ -167,9 +167,7 @@ class PackAttention:
             growth_tokens=growth_tokens,
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
-            cost=costs_of_tokens(
-                CostModel() if kernels is None else costs_of(self.device), kv_dtype.itemsize
-            ),
+            cost=CostModel() if kernels is None else costs_of(self.device),
         )
         sizes = None
         if max_requests is not None:
@@ -542,18 +540,6 @@ def new_scheduler(
         one_tile=one_tile,
         cost=CostModel() if cost is None else cost,
     )
-
-
-def costs_of_tokens(cost: CostModel, itemsize: int) -> CostModel:
-    """The costs for KV of `itemsize` bytes per number. The unit of packing is a token that is read
-    from device memory; what partials and work items cost does not shrink with it.
-    """
-    if itemsize >= 2:
-        return cost
-    values = cost.values()
-    for name in ("partial_row", "packed_item"):
-        values[name] *= 2 / itemsize
-    return CostModel(**values)
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:

@@ -61,7 +61,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_stage() {
-    if (kStageArrivals == 32 || threadIdx.x % 32 == 0) {
+    if (kStageArrivals<Dims> == 32 || threadIdx.x % 32 == 0) {
       ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     }
     ring.advance();

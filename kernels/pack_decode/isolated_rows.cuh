@@ -9,6 +9,7 @@
 #include "decode_params.h"
 #include "pack_decode/row_scale.cuh"
 #include "pack_decode/segment_source.cuh"
+#include "pack_decode/warp_attention.cuh"
 #include "pack_decode/work_queue.cuh"
 #include "ptx/fp8.cuh"
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ float4 load_columns(const char* row, int group) {
   if constexpr (kType == KvType::kAsQueries) {
     packed = reinterpret_cast<const uint2*>(row)[group];
   } else {
-    packed = fp8::convert<T, kType>(reinterpret_cast<const uint32_t*>(row)[group]);
+    packed = fp8::convert<kType>(reinterpret_cast<const uint32_t*>(row)[group]);
   }
   const float2 low = ptx::unpack<T>(packed.x), high = ptx::unpack<T>(packed.y);
   return make_float4(low.x, low.y, high.x, high.y);
@@ -54,7 +55,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
                                             int item, int first_row, uint64_t rows,
                                             int first_column, int end_column) {
   constexpr int kGroups = (Dims::kValue / 4 + 31) / 32;  // of four columns, per lane
-  constexpr int kKvBytes = Dims::kConverts ? 1 : 2;      // of an element of the cache
+  using Number = ComputeType<T, Dims>;                   // of the cache, converted
   constexpr int kQueryBytes = Dims::kKey * 2;
   const int lane = ptx::lane_id();
   const WorkItem& work = params.plan.work_items[item];
@@ -70,9 +71,10 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     const char* query = static_cast<const char*>(params.q) +
                         static_cast<uint64_t>(request) * params.q_stride_chunks * kChunkBytes +
                         head * kQueryBytes;
-    const char* keys = static_cast<const char*>(params.k_cache) + kv_head * Dims::kKey * kKvBytes;
+    const char* keys =
+        static_cast<const char*>(params.k_cache) + kv_head * Dims::kKey * Dims::kElementBytes;
     const char* values =
-        static_cast<const char*>(params.v_cache) + kv_head * Dims::kValue * kKvBytes;
+        static_cast<const char*>(params.v_cache) + kv_head * Dims::kValue * Dims::kElementBytes;
 
     float maximum = -INFINITY, total = 0.f;  // base-2 logit; of this lane's tokens
     float4 sums[kGroups] = {};
@@ -92,7 +94,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
 #pragma unroll 4
           for (int group = 0; group < Dims::kKey / 4; ++group) {
             const float4 a = load_columns<T, KvType::kAsQueries>(query, group);
-            const float4 b = load_columns<T, Dims::kKv>(key, group);
+            const float4 b = load_columns<Number, Dims::kKv>(key, group);
             score += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
           }
           if constexpr (kSoftCap) score = ptx::tanh(score * params.logit_scale.inner);
@@ -121,7 +123,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
           for (int group = 0; group < kGroups; ++group) {
             const int place = 32 * group + lane;
             if (4 * place >= Dims::kValue) continue;
-            add_product(sums[group], token_weight, load_columns<T, Dims::kKv>(value, place));
+            add_product(sums[group], token_weight, load_columns<Number, Dims::kKv>(value, place));
           }
         }
       }
@@ -131,16 +133,20 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
       total += __shfl_xor_sync(kFullWarp, total, distance);
     }
 
-    const float scale = row_scale(params, target, maximum, total).scale;
-    T* out = static_cast<T*>(target >= 0 ? params.partial_out : params.out) +
-             static_cast<int64_t>(target >= 0 ? target : ~target) * Dims::kValue;
+    const float scale = row_scale<Dims>(params, target, maximum, total).scale;
+    const bool is_partial = target >= 0;
+    T* out = static_cast<T*>(is_partial ? params.partial_out : params.out) +
+             static_cast<int64_t>(is_partial ? target : ~target) * Dims::kValue;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const int column = 4 * (32 * group + lane);
       if (column < first_column || column >= end_column) continue;
-      *reinterpret_cast<uint2*>(out + column) =
-          make_uint2(ptx::pack<T>(sums[group].x * scale, sums[group].y * scale),
-                     ptx::pack<T>(sums[group].z * scale, sums[group].w * scale));
+      const float4& sum = sums[group];
+      const auto packed = [&]<typename Out>(Out) {
+        return make_uint2(ptx::pack<Out>(sum.x * scale, sum.y * scale),
+                          ptx::pack<Out>(sum.z * scale, sum.w * scale));
+      };
+      *reinterpret_cast<uint2*>(out + column) = is_partial ? packed(Number{}) : packed(T{});
     }
   }
 }

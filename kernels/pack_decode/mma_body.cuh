@@ -6,6 +6,7 @@
 #include "pack_decode/consumer.cuh"
 #include "pack_decode/row_output.cuh"
 #include "pack_decode/warp_attention.cuh"
+#include "ptx/fp8.cuh"
 
 namespace pat {
 
@@ -28,6 +29,7 @@ template <int kTokens, typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
                                               const WarpAttention<T, Dims, kSoftCap>& part,
                                               uint32_t keys, int first_token, uint32_t lane) {
+  using Number = ComputeType<T, Dims>;
 #pragma unroll
   for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
@@ -35,15 +37,29 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
   }
   const uint32_t row = first_token + lane / 16 * 8 + lane % 8;
   const uint32_t first = keys + swizzled_offset(kStageTokens, row, lane / 8 % 2);
+  // Of two chunks of a row: 16 columns, or 32 of one byte.
+  constexpr int kSteps = (Dims::kKey * Dims::kElementBytes / kChunkBytes + 1) / 2;
 #pragma unroll
-  for (int step = 0; step < Dims::kKey / 16; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int pair = 0; pair < kTokens / 16; ++pair) {
       ptx::Fragment fragment;
       ptx::load_matrices(fragment,
                          step_address(first, kStageTokens, step) + pair * 16 * kPanelRowBytes);
-      ptx::multiply_add<T>(scores[2 * pair], part.queries[step], fragment[0], fragment[1]);
-      ptx::multiply_add<T>(scores[2 * pair + 1], part.queries[step], fragment[2], fragment[3]);
+      if constexpr (Dims::kOneByte) {
+#pragma unroll
+        for (int depth = 2 * step; depth < std::min(2 * step + 2, Dims::kKey / 16); ++depth) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint2 numbers = fp8::convert<Dims::kKv>(fragment[2 * half + depth % 2]);
+            ptx::multiply_add<Number>(scores[2 * pair + half], part.queries[depth], numbers.x,
+                                      numbers.y);
+          }
+        }
+      } else {
+        ptx::multiply_add<T>(scores[2 * pair], part.queries[step], fragment[0], fragment[1]);
+        ptx::multiply_add<T>(scores[2 * pair + 1], part.queries[step], fragment[2], fragment[3]);
+      }
     }
   }
 }
@@ -52,18 +68,32 @@ template <int kTokens, typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void multiply_values(WarpAttention<T, Dims, kSoftCap>& part,
                                                 const float (&probabilities)[kTokens / 8][4],
                                                 uint32_t values, int first_token, uint32_t lane) {
+  using Number = ComputeType<T, Dims>;
   const uint32_t first = values + swizzled_offset(kStageTokens, first_token + lane % 16, lane / 16);
+  constexpr int kPairs = (Dims::kValue * Dims::kElementBytes / kChunkBytes + 1) / 2;  // of chunks
 #pragma unroll
   for (int step = 0; step < kTokens / 16; ++step) {
     ptx::Fragment weights;
     part.pack_weights(weights, probabilities[2 * step], probabilities[2 * step + 1]);
 #pragma unroll
-    for (int pair = 0; pair < Dims::kValue / 16; ++pair) {
+    for (int pair = 0; pair < kPairs; ++pair) {
       ptx::Fragment fragment;
       ptx::load_matrices_transposed(
           fragment, step_address(first, kStageTokens, pair) + step * 16 * kPanelRowBytes);
-      ptx::multiply_add<T>(part.out[2 * pair], weights, fragment[0], fragment[1]);
-      ptx::multiply_add<T>(part.out[2 * pair + 1], weights, fragment[2], fragment[3]);
+      if constexpr (Dims::kOneByte) {
+#pragma unroll
+        for (int chunk = 2 * pair; chunk < std::min(2 * pair + 2, Dims::kValue / 16); ++chunk) {
+          // Each register holds two columns of two tokens; first the even columns, then the odd ones.
+          const uint32_t* registers = fragment + chunk % 2 * 2;
+          const uint2 low = fp8::convert<Dims::kKv>(fp8::transposed(registers[0]));
+          const uint2 high = fp8::convert<Dims::kKv>(fp8::transposed(registers[1]));
+          ptx::multiply_add<Number>(part.out[2 * chunk], weights, low.x, high.x);
+          ptx::multiply_add<Number>(part.out[2 * chunk + 1], weights, low.y, high.y);
+        }
+      } else {
+        ptx::multiply_add<T>(part.out[2 * pair], weights, fragment[0], fragment[1]);
+        ptx::multiply_add<T>(part.out[2 * pair + 1], weights, fragment[2], fragment[3]);
+      }
     }
   }
 }
@@ -84,7 +114,8 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   const int kv_warp = consumer.warp % Layout::kKvWarps;
 
   WarpAttention<T, Dims, kSoftCap> part;
-  part.begin(consumer.queries(kUnits), kTileRows, first_row, lane);
+  float* query_factors = consumer.storage.query_factors[Dims::kOneByte ? consumer.warp : 0];
+  part.begin(consumer.queries(kUnits), kTileRows, first_row, query_factors, lane);
   consumer.release_queries(kUnits, first_row, lane);
 
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
@@ -98,6 +129,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
         record.counts_for(first_row / kUnitRows)) {
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
+      part.template undo_factors<kTokens>(scores, query_factors, lane);
       part.rescale(part.template weigh<kTokens>(scores, record, first_row, first_token,
                                                 params.logit_scale, lane));
       const uint32_t values = keys + Dims::kKeyBytes;
@@ -117,15 +149,22 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   }
 }
 
-// Exactly the tiles of the tile table.
-template <typename T, typename Dims, bool kSoftCap, int kTile = 0>
-__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
-  if constexpr (kTile + 1 < kNumTiles) {
+// One item in the body of its tile, which is one of [kTile, kEndTile).
+template <typename T, typename Dims, bool kSoftCap, int kTile, int kEndTile>
+__device__ __forceinline__ void execute_tile(const DecodeParams& params, Consumer<Dims>& consumer) {
+  if constexpr (kTile + 1 < kEndTile) {
     if (consumer.record().tile != kTile) {
-      return execute_item<T, Dims, kSoftCap, kTile + 1>(params, consumer);
+      return execute_tile<T, Dims, kSoftCap, kTile + 1, kEndTile>(params, consumer);
     }
   }
   execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
+}
+
+// Exactly the tiles of the tile table.
+template <typename T, typename Dims, bool kSoftCap>
+  requires(!kUsesWgmma<Dims> && !kConvertsTiles<Dims>)
+__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
+  execute_tile<T, Dims, kSoftCap, 0, kNumTiles>(params, consumer);
 }
 
 }  // namespace pat

@@ -6,11 +6,11 @@
 // request's only partial goes straight to the output, every other to the partials that merge_partials reads.
 #pragma once
 
+#include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA
+#include "pack_decode/converting_body.cuh"
 #include "pack_decode/wgmma_body.cuh"
-#else
-#include "pack_decode/mma_body.cuh"
 #endif
 
 namespace pat {
@@ -31,14 +31,12 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   if (i < Storage::kStages) {
     ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
                       kProducerWarps * 32 + 1);  // copies, record
-    ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]), kConsumerWarps * kStageArrivals);
+    ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]),
+                      kConsumerWarps * kStageArrivals<Dims>);
   }
   if (i < kQueryUnits) {
     ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
     ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
-  }
-  if (i < 2 * Storage::kLanding) {
-    ptx::barrier_init(ptx::shared_address(&storage.landed[i % 2][i / 2]), 32);
   }
   if (i < kDrawsAhead) {
     ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
@@ -47,9 +45,9 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp == kConsumerWarps) {
-    Producer<T, Dims, true>(params, storage, lane).run();
+    Producer<Dims, true>(params, storage, lane).run();
   } else if (warp == kConsumerWarps + 1) {
-    Producer<T, Dims, false>(params, storage, lane).run();
+    Producer<Dims, false>(params, storage, lane).run();
   } else {
     ptx::wait_for_dependencies();
     ptx::launch_dependents();

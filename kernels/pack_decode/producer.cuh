@@ -56,18 +56,18 @@ struct StageBatch {
 
 // Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
 // needed later, also loads queries and writes the records.
-template <typename T, typename Dims, bool kIsKey>
+template <typename Dims, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<Dims>;
-  using Copy = RowCopy<Dims::kKey>;  // of queries
+  using QueryCopy = RowCopy<Dims::kKey * 2>;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
         storage_(storage),
         lane_(lane),
         num_q_heads_(params.num_q_heads),
-        copy_{lane},
+        query_copy_{lane},
         tickets_(params, storage, lane),
         stages_(params, storage, lane) {}
 
@@ -94,7 +94,6 @@ class Producer {
       } while (++i < batch.count);
       has_stages = next_.count > 0;
     }
-    stages_.finish();
     if constexpr (kIsKey) {
       tickets_.end();
     } else {
@@ -142,7 +141,7 @@ class Producer {
 
   // The next item becomes the present one. false: there is none.
   __device__ __forceinline__ bool begin_item() {
-    if (next_item_ == ticket_.end_item) return begin_ticket<false>(tickets_.next(stages_));
+    if (next_item_ == ticket_.end_item) return begin_ticket<false>(tickets_.next());
     if (next_item_ == first_lane_item_ + 32) load_items();
     start_item();
     return true;
@@ -256,7 +255,7 @@ class Producer {
     const int first_unit = queries_.first_unit(units);
     for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
       const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
-      stages_.wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
+      ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
       // A skipped unit is handed back at once, in the consumers' place: the item's own last units may be the
       // next lap of it.
       for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
@@ -279,7 +278,7 @@ class Producer {
     for (int i = 0; i < 2; ++i) {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
-      query_chunks[i] = requests_[i].x * params_.q_stride_chunks + head * Copy::kChunks;
+      query_chunks[i] = requests_[i].x * params_.q_stride_chunks + head * QueryCopy::kChunks;
       const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
@@ -315,16 +314,16 @@ class Producer {
                                                int num_rows, uint32_t lane_chunk) {
     const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
     const char* queries = static_cast<const char*>(params_.q);
-    if constexpr (Copy::kWholeRows) queries += copy_.chunk(0) * kChunkBytes;
+    if constexpr (QueryCopy::kWholeRows) queries += query_copy_.chunk(0) * kChunkBytes;
 #pragma unroll
-    for (int i = 0; i < Copy::copies(kUnitRows); ++i) {
-      const int row = first_row + copy_.row(i);
+    for (int i = 0; i < QueryCopy::copies(kUnitRows); ++i) {
+      const int row = first_row + query_copy_.row(i);
       const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
       const bool valid = row < num_rows;
       const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
-      if constexpr (!Copy::kWholeRows) source += copy_.chunk(i) * kChunkBytes;
-      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy_.chunk(i)), source,
-                                 valid);
+      if constexpr (!QueryCopy::kWholeRows) source += query_copy_.chunk(i) * kChunkBytes;
+      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, query_copy_.chunk(i)),
+                                 source, valid);
     }
   }
 
@@ -332,9 +331,9 @@ class Producer {
   Storage& storage_;
   const int lane_;
   const int num_q_heads_;
-  const Copy copy_;
+  const QueryCopy query_copy_;
   TicketQueue<Storage, kIsKey> tickets_;
-  KvStages<T, Dims, kIsKey> stages_;
+  KvStages<Dims, kIsKey> stages_;
 
   // Where prefetch() is: up to four stages ahead of what is filled.
   TicketRange ticket_;

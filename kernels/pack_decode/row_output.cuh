@@ -9,20 +9,39 @@
 
 namespace pat {
 
-// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `column` on. Where kMayEnd is set,
-// the row may end before.
-template <typename T, int kColumns, bool kMayEnd, int kTiles>
-__device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row, int column,
-                                              const float2 (&values)[kTiles], float scale) {
+// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `first_column` on. Where kMayEnd is
+// set, the row may end before.
+template <typename T, typename Dims, bool kMayEnd, int kTiles>
+__device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row,
+                                              int first_column, const float2 (&values)[kTiles],
+                                              float scale, uint32_t lane) {
   if (row == kNoTarget) return;
+  using Partial = ComputeType<T, Dims>;
+  static_assert(sizeof(Partial) == sizeof(T));
   const bool is_partial = row >= 0;
+  // Of one tile, this lane has two columns that touch; of two tiles of one-byte values, four.
   T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
-              static_cast<int64_t>(is_partial ? row : ~row) * kColumns + column;
+              static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
+              (first_column + lane % 4 * (Dims::kOneByte ? 4 : 2));
+  if constexpr (Dims::kOneByte) {
+    const bool converts = !std::is_same_v<T, Partial> && !is_partial;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (kMayEnd && column + tile * 8 >= kColumns) continue;
-    *reinterpret_cast<uint32_t*>(target + tile * 8) =
-        ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
+    for (int tile = 0; tile < kTiles; tile += 2) {
+      if (kMayEnd && first_column + tile * 8 >= Dims::kValue) continue;
+      const float2 low = make_float2(values[tile].x * scale, values[tile].y * scale);
+      const float2 high = make_float2(values[tile + 1].x * scale, values[tile + 1].y * scale);
+      *reinterpret_cast<uint2*>(target + tile * 8) =
+          converts
+              ? make_uint2(ptx::pack<T>(low.x, low.y), ptx::pack<T>(high.x, high.y))
+              : make_uint2(ptx::pack<Partial>(low.x, low.y), ptx::pack<Partial>(high.x, high.y));
+    }
+  } else {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (kMayEnd && first_column + tile * 8 >= Dims::kValue) continue;
+      *reinterpret_cast<uint32_t*>(target + tile * 8) =
+          ptx::pack<T>(values[tile].x * scale, values[tile].y * scale);
+    }
   }
 }
 
@@ -37,15 +56,17 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// A row's columns from `column` on, and with `with_lse` its LSE. total: sum of exponentials relative to the score
+// A row's columns from `first_column` on and, where that is 0, its LSE. total: sum of exponentials relative to the score
 // `maximum`.
-template <typename T, int kColumns, bool kMayEnd, int kTiles>
-__device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row, int column,
-                                          const float2 (&values)[kTiles], float maximum,
-                                          float total, bool with_lse) {
-  const auto [scale, log2_sum] = row_scale(params, row, maximum * params.logit_scale.outer, total);
-  store_columns<T, kColumns, kMayEnd>(params, row, column, values, scale);
-  if (with_lse) store_lse(params, row, log2_sum);
+template <typename T, typename Dims, bool kMayEnd, int kTiles>
+__device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row,
+                                          int first_column, const float2 (&values)[kTiles],
+                                          float maximum, float total, uint32_t lane) {
+  constexpr float kHeadroom = WarpAttention<T, Dims, false>::kHeadroom;
+  const auto [scale, log2_sum] =
+      row_scale<Dims>(params, row, maximum * params.logit_scale.outer - kHeadroom, total);
+  store_columns<T, Dims, kMayEnd>(params, row, first_column, values, scale, lane);
+  if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
 
 // A tile whose KV one warp per row group has read whole: every warp stores its own rows, the first of which is row
@@ -66,8 +87,8 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
       values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
     }
     if (is_mixed) rows_with_nan |= find_nan(values) << 32 * h;
-    store_row<T, Dims::kValue, false>(params, targets[lane / 4 + 8 * h], lane % 4 * 2, values,
-                                      part.maximum[h], part.sum[h], lane % 4 == 0);
+    store_row<T, Dims, false>(params, targets[lane / 4 + 8 * h], 0, values, part.maximum[h],
+                              part.sum[h], lane);
   }
   if (rows_with_nan != 0) {
     recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,
@@ -85,7 +106,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
                                                        uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
-  constexpr bool kMayEnd = kTiles % kKvWarps != 0;  // the last warp's share is smaller
+  constexpr bool kMayEnd = kOwnTiles * kKvWarps != kTiles;  // the last warp's share is smaller
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
   const int kv_warp = warp % kKvWarps;
@@ -165,9 +186,8 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
       }
     }
     if (is_mixed) rows_with_nan |= find_nan(own) << 32 * h;
-    store_row<T, Dims::kValue, kMayEnd>(params, targets[lane / 4 + 8 * h],
-                                        first_column + lane % 4 * 2, own, maximum, total,
-                                        kv_warp == 0 && lane % 4 == 0);
+    store_row<T, Dims, kMayEnd>(params, targets[lane / 4 + 8 * h], first_column, own, maximum,
+                                total, lane);
   }
   if (rows_with_nan != 0) {
     recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,

@@ -37,6 +37,10 @@ PAT_ANYWHERE constexpr uint32_t step_address(uint32_t first_chunk, int rows, int
   return (first_chunk ^ (step % 4 * 2 * kChunkBytes)) + step / 4 * rows * kPanelRowBytes;
 }
 
+PAT_ANYWHERE constexpr int panels(int row_bytes) {
+  return (row_bytes + kPanelRowBytes - 1) / kPanelRowBytes;
+}
+
 // The columns of keys (and queries) and of values, and the type in which the cache has them. The last panel may be
 // partly empty.
 template <int kKeyColumns, int kValueColumns, KvType kCacheType = KvType::kAsQueries>
@@ -44,24 +48,25 @@ struct HeadDims {
   static constexpr int kKey = kKeyColumns;
   static constexpr int kValue = kValueColumns;
   static constexpr KvType kKv = kCacheType;
-  static constexpr bool kConverts = kKv != KvType::kAsQueries;
+  static constexpr bool kOneByte = kKv != KvType::kAsQueries;
+  static constexpr int kElementBytes = kOneByte ? 1 : 2;  // of the cache
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
   static_assert(kKey <= 256 && kValue <= 256, "registers");
 
-  static constexpr int kValuePanels = (kValue + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kKeyPanels = (kKey + kPanelColumns - 1) / kPanelColumns;
+  using Converted = HeadDims<kKey, kValue>;  // to numbers of the queries' size
+
+  static constexpr int kQueryPanels = panels(kKey * 2);
+  static constexpr int kKeyPanels = panels(kKey * kElementBytes);
+  static constexpr int kValuePanels = panels(kValue * kElementBytes);
   static constexpr int kKeyBytes = kStageTokens * kKeyPanels * kPanelRowBytes;  // of a stage
   static constexpr int kStageBytes = kKeyBytes + kStageTokens * kValuePanels * kPanelRowBytes;
-  static constexpr int kUnitBytes = kUnitRows * kKeyPanels * kPanelRowBytes;
-  // Of what the cache holds of a stage, where it is converted.
-  static constexpr int kLandingKeyBytes = kConverts ? kStageTokens * kKey : 0;
-  static constexpr int kLandingBytes = kConverts ? kStageTokens * (kKey + kValue) : 0;
+  static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
 
 // How the 32 lanes of a warp cover consecutive rows of a matrix, and nothing beside them, with 16-byte copies.
-template <int kColumns>
+template <int kRowBytes>
 struct RowCopy {
-  static constexpr int kChunks = kColumns * 2 / kChunkBytes;
+  static constexpr int kChunks = kRowBytes / kChunkBytes;
   // Where a copy covers whole rows, a lane has the same chunk in each.
   static constexpr bool kWholeRows = 32 % kChunks == 0;
   static constexpr int kPeriod = 8 * kChunks / std::gcd(32, 8 * kChunks);  // copies after which
@@ -79,35 +84,6 @@ struct RowCopy {
   PAT_ANYWHERE constexpr int chunk(int copy) const {
     if constexpr (kWholeRows) return lane % kChunks;
     return (copy % kPeriod * 32 + lane) % kChunks;
-  }
-};
-
-// How the 32 lanes of a warp cover a stage's rows of one-byte elements: with copies of 16 columns, which are two chunks
-// once they are converted. A lane keeps its copies to itself until then.
-template <int kColumns>
-struct ByteRowCopy {
-  static constexpr int kCopies = kColumns / 16;  // of each lane; also copies per row
-  static constexpr bool kWholeRows = 32 % kCopies == 0;
-
-  int lane;
-
-  // The odd ones of the panels have neighbouring rows swapped: lanes that write at the same time differ in the
-  // columns of a panel, or else in the parity of the row, and meet in no bank.
-  PAT_ANYWHERE constexpr int row(int copy) const {
-    const int row =
-        kWholeRows ? copy * (32 / kCopies) + lane / kCopies : (copy * 32 + lane) / kCopies;
-    return row ^ (column_group(copy) / 4 & 1);
-  }
-
-  // Which 16 columns.
-  PAT_ANYWHERE constexpr int column_group(int copy) const {
-    return kWholeRows ? lane % kCopies : (copy * 32 + lane) % kCopies;
-  }
-
-  // Where the first of the two chunks goes in a stage. The other one is at this offset with the bit kChunkBytes
-  // flipped.
-  PAT_ANYWHERE constexpr uint32_t stage_offset(int copy) const {
-    return swizzled_offset(kStageTokens, row(copy), 2 * column_group(copy));
   }
 };
 

@@ -47,10 +47,9 @@ class TicketQueue {
     is_drawn_ = true;
   }
 
-  // Until there is none. stages: what the warp is filling meanwhile.
-  template <typename Stages>
-  __device__ __forceinline__ TicketRange next(Stages& stages) {
-    const int draw = next_draw(stages);
+  // Until there is none.
+  __device__ __forceinline__ TicketRange next() {
+    const int draw = next_draw();
     return draw < num_draws_ ? range_of(draw) : TicketRange::none();
   }
 
@@ -77,8 +76,7 @@ class TicketQueue {
     return num_draws_ <= static_cast<int>(gridDim.x);
   }
 
-  template <typename Stages>
-  __device__ __forceinline__ int next_draw(Stages& stages) {
+  __device__ __forceinline__ int next_draw() {
     if (all_drawn_at_once()) return num_draws_;
     int32_t& place = storage_.drawn[handed_on_ % kDrawsAhead];
     const uint32_t full = ptx::shared_address(&storage_.drawn_full[handed_on_ % kDrawsAhead]);
@@ -90,12 +88,12 @@ class TicketQueue {
       draw_ahead();
       is_drawn_ = false;
       draw = static_cast<int>(gridDim.x) + __shfl_sync(kFullWarp, drawn_, 0);
-      stages.wait(empty, parity ^ 1);
+      ptx::barrier_wait(empty, parity ^ 1);
       if (lane_ == 0) place = draw;
       __syncwarp();
       ptx::barrier_arrive(full);
     } else {
-      stages.wait(full, parity);
+      ptx::barrier_wait(full, parity);
       draw = place;
       ptx::barrier_arrive(empty);
     }

@@ -23,13 +23,13 @@ __device__ __forceinline__ void start_scores(StageScores& scores,
                                              const WarpAttention<T, Dims, kSoftCap>& part,
                                              uint32_t stage) {
   const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
-  wgmma::fence_copies();
+  if constexpr (!Dims::kOneByte) wgmma::fence_copies();
   wgmma::tie(scores);
   wgmma::begin();
 #pragma unroll
   for (int step = 0; step < Dims::kKey / 16; ++step) {
-    wgmma::multiply_keys<T>(scores, part.queries[step], keys.at(KeyOperand::address(0, step)),
-                            step > 0);
+    wgmma::multiply_keys<ComputeType<T, Dims>>(scores, part.queries[step],
+                                               keys.at(KeyOperand::address(0, step)), step > 0);
   }
   wgmma::commit();
 }
@@ -39,17 +39,19 @@ template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& part,
                                              const StageWeights& weights, uint32_t stage) {
   const wgmma::Operand<ValueOperand::kPanelBytes, ValueOperand::kGroupBytes> values(
-      stage + Dims::kKeyBytes);
+      stage + Dims::Converted::kKeyBytes);
   wgmma::tie(part.out);
   wgmma::begin();
 #pragma unroll
   for (int step = 0; step < kStageTokens / 16; ++step) {
-    wgmma::multiply_values<T>(part.out, weights[step], values.at(ValueOperand::address(0, step)));
+    wgmma::multiply_values<ComputeType<T, Dims>>(part.out, weights[step],
+                                                 values.at(ValueOperand::address(0, step)));
   }
   wgmma::commit();
 }
 
 template <typename T, typename Dims, bool kSoftCap>
+  requires kUsesWgmma<Dims>
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
   static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
   using Attention = WarpAttention<T, Dims, kSoftCap>;
@@ -61,7 +63,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
 
   Attention part;
   if (has_rows) {
-    part.begin(consumer.queries(units), units * kUnitRows, first_row, lane);
+    part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
   } else {
     part.begin_without_rows();
   }

@@ -2,7 +2,6 @@
 //
 //   KV ring     kStages stages of 32 tokens, K and V, of one segment each, and what the consumers must know of them. It
 //               runs on across work items, so loads never drain.
-//   landing     what the producers have asked for and not yet converted, where the cache has another type
 //   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
@@ -34,13 +33,23 @@ inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
 inline constexpr int kDrawsAhead = 2;  // draws that the K producer may be ahead of the V producer
 
 #ifdef PAT_USES_WGMMA
-inline constexpr bool kUsesWgmma = true;
+inline constexpr bool kHasWgmma = true;
 #else
-inline constexpr bool kUsesWgmma = false;
+inline constexpr bool kHasWgmma = false;
 #endif
+// In all tiles. Numbers of one byte are converted in registers, from where wgmma takes no right-hand side,
+template <typename Dims>
+inline constexpr bool kUsesWgmma = kHasWgmma && !Dims::kOneByte;
+// except in tiles of many rows: what their warps convert together (converting_body.cuh) is worth its way through shared
+// memory, where two stages of it fit into each of two CTAs.
+template <typename Dims>
+inline constexpr bool kConvertsTiles =
+    kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
+inline constexpr int kFirstConvertingTile = kNumTiles - 1;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
-inline constexpr int kStageArrivals = kUsesWgmma ? 1 : 32;
+template <typename Dims>
+inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
 
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
@@ -53,11 +62,13 @@ inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 // Two CTAs per SM, as long as the queries and the accumulators leave each thread with 168 registers. The bodies on
 // mma.sync need more of them.
 template <typename Dims>
-inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma ? 320 : 256) ? 2 : 1;
+inline constexpr int kCtasPerSm =
+    Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims> ? 320 : 256) ? 2 : 1;
 
 // Columns of the accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
 template <typename Dims>
-inline constexpr int kOutColumns = kUsesWgmma ? Dims::kValuePanels * kPanelColumns : Dims::kValue;
+inline constexpr int kOutColumns =
+    kUsesWgmma<Dims> ? Dims::kValuePanels * kPanelColumns : Dims::kValue;
 
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
   return row * rows.reciprocal >> 16;
@@ -142,7 +153,8 @@ inline constexpr int kSharedAlignment = 1024;
 // may have fewer.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {
-  return (Dims::kValue / 8 + warps - 1) / warps;
+  constexpr int kTogether = Dims::kOneByte ? 2 : 1;  // of which a lane has columns that touch
+  return (Dims::kValue / 8 / kTogether + warps - 1) / warps * kTogether;
 }
 
 inline constexpr int kMaxStages = 12;
@@ -151,20 +163,24 @@ inline constexpr int kMaxStages = 12;
 template <typename Dims>
 struct SharedState {
   alignas(kSharedAlignment) uint8_t queries[kQueryUnits][Dims::kUnitBytes];
-  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns that
-  // are not its own.
-  float2 exchange[kUsesWgmma ? 1
-                             : kConsumerWarps * (kConsumerWarps - 1) *
-                                   own_tiles<Dims>(kConsumerWarps) * 32];
-  float2 row_states[kConsumerWarps][kUnitRows];      // maximum and sum
-  RowTarget row_targets[kConsumerWarps][kUnitRows];  // of the item a warp is at
-  int32_t mixed_items[kConsumerWarps];               // ItemRecord::mixed_item, of the same
+  union {
+    // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns
+    // that are not its own.
+    float2 exchange[kUsesWgmma<Dims> ? 1
+                                     : kConsumerWarps * (kConsumerWarps - 1) *
+                                           own_tiles<Dims>(kConsumerWarps) * 32];
+    // Stages that consumers convert.
+    alignas(kConvertsTiles<Dims>
+                ? kSharedAlignment
+                : 8) uint8_t converted[2][kConvertsTiles<Dims> ? Dims::Converted::kStageBytes : 1];
+  };
+  float2 row_states[kConsumerWarps][kUnitRows];                         // maximum and sum
+  float query_factors[Dims::kOneByte ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
+  RowTarget row_targets[kConsumerWarps][kUnitRows];                     // of the item a warp is at
+  int32_t mixed_items[kConsumerWarps];  // ItemRecord::mixed_item, of the same
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
-  // Where the cache is converted, of the landing ring: from the K producer to itself, and the copies of K and V.
-  StageRecord landing_records[Dims::kConverts ? kMaxStages : 1];
-  alignas(8) uint64_t landed[2][Dims::kConverts ? kMaxStages : 1];
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_empty[kMaxStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
@@ -178,33 +194,16 @@ inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedSta
 // Of KV. One CTA per SM has as long rings as fit.
 template <typename Dims>
 inline constexpr int kKvRoom =
-    kCtasPerSm<Dims> == 2 ? kRingBytes + (Dims::kConverts && kUsesWgmma ? 8192 : 0) : kRoom<Dims>;
-// Of which a landing ring takes a quarter, or whatever a whole number of stages leaves.
-template <typename Dims>
-inline constexpr int kStagesThatFit = std::max(
-    1, kKvRoom<Dims> / (Dims::kConverts ? 4 : 1) * (Dims::kConverts ? 3 : 1) / Dims::kStageBytes);
-
-template <typename Dims, int kStages>
-struct LandingRing {
-  alignas(kSharedAlignment) uint8_t landing[kStages][Dims::kLandingBytes];  // K, then V
-};
-template <typename Dims>
-struct LandingRing<Dims, 0> {};
+    kCtasPerSm<Dims> == 1 ? kRoom<Dims>
+    : kConvertsTiles<Dims>
+        ? kMaxSharedBytes / 2 - 1024 - static_cast<int>(sizeof(SharedState<Dims>))
+        : kRingBytes;
 
 template <typename Dims>
-constexpr int landing_stages() {
-  if constexpr (Dims::kConverts) {
-    return std::min(kMaxStages, (kKvRoom<Dims> - kStagesThatFit<Dims> * Dims::kStageBytes) /
-                                    Dims::kLandingBytes);
-  }
-  return 0;
-}
-
-template <typename Dims>
-struct SharedStorage : SharedState<Dims>, LandingRing<Dims, landing_stages<Dims>()> {
-  static constexpr int kStages = std::min(kMaxStages, kStagesThatFit<Dims>);
-  static constexpr int kLanding = landing_stages<Dims>();  // 0: no room
-  static constexpr int kKvBytes = kStages * Dims::kStageBytes + kLanding * Dims::kLandingBytes;
+struct SharedStorage : SharedState<Dims> {
+  static constexpr int kStages =
+      std::max(1, std::min(kMaxStages, kKvRoom<Dims> / Dims::kStageBytes));
+  static constexpr int kKvBytes = kStages * Dims::kStageBytes;
   static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
   // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
   static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||

@@ -1,12 +1,8 @@
-// Conversion of one-byte floating-point numbers to the 16-bit types: exact, NaN and infinity included. With ptx.cuh and
+// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included. With ptx.cuh and
 // wgmma.cuh the only file with inline PTX.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
-#include <type_traits>
 
 #include "kv_type.h"
 
@@ -52,30 +48,13 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
   }
 }
 
-// Two numbers of fp16 that have at most 7 bits of mantissa, in bf16: the upper halves of those in fp32.
-__device__ __forceinline__ uint32_t to_bfloat16(uint32_t halves) {
-  uint32_t low, high, packed;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      ".reg .f32 a, b;\n"
-      "cvt.f32.f16 a, low;\n"
-      "cvt.f32.f16 b, high;\n"
-      "mov.b32 %0, a;\n"
-      "mov.b32 %1, b;\n"
-      "}"
-      : "=r"(low), "=r"(high)
-      : "r"(halves));
-  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(packed) : "r"(low), "r"(high));
-  return packed;
+// The four numbers of a word, in fp16.
+template <KvType kType>
+__device__ __forceinline__ uint2 convert(uint32_t bytes) {
+  return make_uint2(to_half<kType, 0>(bytes), to_half<kType, 1>(bytes));
 }
 
-// The four numbers of a word, in T.
-template <typename T, KvType kType>
-__device__ __forceinline__ uint2 convert(uint32_t bytes) {
-  const uint2 halves = make_uint2(to_half<kType, 0>(bytes), to_half<kType, 1>(bytes));
-  if constexpr (std::is_same_v<T, __half>) return halves;
-  return make_uint2(to_bfloat16(halves.x), to_bfloat16(halves.y));
-}
+// A word of two columns (bytes) of two rows (halves), as two rows of two columns.
+__device__ __forceinline__ uint32_t transposed(uint32_t bytes) { return permuted<0x3120>(bytes); }
 
 }  // namespace pat::fp8

@@ -55,9 +55,16 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
 __device__ __forceinline__ void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-#else
-__device__ __forceinline__ void fence_shared_writes() {}
 #endif
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
 
 // --- mbarriers ---
 
@@ -124,21 +131,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 #endif
   __syncwarp();
-}
-
-// Whether the phase with this parity has completed, for all lanes of the warp.
-__device__ __forceinline__ bool barrier_is_past(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return __all_sync(0xffffffffu, done);
 }
 
 // Barrier of a subset of the CTA's warps. Id 0 is __syncthreads.

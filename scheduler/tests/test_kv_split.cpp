@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -89,7 +90,8 @@ TEST(kv_split_cuts_no_piece_short_and_not_too_often) {
 }
 
 TEST(kv_split_of_one_long_tile) {
-  const SchedulerConfig made = config();
+  SchedulerConfig made = config();
+  made.max_block_q = 64;
   bool guided = false;
   for (int32_t tokens = 20'000; tokens < 700'000; tokens += 9'973) {
     for (const int num_requests : {2, 5, 16}) {
@@ -103,6 +105,35 @@ TEST(kv_split_of_one_long_tile) {
     }
   }
   CHECK(guided);
+}
+
+TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
+  SchedulerConfig made = config(8);
+  made.max_block_q = 64;
+  for (const int32_t tokens : {8'192, 32'768, 131'072}) {
+    const Batch batch =
+        make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(128, {0, 256}));
+    const Made result = split(batch, made);
+    check_split(result, made);
+    // Of each ticket with shared KV: where that begins. All 16 tiles take a chunk before any takes the next.
+    std::vector<int32_t> begins;
+    for (const Ticket& ticket : result.split.tickets) {
+      const Piece& piece = result.split.pieces[ticket.piece_begin];
+      const Segment& segment = result.split.segments[piece.segment_begin];
+      if (segment.is_private()) continue;
+      CHECK_EQ(ticket.piece_end, ticket.piece_begin + 1);
+      begins.push_back(segment.kv_begin);
+    }
+    CHECK(std::ranges::is_sorted(begins));
+    CHECK(begins.size() >= 32 && begins.size() % 16 == 0);
+    for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 16 * 16]);
+    // Tails are drawn among them.
+    const auto is_tail = [&](const Ticket& ticket) {
+      const Piece& piece = result.split.pieces[ticket.piece_begin];
+      return result.split.segments[piece.segment_begin].is_private();
+    };
+    CHECK(std::ranges::count_if(std::span(result.split.tickets).first(20), is_tail) > 0);
+  }
 }
 
 TEST(kv_split_takes_the_longest_and_largest_input) {

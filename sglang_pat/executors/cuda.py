@@ -137,7 +137,7 @@ class CudaExecutor:
             plan=integers(plan_size),
             capacity=sizes.plan,
             shared_slots=integers(sizes.num_shared_slots),
-            partial_out=empty((*rows, v_head_dim), dtype=self.kernels.config.dtype),
+            partial_out=empty((*rows, v_head_dim), dtype=self.kernels.config.partial_dtype),
             partial_lse=empty(rows, dtype=torch.float32),
             counters=integers((_COUNTERS, 2)),
             loaded=LoadedPlan(self._stream()),

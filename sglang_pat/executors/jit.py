@@ -111,6 +111,11 @@ class KernelConfig:
         return self.kv_dtype or self.dtype
 
     @property
+    def partial_dtype(self) -> torch.dtype:
+        """Of the partials: over a cache of one-byte numbers, everything is computed in float16."""
+        return self.dtype if self.kv_dtype is None else torch.float16
+
+    @property
     def name(self) -> str:
         """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
         where values have another head_dim than keys; `bf16_e4m3_d128_sm90` where the KV cache has
@@ -126,9 +131,10 @@ class KernelConfig:
     @property
     def tiles_agree(self) -> bool:
         """Whether a query row's result is bitwise the same in every tile: on Hopper, where one body
-        executes all of them. The bodies on mma.sync split KV over their warps in different ways.
+        executes all of them, but not over a cache of one-byte numbers. The bodies on mma.sync split
+        KV over their warps in different ways.
         """
-        return self.arch == (9, 0) and not self.force_mma_sync
+        return self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
 
     @property
     def build_options(self) -> str:

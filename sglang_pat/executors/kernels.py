@@ -330,7 +330,7 @@ class DecodeKernels:
             raise ValueError(f"plan must be aligned to {_ALIGNMENT} bytes, got {plan.data_ptr()}")
         _check_type(buffers.shared_slots, "shared_slots", torch.int32, 1)
         _check_contiguous(buffers.shared_slots, "shared_slots", plan)
-        _check_type(buffers.partial_out, "partial_out", self.config.dtype, 3)
+        _check_type(buffers.partial_out, "partial_out", self.config.partial_dtype, 3)
         _check_contiguous(buffers.partial_out, "partial_out", plan)
         rows = buffers.partial_out.shape[:2]
         _check_shape(buffers.partial_out, "partial_out", (*rows, self.config.v_head_dim))

@@ -150,13 +150,12 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             self._pat.plan_captured(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """What the default backend lets a CUDA graph do. pat does all before."""
-        if (
-            not self._pat_does(forward_batch.forward_mode)
-            or self._pat_in_default
-            or self._pat.routes.delegated
-        ):
+        """What a CUDA graph does before its layers. pat has planned all before its replay."""
+        is_pats = self._pat_does(forward_batch.forward_mode) and not self._pat_in_default
+        if not is_pats or self._pat.routes.delegated:
             super().init_forward_metadata_in_graph(forward_batch)
+        if is_pats and self._pat.routes.shapes:
+            self._pat.record_in_graph(forward_batch)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """When a step has read what belongs to several steps. Not asked for in 0.5.17."""

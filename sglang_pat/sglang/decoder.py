@@ -20,7 +20,6 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.attention import PackAttention
-from sglang_pat.batch import IntArray
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.draft_rows import Drafts, RowTensors
@@ -99,6 +98,12 @@ class PatDecoder:
             and self._repeats.add(forward_batch.batch_size, begun_ns)
         ):
             return  # what the graph reads is in place
+        if (
+            self._verify is not None
+            and not in_capture
+            and self._repeats_verify(microbatch.reader, step, forward_batch, begun_ns)
+        ):
+            return
         if forward_batch.batch_size == 0:
             return
         num_repeated = self._repeats.end()
@@ -109,8 +114,12 @@ class PatDecoder:
         )
         if not in_capture:
             self._reports.add_step(plans.step_time, num_repeated)
-            if not verifies:  # requests grow by what is accepted
-                self._expect_repeats(microbatch.reader, plans, forward_batch)
+            self._expect_repeats(microbatch.reader, plans, forward_batch, verifies=verifies)
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        """While a CUDA graph is captured: what it does by itself before its layers."""
+        if self._verify is not None:
+            self._verify.record_in_graph(forward_batch)
 
     def _plan(
         self,
@@ -135,7 +144,7 @@ class PatDecoder:
             verify.leave()
         batch = reader.read(step, forward_batch, drafts)
         if verify is not None and drafts is not None and step is not None:
-            verify.count(batch.seq_lens)
+            verify.count(int(np.count_nonzero(batch.seq_lens)))
         tensors = {
             "req_to_token": self.req_to_token_pool.req_to_token,
             "req_pool_indices": req_pool_indices,
@@ -156,13 +165,36 @@ class PatDecoder:
         """Let the layers run the plans of this step."""
         self._attention_of = plans.of_layer
 
-    def _expect_repeats(self, reader: BatchReader, plans: StepPlans, forward_batch: Any) -> None:
+    def _expect_repeats(
+        self, reader: BatchReader, plans: StepPlans, forward_batch: Any, *, verifies: bool
+    ) -> None:
         """Let the next steps do without a plan(), unless every step is to be checked or counted."""
         shared = reader.last_shared
         if self._checks is not None or shared is None:
             return
-        steps = min(plans.steps_left(), self._reports.steps_left)
-        self._repeats.begin(forward_batch.batch_size, steps, plans.step_tokens, len(shared.reqs))
+        num_growing, steps = len(shared.reqs), min(plans.steps_left(), self._reports.steps_left)
+        if verifies:  # requests grow by what is accepted
+            reader.expect_growth(plans.steps_left())
+            num_growing, steps = 0, self._reports.steps_left
+        self._repeats.begin(forward_batch.batch_size, steps, plans.step_tokens, num_growing)
+
+    def _repeats_verify(
+        self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
+    ) -> bool:
+        """Whether a verify step needs no plan(): the last plan serves it, with what was accepted
+        since."""
+        verify = self._verify
+        if step is None or verify is None or not verify.rows_are_in_graphs:
+            return False
+        growth = reader.growth(step, forward_batch, verify.drafts)
+        if growth is None:
+            return False
+        count = verify.drafts.per_request
+        verify.repeat(forward_batch)
+        if not self._repeats.add(forward_batch.batch_size, begun_ns, count * growth):
+            return False
+        verify.count(len(step.reqs) * count)
+        return True
 
     # --- CUDA graphs ---
 
@@ -277,6 +309,7 @@ class _VerifySteps:
         self._eager = self._place(None)
         self._captured = self._eager
         self._trees: DraftTrees | None = None  # of the last step, if it verifies trees
+        self.rows_are_in_graphs = False  # whether a captured graph writes its rows itself
 
     def _place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
         drafts, device = self.drafts, self._device
@@ -289,17 +322,34 @@ class _VerifySteps:
     def reserve(self, max_requests: int) -> None:
         """For CUDA graphs."""
         self._captured = self._place(max_requests)
+        self.rows_are_in_graphs = False
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        """Let the graph that is being captured write its rows, of the lengths that SGLang has put
+        in place for its replay."""
+        rows, _ = self._captured
+        rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self.rows_are_in_graphs = True
 
     def take(
         self, forward_batch: Any, *, is_captured: bool, in_capture: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Go to the next verify step. Returns `req_pool_indices` and `seq_lens` of its rows."""
-        rows, trees = self._captured if is_captured else self._eager
+        place = rows, _ = self._captured if is_captured else self._eager
+        self._take_trees(place, forward_batch, in_capture=in_capture)
+        return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def repeat(self, forward_batch: Any) -> None:
+        """Go to the next verify step, of a graph that writes its rows itself."""
+        self._take_trees(self._captured, forward_batch, in_capture=False)
+
+    def _take_trees(
+        self, place: tuple[RowTensors, DraftTrees], forward_batch: Any, *, in_capture: bool
+    ) -> None:
         self._trees = None
         if not self.drafts.are_chains:
-            trees.take(forward_batch, in_capture=in_capture)
-            self._trees = trees
-        return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            self._trees = place[1]
+            self._trees.take(forward_batch, in_capture=in_capture)
 
     def leave(self) -> None:
         """The next step decodes."""
@@ -309,10 +359,10 @@ class _VerifySteps:
         """Of the step that is being run."""
         return self._trees
 
-    def count(self, lengths: IntArray) -> None:
-        """A verify step with rows of these lengths."""
+    def count(self, num_rows: int) -> None:
+        """A verify step."""
         self.counts["steps"] += 1
-        self.counts["rows"] += int(np.count_nonzero(lengths))
+        self.counts["rows"] += num_rows
 
 
 def _new_plans(

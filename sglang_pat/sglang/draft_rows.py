@@ -72,9 +72,13 @@ class DraftBatch:
         self.reqs: list[Request] = []
         self._of: list[_DraftRows] = []
         self.rows: list[DraftRow] = []
+        nothing: IntArray = np.zeros(0, dtype=np.int32)
+        self._ends = nothing  # of the nodes
+        self._committed = nothing  # at the last take()
+        self._most = nothing  # that may be committed for growth() to serve
 
     def take(
-        self, reqs: list[Request], count: int, lengths: list[int], moved: set[int]
+        self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
     ) -> set[int]:
         """Go to the next step.
 
@@ -84,9 +88,9 @@ class DraftBatch:
             Its requests.
         count : int
             Rows of each.
-        lengths : list of int
-            How far the node may reach: tokens that the request has committed, and that each row
-            goes beyond.
+        committed : int32 array
+            How far the node of each request may reach: tokens that it has committed, and that each
+            row goes beyond.
         moved : set of int
             `id()` of requests whose paths may no longer be those last read.
 
@@ -99,17 +103,32 @@ class DraftBatch:
             self.reqs = reqs
             self._of = [_rows_of(req, count) for req in reqs]
             self.rows = [row for each in self._of for row in each.rows]
-        outgrown = any(
-            each.length >= 0 and not 0 <= length - each.length <= MAX_READ_APART
-            for each, length in zip(self._of, lengths, strict=True)
-        )
+            self._ends = np.array([each.length for each in self._of], dtype=np.int32)
+        self._committed, self._most = committed, committed
+        apart = committed - self._ends
+        is_read = self._ends >= 0
+        is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
+        # All together, so that they are not outgrown one after the other, each with a plan.
+        again = (apart != 0) if is_outgrown else ~is_read
+        if moved:
+            again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
         anew: set[int] = set()
-        for req, each, length in zip(reqs, self._of, lengths, strict=True):
-            # All together, so that they are not outgrown one after the other, each with a plan.
-            if (outgrown and length != each.length) or each.length < 0 or id(req) in moved:
-                each.length = length
-                anew.update(map(id, each.rows))
+        for i in np.flatnonzero(again):
+            self._of[i].length = int(committed[i])
+            anew.update(map(id, self._of[i].rows))
+        self._ends[again] = committed[again]
         return anew
+
+    def expect(self, growth: int) -> None:
+        """Let growth() serve requests that are up to `growth` tokens longer than in this step."""
+        self._most = np.minimum(self._ends + MAX_READ_APART, self._committed + growth)
+
+    def growth(self, committed: IntArray) -> int | None:
+        """Tokens that all requests have committed since the last take(); None if take() must be
+        asked again."""
+        if (committed < self._committed).any() or (committed > self._most).any():
+            return None
+        return int((committed - self._committed).sum())
 
 
 def _rows_of(req: Request, count: int) -> _DraftRows:

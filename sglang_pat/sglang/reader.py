@@ -112,6 +112,26 @@ class BatchReader:
         """
         return step is not None and step.reqs is self._reqs and not self._moved and self._shares
 
+    def expect_growth(self, tokens: int) -> None:
+        """The plan of this verify step serves requests that are so many tokens longer."""
+        if self._drafts is not None:
+            self._drafts.expect(tokens)
+
+    def growth(self, step: StepRequests | None, forward_batch: Any, drafts: Drafts) -> int | None:
+        """Tokens that the requests of a verify step have committed since the last that was read.
+
+        None if the step must be read: other requests than in that one, or elsewhere, or one that
+        has outgrown its plan.
+        """
+        batch = self._drafts
+        if step is None or batch is None or step.reqs is not batch.reqs or self._moved:
+            return None
+        on_host = forward_batch.seq_lens_cpu
+        if on_host is None or not self._shares:
+            return None
+        lens = on_host.numpy()[: len(step.reqs)]
+        return batch.growth(lens if drafts.are_chains else lens - 1)  # as rows go beyond
+
     def read(
         self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
     ) -> DecodeBatch:
@@ -217,7 +237,7 @@ class BatchReader:
         """Bring the forest to the rows of a verify step, `count` of each request. lens: of the
         rows."""
         batch = self._drafts or DraftBatch()
-        committed = (lens[: len(reqs) * count : count] - 1).tolist()
+        committed = lens[: len(reqs) * count : count] - 1
         self._moved = batch.take(reqs, count, committed, self._moved)
         self._drafts = batch
         self._update(batch.rows)

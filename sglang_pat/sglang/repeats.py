@@ -1,9 +1,10 @@
-"""RepeatedSteps: decode steps that repeat the last one with each request one token longer.
+"""RepeatedSteps: steps that repeat the last one with its requests some tokens longer.
 
 Nearly all steps of a server with CUDA graphs are repeated. The graph reads lengths and slots from
-buffers that SGLang has filled, and the plan in force serves them. The host does not even read the
-lengths: a repeated step costs one comparison and one list entry. The statistics of repeated steps
-are computed when they are read.
+buffers that SGLang has filled, and the plan in force serves them. In a decode step each request is
+one token longer, and the host does not even read the lengths: a repeated step costs one comparison
+and one list entry. In a verify step of speculative decoding they are as much longer as was
+accepted. The statistics of repeated steps are computed when they are read.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class RepeatedSteps:
         self._num_rows = 0
         self._steps_left = 0
         # Appended to by add() alone; the rest is changed under the lock.
+        self._growths: list[int] = []  # of verify steps
         self._times: list[int] = []
         self._lock = threading.Lock()
         self._num_counted = 0  # of `times`
-        self._tokens = KvTokens(0, 0, 0)  # of the step before times[num_counted]
+        self._tokens = KvTokens(0, 0, 0)  # of the step given to begin()
         self._num_growing = 0
         self._stats = PlanStats()
 
@@ -58,7 +60,7 @@ class RepeatedSteps:
         tokens : KvTokens
             KV tokens of this step.
         num_growing : int
-            Requests that get one token per step.
+            Requests that get one token per step, where add() is not told the growth.
         """
         self.end()
         with self._lock:
@@ -72,10 +74,10 @@ class RepeatedSteps:
         if num_repeated:
             with self._lock:
                 self._count()
-                self._times, self._num_counted = [], 0
+                self._times, self._growths, self._num_counted = [], [], 0
         return num_repeated
 
-    def add(self, num_rows: int, begun_ns: int) -> bool:
+    def add(self, num_rows: int, begun_ns: int, growth: int | None = None) -> bool:
         """Count a step with the requests of the last one, if it repeats it.
 
         Parameters
@@ -84,6 +86,9 @@ class RepeatedSteps:
             Rows of the step's graph.
         begun_ns : int
             `time.perf_counter_ns()` when work on the step began.
+        growth : int, optional
+            KV tokens that it has more than the step given to begin(). Of all steps since begin(),
+            or of none.
 
         Returns
         -------
@@ -93,6 +98,8 @@ class RepeatedSteps:
         if self._steps_left == 0 or num_rows != self._num_rows:
             return False
         self._steps_left -= 1
+        if growth is not None:  # before the time, with which the step is there to be counted
+            self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:
             self._on_step()
@@ -106,9 +113,12 @@ class RepeatedSteps:
 
     def _count(self) -> None:
         for nanoseconds in self._times[self._num_counted :]:
-            self._tokens = KvTokens(*(n + self._num_growing for n in self._tokens))
+            if self._growths:
+                growth = self._growths[self._num_counted]
+            else:
+                growth = self._num_growing * (self._num_counted + 1)
             self._stats.plans_reused += 1
-            self._stats.add_tokens(self._tokens)
+            self._stats.add_tokens(KvTokens(*(n + growth for n in self._tokens)))
             self._stats.planning_ns.record("unchanged", nanoseconds)
             self._on_count(PlanningTime("unchanged", nanoseconds))
             self._num_counted += 1

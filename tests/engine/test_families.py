@@ -106,6 +106,31 @@ def test_speculation(
     assert verified["rows"] == tokens * (sum(found.verify_steps) + found.first_verify_steps)
 
 
+@pytest.mark.nightly
+def test_requests_that_stop_and_that_are_retracted_under_speculation(
+    engines: FamilyEngines, tmp_path: Path
+) -> None:
+    """Rows that stop in the middle of a chain go to the next prompts; a pool that is too small for
+    all that is admitted sends some back."""
+    small = FAMILIES["llama"]
+    drafts = CHAINS | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
+    alone = engines.run(small, None)
+    ends = [
+        next(i for i in range(4 + index, NUM_TOKENS) if answer[i] not in answer[:i])
+        for index, answer in enumerate(alone.tokens)
+    ]
+    stop_tokens = [answer[end] for answer, end in zip(alone.tokens, ends, strict=True)]
+    stopped = [answer[: end + 1] for answer, end in zip(alone.tokens, ends, strict=True)]
+    found = engines.run(small, "pat", stop_tokens=stop_tokens, max_running_requests=3, **drafts)
+    assert found.tokens == stopped
+    assert found.stats["private_steps"] == {}
+    assert found.stats["batch_changes"]["leave"] >= len(stopped)
+    few = {"max_total_tokens": 420, "schedule_conservativeness": 0.05}
+    found = engines.run(small, "pat", **few, **drafts)
+    assert found.tokens == alone.tokens
+    assert found.retractions > 0
+
+
 def assert_telling(run: Run) -> None:
     """Answers that would differ if attention did."""
     assert run.smallest_gap > CLEAR_CUT

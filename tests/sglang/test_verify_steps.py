@@ -112,6 +112,37 @@ class Server:
         out = self.backend.forward_extend(q, None, None, self.runner.model[0], batch)
         return q, out.view(count, QO_HEADS, HEAD_DIM)
 
+    def capture(self, size: int) -> None:
+        """Capture the graph of `size` requests, as far as that is seen without one."""
+        view = decode_batch([0] * size, [1] * size, [0] * (size * DRAFTS))
+        view.forward_mode = ForwardMode.TARGET_VERIFY
+        CHANNEL._step = None
+        self.backend.init_forward_metadata_out_graph(view, in_capture=True)
+        self.backend.init_forward_metadata_in_graph(view)
+        CHANNEL._step = self.step
+
+    def replay(self, view: Any) -> None:
+        """What is done before the layers: by the backend, then by the graph, whose kernels read the
+        lengths that lie on the device."""
+        self.backend.init_forward_metadata_out_graph(view)
+        self.backend.init_forward_metadata_in_graph(view)
+        for attention in self.plans._attentions:
+            step = attention._executor._step
+            on_device = step.seq_lens.numpy().astype(np.int32)
+            attention._executor.reuse_plan(step._replace(host_seq_lens=on_device))
+
+    def counts(self) -> dict[str, int]:
+        """Of all steps, however they were planned."""
+        counters = self.backend._pat._counters()
+        tokens = {name: number for name, number in counters.items() if "tokens" in name}
+        return tokens | counters["verify"]
+
+    @property
+    def num_repeated(self) -> int:
+        """Steps without a plan()."""
+        repeated: int = self.backend._pat._repeats.stats().plans_reused
+        return repeated
+
     def assert_exact(self, view: Any, lens: list[int], reads: torch.Tensor) -> None:
         """Each draft token reads what its request had, and what `reads` says of the others."""
         q, out = self.attend(view)
@@ -173,6 +204,98 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(server: Server
     planned, alone = server.plans.step_tokens.planned, server.plans.step_tokens.query_centric
     assert planned < 0.5 * alone
     assert server.backend._pat._verify.counts == {"steps": 4, "rows": 4 * 2 * DRAFTS}
+
+
+# Tokens of both requests that each step accepts. The sixth finds one outgrown.
+ACCEPTED = ([0, 0], [1, 3], [3, 1], [2, 2], [26, 24], [2, 1], [1, 1])
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+def test_steps_are_repeated_without_a_plan(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch, server_context: Any
+) -> None:
+    """They answer and count as those that are planned."""
+    counts = []
+    for is_checked in (True, False):
+        server = _server(algorithm, TREE_KINDS[0], monkeypatch)
+        if not is_checked:
+            server.backend._pat._checks = None
+        server.capture(2)
+        before, lens = server.counts(), [25, 31]
+        for i, accepted in enumerate(ACCEPTED):
+            lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+            reads = CHAIN if algorithm == "EAGLE3" or i % 2 else BRANCHES
+            view = server.view(lens, 2, torch.cat([reads.flatten()] * 2))
+            server.replay(view)
+            server.assert_exact(view, lens, reads)
+        assert server.num_repeated == (0 if is_checked else 5)
+        assert server.plans.stats.plans_built == 1 + 2  # one for the capture
+        counts.append({name: number - before[name] for name, number in server.counts().items()})
+    assert counts[0] == counts[1]
+    assert counts[0]["steps"] == len(ACCEPTED)
+    assert counts[0]["rows"] == len(ACCEPTED) * 2 * DRAFTS
+
+
+@pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "others", "unknown"])
+def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> None:
+    server.backend._pat._checks = None
+    server.capture(4)
+    server.capture(2)
+    lens = [25, 31]
+    server.replay(server.view(lens, 2))
+    server.replay(server.view(lens, 2))
+    assert server.num_repeated == 1
+    size = 2
+    if what == "moved":
+        server.table[1, 20:60] = torch.arange(400, 440)
+        CHANNEL.note_moved([server.reqs[0]])
+    elif what == "graph":
+        size = 4
+    elif what == "eager":
+        server.backend.init_forward_metadata(server.view(lens, 0))
+    elif what == "shorter":  # as no request is that stays where it is
+        lens = [24, 31]
+    elif what == "others":
+        CHANNEL._step = server.step._replace(reqs=list(server.reqs))
+    view = server.view(lens, size)
+    if what == "unknown":
+        view.seq_lens_cpu = None
+    server.replay(view)
+    assert server.num_repeated == 1
+    server.assert_exact(view, lens, CHAIN)
+
+
+def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:
+    # As a runner would have them that does not ask the backend what to capture.
+    server.backend._pat._checks = None
+    for lens in ([25, 31], [26, 33], [29, 34]):
+        view = server.view(lens, 2)
+        server.backend.init_forward_metadata_out_graph(view)
+        server.assert_exact(view, lens, CHAIN)
+    assert server.num_repeated == 0
+
+
+def test_a_repeated_step_is_exact_when_rows_have_stopped(server: Server) -> None:
+    """As test_a_request_that_stopped_takes_no_one_with_it, in a step that is not planned."""
+    server.backend._pat._checks = None
+    server.capture(2)
+    lens = [25, 31]
+    server.replay(server.view(lens, 2))
+    lens = [28, 33]
+    view = server.view(lens, 2)
+    server.replay(view)
+    assert server.num_repeated == 1
+    before = server.table.clone()
+    (plan,) = (each._plan for each in server.plans._attentions)
+    stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
+    server.table[ROWS[stopped]] = 599
+    q, out = server.attend(view)
+    staying = 1 - stopped
+    for j in range(DRAFTS):
+        slots = before[ROWS[staying], : lens[staying] + j + 1].long()
+        exact = dense(q[staying * DRAFTS + j], server.runner.token_to_kv_pool, 0, slots)
+        found = out[staying * DRAFTS + j].double()
+        torch.testing.assert_close(found, exact, atol=2e-6, rtol=2e-6)
 
 
 def test_what_has_long_been_committed_is_read_once_again(server: Server) -> None:

@@ -47,6 +47,8 @@ class Run:
         In how many steps of speculative decoding each answer was verified.
     first_verify_steps : int
         Of the first prompt, which is asked alone before all.
+    retractions : int
+        How often a request was sent back to the queue.
     smallest_gap : float
         In log-probability, between the best and the second token of any step.
     calls : Counter
@@ -62,6 +64,7 @@ class Run:
     tokens: list[list[int]]
     verify_steps: list[int]
     first_verify_steps: int
+    retractions: int
     smallest_gap: float
     calls: Counter[tuple[str, int]]
     routes: dict[str, Any] | None
@@ -105,13 +108,36 @@ class FamilyEngines:
             self._process.wait()
         self._log.close()
 
-    def run(self, family: Family, backend: str | None, **arguments: Any) -> Run:
-        """Answer the prompts with an engine of this family; `backend` None is SGLang's default."""
+    def run(
+        self,
+        family: Family,
+        backend: str | None,
+        *,
+        stop_tokens: list[int] | None = None,
+        **arguments: Any,
+    ) -> Run:
+        """Answer the prompts with an engine of this family.
+
+        Parameters
+        ----------
+        family : Family
+        backend : str or None
+            None: SGLang's default.
+        stop_tokens : list of int, optional
+            One for each prompt, which ends its answer.
+        arguments : object
+            As of sglang.Engine.
+        """
         self._count += 1
         folder = family.write(self._folder / f"{self._count}-{family.name}-{backend}")
         if backend is not None:
             arguments["attention_backend"] = backend
-        order = {"family": family.name, "folder": str(folder), "arguments": arguments}
+        order = {
+            "family": family.name,
+            "folder": str(folder),
+            "arguments": arguments,
+            "stop_tokens": stop_tokens,
+        }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
         status = self._answer(RUN_SECONDS + 30)
@@ -183,7 +209,12 @@ def _ended(child: int) -> str:
 def _in_child(order: dict[str, Any]) -> None:
     status = 1
     try:
-        _answer_prompts(FAMILIES[order["family"]], Path(order["folder"]), order["arguments"])
+        _answer_prompts(
+            FAMILIES[order["family"]],
+            Path(order["folder"]),
+            order["arguments"],
+            order["stop_tokens"],
+        )
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -275,7 +306,9 @@ def _prompts() -> list[list[int]]:
     return [prefix + some(5 + 3 * i) for i in range(8)]
 
 
-def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> None:
+def _answer_prompts(
+    family: Family, folder: Path, arguments: dict[str, Any], stop_tokens: list[int] | None
+) -> None:
     import sglang
 
     from sglang_pat.sglang.sinks import read_stats
@@ -302,10 +335,14 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> 
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     # The first one fills the tree, so that the others share what it has computed.
     first = engine.generate(input_ids=prompts[:1], sampling_params=params)
+    asked = [params] * len(prompts)
+    if stop_tokens is not None:
+        asked = [params | {"ignore_eos": False, "stop_token_ids": [each]} for each in stop_tokens]
     answers = engine.generate(
-        input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=2
+        input_ids=prompts, sampling_params=asked, return_logprob=True, top_logprobs_num=2
     )
-    assert first[0]["output_ids"] == answers[0]["output_ids"], "the cache changes the answer"
+    again = answers[0]["output_ids"]
+    assert first[0]["output_ids"][: len(again)] == again, "the cache changes the answer"
     run = {
         "tokens": [answer["output_ids"] for answer in answers],
         "verify_steps": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
@@ -315,6 +352,7 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any]) -> 
             for answer in answers
             for best, second in answer["meta_info"]["output_top_logprobs"]
         ),
+        "retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
         "routes": engine.get_server_info().get("pat"),
     }
     (folder / "run.json").write_text(json.dumps(run))

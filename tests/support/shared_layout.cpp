@@ -19,9 +19,9 @@ void expect(bool right, const char* what, int columns) {
 }
 
 // Address -> element (row * 1024 + column), as the copies of a warp leave it.
-template <int kColumns>
+template <int kColumns, int kElementBytes>
 std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t base) {
-  using Copy = RowCopy<kColumns>;
+  using Copy = RowCopy<kColumns * kElementBytes>;
   std::map<uint32_t, int> memory;
   std::vector<int> times(rows * Copy::kChunks);
   for (int lane = 0; lane < 32; ++lane) {
@@ -40,8 +40,8 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
       if constexpr (Copy::kWholeRows) {
         expect(chunk == copy.chunk(0), "a lane changes its chunk", kColumns);
       }
-      for (int byte = 0; byte < kChunkBytes; byte += 2) {
-        const int element = (first_row + row) * 1024 + chunk * 8 + byte / 2;
+      for (int byte = 0; byte < kChunkBytes; byte += kElementBytes) {
+        const int element = (first_row + row) * 1024 + (chunk * kChunkBytes + byte) / kElementBytes;
         expect(memory.emplace(target + byte, element).second, "two copies overlap", kColumns);
       }
     }
@@ -50,54 +50,56 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
   return memory;
 }
 
-// The copies of one-byte elements: each 16 columns of each row once, and both chunks of the converted ones in their places.
-template <int kColumns>
-void check_byte_rows() {
-  using Copy = ByteRowCopy<kColumns>;
-  std::vector<int> times(kStageTokens * Copy::kCopies);
-  for (int lane = 0; lane < 32; ++lane) {
-    const Copy copy{lane};
-    for (int i = 0; i < Copy::kCopies; ++i) {
-      const int row = copy.row(i), group = copy.column_group(i);
-      expect(row < kStageTokens && group < Copy::kCopies, "bytes are outside of the rows",
-             kColumns);
-      ++times[row * Copy::kCopies + group];
-      if constexpr (Copy::kWholeRows) {
-        expect(group == copy.column_group(0), "a lane changes its columns", kColumns);
-      }
-      for (const uint32_t half : {0, 1}) {
-        expect((copy.stage_offset(i) ^ half * kChunkBytes) ==
-                   swizzled_offset(kStageTokens, row, 2 * group + half),
-               "converted bytes are in the wrong place", kColumns);
-      }
-    }
-  }
-  for (const int count : times) expect(count == 1, "bytes are not copied once", kColumns);
-  if constexpr (Copy::kWholeRows) {
-    for (int lane = 0; lane < 32; lane += 8) {  // that store at the same time
-      unsigned banks = 0;
-      for (int i = 0; i < 8; ++i) banks |= 1u << Copy{lane + i}.stage_offset(0) / kChunkBytes % 8;
-      expect(banks == 0xff, "stores of converted bytes meet in a bank", kColumns);
-    }
-  }
-}
-
 // What lies at an address, or -1.
 int at(const std::map<uint32_t, int>& memory, uint32_t address) {
   const auto found = memory.find(address);
   return found == memory.end() ? -1 : found->second;
 }
 
-// One lane's 16 bytes for ldmatrix.
+// `count` neighbours in a row: one lane's 16 bytes for ldmatrix, or what it loads itself.
+template <int kElementBytes = 2>
 void expect_row(const std::map<uint32_t, int>& memory, uint32_t address, int row, int column,
-                const char* what, int columns) {
-  for (int i = 0; i < 8; ++i) {
-    expect(at(memory, address + 2 * i) == row * 1024 + column + i, what, columns);
+                const char* what, int columns, int count = kChunkBytes / kElementBytes) {
+  for (int i = 0; i < count; ++i) {
+    expect(at(memory, address + kElementBytes * i) == row * 1024 + column + i, what, columns);
   }
 }
 
 // The 128-byte swizzle of wgmma: bits 4 to 6 of an address are XORed with bits 7 to 9.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+// A stage of one-byte numbers, which only ldmatrix reads: 16 columns of 8 tokens are one of its matrices.
+template <int kKey, int kValue>
+void check_bytes() {
+  using Dims = HeadDims<kKey, kValue, KvType::kE4m3>;
+  constexpr uint32_t kBase = 3 * 1024, kValueBase = kBase + Dims::kKeyBytes;
+  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kStageBytes % 1024 == 0);
+  static_assert(Dims::kUnitBytes == HeadDims<kKey, kValue>::kUnitBytes);
+  const auto keys = copied<kKey, 1>(kStageTokens, kStageTokens, 0, kBase);
+  expect(keys.rbegin()->first < kValueBase, "bytes of keys reach into the values", kKey);
+  const auto values = copied<kValue, 1>(kStageTokens, kStageTokens, 0, kValueBase);
+  expect(values.rbegin()->first < kBase + Dims::kStageBytes, "bytes of values leave", kValue);
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int first_token = 0; first_token < kStageTokens; first_token += 16) {
+      const int row = first_token + lane / 16 * 8 + lane % 8;
+      const uint32_t first_key = kBase + swizzled_offset(kStageTokens, row, lane / 8 % 2);
+      for (int chunk = lane / 8 % 2; chunk < panels(kKey) * 8; chunk += 2) {
+        const uint32_t address = step_address(first_key, kStageTokens, chunk / 2);
+        expect(address + kChunkBytes <= kValueBase, "ldmatrix leaves the keys", kKey);
+        if (chunk >= kKey / 16) continue;  // loaded beside the last one, and not used
+        expect_row<1>(keys, address, row, chunk * 16, "ldmatrix of bytes of keys", kKey);
+      }
+      const int token = first_token + lane % 16;
+      const uint32_t first_value = kValueBase + swizzled_offset(kStageTokens, token, lane / 16);
+      for (int chunk = lane / 16; chunk < panels(kValue) * 8; chunk += 2) {
+        const uint32_t address = step_address(first_value, kStageTokens, chunk / 2);
+        expect(address + kChunkBytes <= kBase + Dims::kStageBytes, "ldmatrix leaves", kValue);
+        if (chunk >= kValue / 16) continue;
+        expect_row<1>(values, address, token, chunk * 16, "ldmatrix of bytes of values", kValue);
+      }
+    }
+  }
+}
 
 template <int kKey, int kValue>
 void check() {
@@ -106,14 +108,11 @@ void check() {
   static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kStageBytes % 1024 == 0);
   static_assert(Dims::kUnitBytes % 1024 == 0);
 
-  const auto keys = copied<kKey>(kStageTokens, kStageTokens, 0, kBase);
+  const auto keys = copied<kKey, 2>(kStageTokens, kStageTokens, 0, kBase);
   expect(keys.rbegin()->first < kBase + Dims::kKeyBytes, "keys reach into the values", kKey);
   const uint32_t value_base = kBase + Dims::kKeyBytes;
-  const auto values = copied<kValue>(kStageTokens, kStageTokens, 0, value_base);
+  const auto values = copied<kValue, 2>(kStageTokens, kStageTokens, 0, value_base);
   expect(values.rbegin()->first < kBase + Dims::kStageBytes, "values leave the stage", kValue);
-
-  check_byte_rows<kKey>();
-  check_byte_rows<kValue>();
 
   for (int lane = 0; lane < 32; ++lane) {
     for (int first_token = 0; first_token < kStageTokens; first_token += 16) {
@@ -160,7 +159,7 @@ void check() {
     const int tile_rows = units * kUnitRows;
     std::map<uint32_t, int> queries;
     for (int unit = 0; unit < units; ++unit) {
-      queries.merge(copied<kKey>(kUnitRows, tile_rows, unit * kUnitRows, kBase));
+      queries.merge(copied<kKey, 2>(kUnitRows, tile_rows, unit * kUnitRows, kBase));
     }
     expect(queries.size() == static_cast<size_t>(tile_rows) * kKey, "queries overlap", kKey);
     expect(queries.rbegin()->first < kBase + units * Dims::kUnitBytes, "queries leave", kKey);
@@ -172,9 +171,20 @@ void check() {
           expect_row(queries, step_address(first, tile_rows, step), row, step * 16 + lane / 16 * 8,
                      "ldmatrix of queries", kKey);
         }
+        // Over one-byte keys, a lane loads the four columns of every 16 that ldmatrix gives it of those.
+        for (const int own_row : {first_row + lane / 4, first_row + lane / 4 + 8}) {
+          const uint32_t own = kBase +
+                               swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) +
+                               lane % 2 * 8 + (own_row - first_row) / 8 * 8 * kPanelRowBytes;
+          for (int step = 0; step < kKey / 16; ++step) {
+            expect_row(queries, step_address(own, tile_rows, step), own_row,
+                       step * 16 + lane % 4 * 4, "loads of queries", kKey, 4);
+          }
+        }
       }
     }
   }
+  check_bytes<kKey, kValue>();
   std::printf("%d/%d\n", kKey, kValue);
 }
 

@@ -14,8 +14,6 @@ from forests import make_case, three_level_case
 from problems import Problem
 
 from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
-from sglang_pat._scheduler import CostModel
-from sglang_pat.attention import costs_of_tokens
 from sglang_pat.executors.cuda import PlanOverflowError
 
 HEADS = (8, 2, 64)
@@ -357,15 +355,3 @@ def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
 def test_run_needs_a_plan() -> None:
     with pytest.raises(RuntimeError, match="call plan"):
         make_attention().run(torch.zeros(1, 8, 64), torch.zeros(1, 2, 64), torch.zeros(1, 2, 64))
-
-
-def test_partials_are_dearer_beside_tokens_of_one_byte() -> None:
-    usual = CostModel()
-    assert costs_of_tokens(usual, 2) == usual
-    assert costs_of_tokens(usual, 4) == usual
-    before, after = usual.values(), costs_of_tokens(usual, 1).values()
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {"partial_row", "packed_item"}
-    assert all(after[name] == pytest.approx(2 * before[name], abs=1 / 64) for name in changed)
-    fp8 = PackAttention(8, 2, 64, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn)
-    assert fp8._new_scheduler.keywords["cost"] == costs_of_tokens(usual, 1)

@@ -44,7 +44,7 @@ class Staging:
 class Kernels:
     """Like DecodeKernels, as far as plans are loaded."""
 
-    config = SimpleNamespace(dtype=torch.bfloat16, head_dim=192, v_head_dim=HEAD_DIM)
+    config = SimpleNamespace(partial_dtype=torch.bfloat16, head_dim=192, v_head_dim=HEAD_DIM)
 
     def __init__(self) -> None:
         self.loaded: list[tuple[Staging, Any]] = []

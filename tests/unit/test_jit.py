@@ -298,6 +298,8 @@ def test_a_cache_of_one_byte_has_variants_of_its_own() -> None:
     e5m2 = KernelConfig(torch.float16, 192, (9, 0), 128, torch.float8_e5m2)
     assert (e4m3.name, e5m2.name) == ("bf16_e4m3_d128_sm90", "fp16_e5m2_d192v128_sm90")
     assert e4m3.cache_dtype == torch.float8_e4m3fn
+    assert (e4m3.partial_dtype, CONFIG.partial_dtype) == (torch.float16, CONFIG.dtype)
+    assert (CONFIG.tiles_agree, e4m3.tiles_agree) == (True, False)
     assert e4m3.build_options.endswith("--head-dim 128 --kv-dtype float8_e4m3fn")
     assert "-DPAT_KV_TYPE=kE4m3" in e4m3.options
     assert "-DPAT_KV_TYPE=kE5m2" in e5m2.options

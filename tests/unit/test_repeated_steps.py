@@ -52,6 +52,24 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
     assert stats.plans_reused == 2  # a copy
 
 
+def test_steps_may_say_by_how_much_they_have_grown() -> None:
+    steps = RepeatedSteps(lambda planning: None)
+    steps.begin(4, 10, TOKENS, 0)
+    for growth in (7, 12):
+        assert steps.add(4, time.perf_counter_ns(), growth)
+    for _ in range(2):  # asking twice changes nothing
+        assert steps.stats().kv_tokens_query_centric == 107 + 112
+    assert steps.add(4, time.perf_counter_ns(), 12)
+    stats = steps.stats()
+    assert stats.kv_tokens_query_centric == 107 + 112 + 112
+    assert stats.kv_tokens_planned == 67 + 72 + 72
+    assert steps.end() == 3
+    # Steps of another kind follow.
+    steps.begin(4, 1, KvTokens(10, 10, 10), 1)
+    assert add(steps)
+    assert steps.stats().kv_tokens_query_centric == 107 + 112 + 112 + 11
+
+
 def test_other_threads_may_ask_at_any_time() -> None:
     steps = RepeatedSteps(lambda planning: None)
     done = threading.Event()

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -23,6 +25,8 @@ import profile_steps  # noqa: E402
 import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
 from serving.memory import Memory  # noqa: E402
+from serving.models import MODELS  # noqa: E402
+from serving.nested_models import write_nested  # noqa: E402
 
 from sglang_pat.bench.decoding import DecodeRun  # noqa: E402
 
@@ -241,12 +245,55 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
         assert found["ms_per_accepted_token"] == pytest.approx({"pat": 10 * pat, "default": 10})
         assert found["accepted_per_step"] == {"pat": 4 / steps, "default": 2}
         assert found["same_answers"] == 1
-        gates = bench_speculation.gates([found | {"algorithm": "NGRAM"}])
+        off = {"pat": 0.0, "default": 0.0}
+        case = found | {"drafts": "ngram", "off": off, "stops": {"off": 0.0}}
+        gates = bench_speculation.gates([case])
         return [gate["met"] for gate in gates.values()]
 
-    assert passed(0.5, 2) == [True, True]
-    assert passed(0.7, 2) == [False, True]
-    assert passed(0.5, 3) == [True, False]
+    assert passed(0.5, 2) == [True, True, True, True]
+    assert passed(0.7, 2) == [False, True, True, True]
+    assert passed(0.5, 3) == [True, False, True, True]
+
+
+def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
+    best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
+    assert bench_speculation.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
+    assert bench_speculation.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
+    with pytest.raises(ValueError, match="no position"):
+        bench_speculation.off([], [])
+
+    def is_met(pat: float, default: float, stopped: float = 0.0) -> bool:
+        case = {
+            "drafts": "same",
+            "pat_over_default": 0.5,
+            "accepted_per_step": {"pat": 4, "default": 4},
+            "off": {"pat": pat, "default": default},
+            "stops": {"off": stopped},
+        }
+        return all(gate["met"] for gate in bench_speculation.gates([case]).values())
+
+    assert is_met(0.04, 0)
+    assert not is_met(0.05, 0)
+    assert is_met(0.19, 0.1)
+    assert not is_met(0.21, 0.1)
+    assert not is_met(0.1, 0.1, stopped=0.21)
+
+
+def test_the_model_that_drafts_is_the_beginning_of_the_others(tmp_path: Path) -> None:
+    config = MODELS["tiny"].config
+    paths = write_nested(tmp_path, config, [3, 2], draft_layers=1)
+    assert sorted(paths) == [1, 2, 3]
+    for count, path in paths.items():
+        assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == count
+        weights: dict[str, torch.Tensor] = {}
+        for file in path.glob("*.safetensors"):
+            weights |= load_file(file)
+        layers = {int(name.split(".")[2]) for name in weights if ".layers." in name}
+        assert layers == set(range(count))
+    # Each token has one that it is likely to follow, and some that are likely to follow it.
+    head, embeddings = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    before = (head @ embeddings.T).argmax(dim=1)
+    assert len(before.unique()) > 0.9 * len(before)
 
 
 # --- soak and profile ---
