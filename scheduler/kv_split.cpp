@@ -39,6 +39,9 @@ constexpr int64_t kPiecesEach = 2;
 constexpr int64_t kPartialsAtOnce = 12;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
+// Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
+// 33 workers have 8 tiles of 32,768 tokens. It may cost this part of a ticket to cut them at the same places.
+constexpr int64_t kAlignedPart = 8;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int64_t kLongRange = 6144;
@@ -88,12 +91,14 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                        .segment_end = pack.segment_begin + pack.num_segments,
                        .tile = tiles_.select(num_requests),
                        .is_shared = is_shared,
+                       .is_read_again = false,
                        .is_chunked = false,
                        .is_rest = false,
                        .num_tokens = num_tokens,
                        .whole = cost(num_requests, num_tokens)});
     }
   }
+  mark_long_ranges(packing);
   if (parted) part_long_ranges(packing);
   // Stable: a request's packs stay in their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
@@ -140,17 +145,22 @@ bool KvSplitter::is_same_range(const Packing& packing, const Tile& a, const Tile
   return !x.is_private() && x.span == y.span && x.kv_begin == y.kv_begin && x.kv_end == y.kv_end;
 }
 
-void KvSplitter::part_long_ranges(const Packing& packing) {
+void KvSplitter::mark_long_ranges(const Packing& packing) {
   const auto is_long = [&](const Tile& tile) {
     const Segment& range = packing.segments[tile.segment_begin];
     return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
   };
+  for (size_t i = 1; i < list_.size(); ++i) {
+    if (!is_same_range(packing, list_[i - 1], list_[i])) continue;
+    list_[i - 1].is_read_again = is_long(list_[i - 1]);
+    list_[i].is_read_again = is_long(list_[i]);
+  }
+}
+
+void KvSplitter::part_long_ranges(const Packing& packing) {
   const size_t num_tiles = list_.size();
   for (size_t i = 0; i < num_tiles; ++i) {
-    const bool is_read_again =
-        (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
-        (i + 1 < num_tiles && is_same_range(packing, list_[i], list_[i + 1]));
-    if (!is_read_again || !is_long(list_[i])) continue;
+    if (!list_[i].is_read_again) continue;
     list_[i].is_chunked = true;
     if (list_[i].segment_end == list_[i].segment_begin + 1) continue;
     Tile rest = list_[i];
@@ -161,7 +171,7 @@ void KvSplitter::part_long_ranges(const Packing& packing) {
     ++rest.segment_begin;
     rest.num_tokens -= range.num_tokens;
     rest.whole = cost(rest.num_requests, rest.num_tokens);
-    rest.is_shared = rest.is_chunked = false;
+    rest.is_shared = rest.is_read_again = rest.is_chunked = false;
     rest.is_rest = true;
     ++parted_tiles_;
     parted_requests_ += rest.num_requests;
@@ -373,13 +383,19 @@ void KvSplitter::add_pieces(const Packing& packing, const Choice& choice, Split&
 
 // --- little work ---
 
-KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, Choice& choice) const {
+KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool aligned,
+                                   Choice& choice) const {
   choice.clear();
   Dealt dealt{.tokens = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
   int64_t room = budget;
   for (size_t i = 0; i < list_.size(); ++i) {
     const Tile& tile = list_[i];
+    if (aligned && tile.is_read_again && room < budget && tile.whole > room) {
+      dealt.largest = std::max(dealt.largest, budget - room);
+      if (++ticket == config_.num_workers) return dealt;
+      room = budget;
+    }
     if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
       choice.take(i, ticket);
       room -= tile.whole;
@@ -428,25 +444,33 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / 64);
   };
   int64_t budget = low;
-  Dealt dealt = deal(packing, budget, choice_);
+  Dealt dealt = deal(packing, budget, false, choice_);
   while (!dealt.fits) {
     low = budget;
     // What no cut can shorten; or as much more for each ticket as takes what was not dealt out.
     const int64_t missing = (num_tokens - dealt.tokens) * (total / num_tokens) / workers;
     budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
-    dealt = deal(packing, budget, choice_);
+    dealt = deal(packing, budget, false, choice_);
   }
-  int64_t high = dealt.largest;  // what that budget comes to
-  while (high - low > step(low)) {
-    const int64_t middle = low + (high - low) / 2;
-    dealt = deal(packing, middle, trial_);
-    if (dealt.fits) {
-      std::swap(choice_, trial_);
-      high = dealt.largest;
-    } else {
-      low = middle;
+  const auto search = [&](int64_t high, bool aligned) {  // high: what choice_ comes to
+    for (int64_t least = low; high - least > step(least);) {
+      const int64_t middle = least + (high - least) / 2;
+      const Dealt found = deal(packing, middle, aligned, trial_);
+      if (found.fits) {
+        std::swap(choice_, trial_);
+        high = found.largest;
+      } else {
+        least = middle;
+      }
     }
-  }
+    return high;
+  };
+  const int64_t unaligned = search(dealt.largest, false);
+  if (std::ranges::none_of(list_, &Tile::is_read_again)) return;
+  dealt = deal(packing, unaligned + unaligned / kAlignedPart, true, trial_);
+  if (!dealt.fits) return;
+  std::swap(choice_, trial_);
+  search(dealt.largest, true);
 }
 
 // --- much work ---
