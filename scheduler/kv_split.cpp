@@ -37,6 +37,8 @@ constexpr int64_t kPiecesEach = 2;
 // A warp of the merge takes so many partials of a row at once; more cost twice as much. That shows where every worker has
 // rows to merge.
 constexpr int64_t kPartialsAtOnce = 12;
+// What more partials than that cost, in tokens of the slowest worker: 2 us.
+constexpr int64_t kManyPartials = 284;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
 // Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
@@ -106,10 +108,11 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                             ? std::partition_point(list_.begin(), list_.end(), is_shared)
                             : std::stable_partition(list_.begin(), list_.end(), is_shared);
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
-  least_piece_ = least_piece(packing);
+  least_ = least_piece(packing);
+  least_piece_ = std::max(least_.tokens, least_.for_few_partials);
 }
 
-int64_t KvSplitter::least_piece(const Packing& packing) const {
+KvSplitter::LeastPiece KvSplitter::least_piece(const Packing& packing) const {
   const int64_t workers = config_.num_workers;
   int64_t tokens = 0;
   int64_t rows = 0;
@@ -126,15 +129,19 @@ int64_t KvSplitter::least_piece(const Packing& packing) const {
     }
     longest = std::max(longest, common);
   }
+  const auto whole_cuts = [](int64_t piece) {
+    return std::max<int64_t>(piece / kCutGranularity * kCutGranularity, kCutGranularity);
+  };
   const int64_t usual = config_.min_piece_tokens;
-  int64_t piece = std::min(tokens / (kPiecesEach * workers), usual);
+  const int64_t piece = std::min(tokens / (kPiecesEach * workers), usual);
+  LeastPiece least{.tokens = whole_cuts(piece), .for_few_partials = 0};
   const int64_t few_partials = longest / (kPartialsAtOnce - 1);
   if (rows >= workers && few_partials > piece && few_partials <= usual) {
     // A power of two: so are most lengths, and what a cut leaves over is no piece of its own.
-    piece = std::min<int64_t>(
-        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(few_partials))), usual);
+    const auto rounded = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(few_partials)));
+    least.for_few_partials = whole_cuts(std::min(rounded, usual));
   }
-  return std::max<int64_t>(piece / kCutGranularity * kCutGranularity, kCutGranularity);
+  return least;
 }
 
 // --- long ranges that several tiles read ---
@@ -431,7 +438,7 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool 
   return dealt;
 }
 
-void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
+int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
   const int64_t workers = config_.num_workers;
   int64_t num_tokens = 0;
   int64_t low = (total + workers - 1) / workers;
@@ -466,11 +473,20 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
     return high;
   };
   const int64_t unaligned = search(dealt.largest, false);
-  if (std::ranges::none_of(list_, &Tile::is_read_again)) return;
+  if (std::ranges::none_of(list_, &Tile::is_read_again)) return unaligned;
   dealt = deal(packing, unaligned + unaligned / kAlignedPart, true, trial_);
-  if (!dealt.fits) return;
+  if (!dealt.fits) return unaligned;
   std::swap(choice_, trial_);
-  search(dealt.largest, true);
+  return search(dealt.largest, true);
+}
+
+void KvSplitter::choose_evenly_and_few_partials(const Packing& packing, int64_t total) {
+  const int64_t slowest = choose_evenly(packing, total);
+  if (least_.for_few_partials <= least_.tokens) return;
+  Choice few = choice_;
+  least_piece_ = least_.tokens;
+  const int64_t saved = slowest - choose_evenly(packing, total);
+  if (saved <= kCostUnit * kManyPartials) std::swap(choice_, few);
 }
 
 // --- much work ---
@@ -649,7 +665,7 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   }
   if (!is_much) {
     alone_.clear();
-    choose_evenly(packing, total);
+    choose_evenly_and_few_partials(packing, total);
   }
   out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
   add_pieces(packing, choice_, out);

@@ -100,6 +100,11 @@ class KvSplitter {
     int64_t num_tokens;
     int64_t whole;  // cost uncut
   };
+  struct LeastPiece {
+    int64_t tokens;
+    int64_t
+        for_few_partials;  // with which no row has more than the merge takes at once; 0 if any length is as good
+  };
   struct ItemCost {
     int64_t fixed;
     int64_t token;
@@ -181,8 +186,8 @@ class KvSplitter {
   void part_long_ranges(const Packing& packing);
   bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
   void mark_long_ranges(const Packing& packing);
-  // The length below which no cut of these tiles makes a piece.
-  int64_t least_piece(const Packing& packing) const;
+  // The lengths below which no cut of these tiles makes a piece.
+  LeastPiece least_piece(const Packing& packing) const;
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t cost(int32_t num_requests, int64_t num_tokens) const {
     const ItemCost& item = item_costs_[num_requests];
@@ -204,8 +209,10 @@ class KvSplitter {
   void add_whole(const Packing& packing, const Tile& tile, Split& out);
   void add_pieces(const Packing& packing, const Choice& choice, Split& out);
 
-  // Both fill choice_.
-  void choose_evenly(const Packing& packing, int64_t total);
+  // Both fill choice_. The cost of the slowest worker.
+  int64_t choose_evenly(const Packing& packing, int64_t total);
+  // With few partials of each row, unless they keep a worker busy for longer than merging more would take.
+  void choose_evenly_and_few_partials(const Packing& packing, int64_t total);
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
   // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
   Dealt deal(const Packing& packing, int64_t budget, bool aligned, Choice& choice) const;
@@ -235,7 +242,8 @@ class KvSplitter {
   // Tiles that part_long_ranges() has divided, and their requests.
   int64_t parted_tiles_ = 0;
   int64_t parted_requests_ = 0;
-  int64_t least_piece_ = 0;
+  LeastPiece least_{};
+  int64_t least_piece_ = 0;  // one of them
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;
