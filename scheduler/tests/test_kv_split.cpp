@@ -195,6 +195,26 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
   }
 }
 
+TEST(kv_split_prefers_few_partials_only_while_workers_are_busy_for_as_long) {
+  // Tickets for 264 workers; a row's KV is cut into pieces of 256 tokens, unless most workers then have none.
+  const auto tickets = [](int32_t num_private) {
+    std::vector<std::pair<int32_t, int32_t>> nodes{{-1, 1'600}};
+    std::vector<std::pair<int, int32_t>> requests;
+    for (int32_t branch = 1; branch <= 10; ++branch) {
+      nodes.emplace_back(0, 600);
+      for (int32_t i = 0; i < 8; ++i) requests.emplace_back(branch, num_private);
+    }
+    SchedulerConfig made = config(8, 264);
+    made.max_block_q = 64;
+    made.min_piece_tokens = 256;
+    const Made result = split(make_batch(nodes, requests), made);
+    check_split(result, made);
+    return result.split.tickets.size();
+  };
+  CHECK(tickets(50) > 132);
+  CHECK(tickets(200) < 132);
+}
+
 TEST(kv_split_takes_the_longest_and_largest_input) {
   for (const int32_t cost : {0, 1, kLargestCost}) {
     for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {
