@@ -37,8 +37,13 @@ constexpr int64_t kPiecesEach = 2;
 // A warp of the merge takes so many partials of a row at once; more cost twice as much. That shows where every worker has
 // rows to merge.
 constexpr int64_t kPartialsAtOnce = 12;
+// What more partials than that cost, in tokens of the slowest worker: 2 us.
+constexpr int64_t kManyPartials = 284;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
+// Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
+// 33 workers have 8 tiles of 32,768 tokens. It may cost this part of a ticket to cut them at the same places.
+constexpr int64_t kAlignedPart = 8;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int64_t kLongRange = 6144;
@@ -88,12 +93,14 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                        .segment_end = pack.segment_begin + pack.num_segments,
                        .tile = tiles_.select(num_requests),
                        .is_shared = is_shared,
+                       .is_read_again = false,
                        .is_chunked = false,
                        .is_rest = false,
                        .num_tokens = num_tokens,
                        .whole = cost(num_requests, num_tokens)});
     }
   }
+  mark_long_ranges(packing);
   if (parted) part_long_ranges(packing);
   // Stable: a request's packs stay in their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
@@ -101,10 +108,11 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                             ? std::partition_point(list_.begin(), list_.end(), is_shared)
                             : std::stable_partition(list_.begin(), list_.end(), is_shared);
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
-  least_piece_ = least_piece(packing);
+  least_ = least_piece(packing);
+  least_piece_ = std::max(least_.tokens, least_.for_few_partials);
 }
 
-int64_t KvSplitter::least_piece(const Packing& packing) const {
+KvSplitter::LeastPiece KvSplitter::least_piece(const Packing& packing) const {
   const int64_t workers = config_.num_workers;
   int64_t tokens = 0;
   int64_t rows = 0;
@@ -121,15 +129,19 @@ int64_t KvSplitter::least_piece(const Packing& packing) const {
     }
     longest = std::max(longest, common);
   }
+  const auto whole_cuts = [](int64_t piece) {
+    return std::max<int64_t>(piece / kCutGranularity * kCutGranularity, kCutGranularity);
+  };
   const int64_t usual = config_.min_piece_tokens;
-  int64_t piece = std::min(tokens / (kPiecesEach * workers), usual);
+  const int64_t piece = std::min(tokens / (kPiecesEach * workers), usual);
+  LeastPiece least{.tokens = whole_cuts(piece), .for_few_partials = 0};
   const int64_t few_partials = longest / (kPartialsAtOnce - 1);
   if (rows >= workers && few_partials > piece && few_partials <= usual) {
     // A power of two: so are most lengths, and what a cut leaves over is no piece of its own.
-    piece = std::min<int64_t>(
-        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(few_partials))), usual);
+    const auto rounded = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(few_partials)));
+    least.for_few_partials = whole_cuts(std::min(rounded, usual));
   }
-  return std::max<int64_t>(piece / kCutGranularity * kCutGranularity, kCutGranularity);
+  return least;
 }
 
 // --- long ranges that several tiles read ---
@@ -140,17 +152,22 @@ bool KvSplitter::is_same_range(const Packing& packing, const Tile& a, const Tile
   return !x.is_private() && x.span == y.span && x.kv_begin == y.kv_begin && x.kv_end == y.kv_end;
 }
 
-void KvSplitter::part_long_ranges(const Packing& packing) {
+void KvSplitter::mark_long_ranges(const Packing& packing) {
   const auto is_long = [&](const Tile& tile) {
     const Segment& range = packing.segments[tile.segment_begin];
     return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
   };
+  for (size_t i = 1; i < list_.size(); ++i) {
+    if (!is_same_range(packing, list_[i - 1], list_[i])) continue;
+    list_[i - 1].is_read_again = is_long(list_[i - 1]);
+    list_[i].is_read_again = is_long(list_[i]);
+  }
+}
+
+void KvSplitter::part_long_ranges(const Packing& packing) {
   const size_t num_tiles = list_.size();
   for (size_t i = 0; i < num_tiles; ++i) {
-    const bool is_read_again =
-        (i > 0 && is_same_range(packing, list_[i - 1], list_[i])) ||
-        (i + 1 < num_tiles && is_same_range(packing, list_[i], list_[i + 1]));
-    if (!is_read_again || !is_long(list_[i])) continue;
+    if (!list_[i].is_read_again) continue;
     list_[i].is_chunked = true;
     if (list_[i].segment_end == list_[i].segment_begin + 1) continue;
     Tile rest = list_[i];
@@ -161,7 +178,7 @@ void KvSplitter::part_long_ranges(const Packing& packing) {
     ++rest.segment_begin;
     rest.num_tokens -= range.num_tokens;
     rest.whole = cost(rest.num_requests, rest.num_tokens);
-    rest.is_shared = rest.is_chunked = false;
+    rest.is_shared = rest.is_read_again = rest.is_chunked = false;
     rest.is_rest = true;
     ++parted_tiles_;
     parted_requests_ += rest.num_requests;
@@ -373,13 +390,19 @@ void KvSplitter::add_pieces(const Packing& packing, const Choice& choice, Split&
 
 // --- little work ---
 
-KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, Choice& choice) const {
+KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool aligned,
+                                   Choice& choice) const {
   choice.clear();
   Dealt dealt{.tokens = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
   int64_t room = budget;
   for (size_t i = 0; i < list_.size(); ++i) {
     const Tile& tile = list_[i];
+    if (aligned && tile.is_read_again && room < budget && tile.whole > room) {
+      dealt.largest = std::max(dealt.largest, budget - room);
+      if (++ticket == config_.num_workers) return dealt;
+      room = budget;
+    }
     if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
       choice.take(i, ticket);
       room -= tile.whole;
@@ -415,7 +438,7 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, Choic
   return dealt;
 }
 
-void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
+int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
   const int64_t workers = config_.num_workers;
   int64_t num_tokens = 0;
   int64_t low = (total + workers - 1) / workers;
@@ -428,25 +451,42 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / 64);
   };
   int64_t budget = low;
-  Dealt dealt = deal(packing, budget, choice_);
+  Dealt dealt = deal(packing, budget, false, choice_);
   while (!dealt.fits) {
     low = budget;
     // What no cut can shorten; or as much more for each ticket as takes what was not dealt out.
     const int64_t missing = (num_tokens - dealt.tokens) * (total / num_tokens) / workers;
     budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
-    dealt = deal(packing, budget, choice_);
+    dealt = deal(packing, budget, false, choice_);
   }
-  int64_t high = dealt.largest;  // what that budget comes to
-  while (high - low > step(low)) {
-    const int64_t middle = low + (high - low) / 2;
-    dealt = deal(packing, middle, trial_);
-    if (dealt.fits) {
-      std::swap(choice_, trial_);
-      high = dealt.largest;
-    } else {
-      low = middle;
+  const auto search = [&](int64_t high, bool aligned) {  // high: what choice_ comes to
+    for (int64_t least = low; high - least > step(least);) {
+      const int64_t middle = least + (high - least) / 2;
+      const Dealt found = deal(packing, middle, aligned, trial_);
+      if (found.fits) {
+        std::swap(choice_, trial_);
+        high = found.largest;
+      } else {
+        least = middle;
+      }
     }
-  }
+    return high;
+  };
+  const int64_t unaligned = search(dealt.largest, false);
+  if (std::ranges::none_of(list_, &Tile::is_read_again)) return unaligned;
+  dealt = deal(packing, unaligned + unaligned / kAlignedPart, true, trial_);
+  if (!dealt.fits) return unaligned;
+  std::swap(choice_, trial_);
+  return search(dealt.largest, true);
+}
+
+void KvSplitter::choose_evenly_and_few_partials(const Packing& packing, int64_t total) {
+  const int64_t slowest = choose_evenly(packing, total);
+  if (least_.for_few_partials <= least_.tokens) return;
+  Choice few = choice_;
+  least_piece_ = least_.tokens;
+  const int64_t saved = slowest - choose_evenly(packing, total);
+  if (saved <= kCostUnit * kManyPartials) std::swap(choice_, few);
 }
 
 // --- much work ---
@@ -625,7 +665,7 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   }
   if (!is_much) {
     alone_.clear();
-    choose_evenly(packing, total);
+    choose_evenly_and_few_partials(packing, total);
   }
   out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
   add_pieces(packing, choice_, out);

@@ -60,7 +60,8 @@ class KvSplitter {
 
   // A little work becomes one ticket per worker: a contiguous cost-balanced split (Stream-K) with at most
   // num_workers - 1 cuts. The budget of a ticket is the smallest, up to a few tokens, with which the packs fit; found
-  // by bisection, each step linear in the tiles.
+  // by bisection, each step linear in the tiles. Tiles that read the same long KV are cut at the same places, if that
+  // costs little: they then read it at the same time, and device memory once.
   //
   // More work becomes tickets that shrink with what is left (guided self-scheduling): the first are large, and the
   // last are small enough to even out what costs cannot foresee. Tickets of shared packs, whose KV mostly comes out
@@ -93,10 +94,16 @@ class KvSplitter {
     int32_t segment_end;
     int32_t tile;
     bool is_shared;
-    bool is_chunked;  // a long range that other tiles read as well
-    bool is_rest;     // what such a range leaves of a tile
+    bool is_read_again;  // its first segment is a long range that other tiles read as well
+    bool is_chunked;     // such a range, and nothing else
+    bool is_rest;        // what such a range leaves of a tile
     int64_t num_tokens;
     int64_t whole;  // cost uncut
+  };
+  struct LeastPiece {
+    int64_t tokens;
+    int64_t
+        for_few_partials;  // with which no row has more than the merge takes at once; 0 if any length is as good
   };
   struct ItemCost {
     int64_t fixed;
@@ -178,8 +185,9 @@ class KvSplitter {
   // Makes a tile of its own of each long range that other tiles read as well.
   void part_long_ranges(const Packing& packing);
   bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
-  // The length below which no cut of these tiles makes a piece.
-  int64_t least_piece(const Packing& packing) const;
+  void mark_long_ranges(const Packing& packing);
+  // The lengths below which no cut of these tiles makes a piece.
+  LeastPiece least_piece(const Packing& packing) const;
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t cost(int32_t num_requests, int64_t num_tokens) const {
     const ItemCost& item = item_costs_[num_requests];
@@ -201,10 +209,13 @@ class KvSplitter {
   void add_whole(const Packing& packing, const Tile& tile, Split& out);
   void add_pieces(const Packing& packing, const Choice& choice, Split& out);
 
-  // Both fill choice_.
-  void choose_evenly(const Packing& packing, int64_t total);
+  // Both fill choice_. The cost of the slowest worker.
+  int64_t choose_evenly(const Packing& packing, int64_t total);
+  // With few partials of each row, unless they keep a worker busy for longer than merging more would take.
+  void choose_evenly_and_few_partials(const Packing& packing, int64_t total);
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
-  Dealt deal(const Packing& packing, int64_t budget, Choice& choice) const;
+  // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
+  Dealt deal(const Packing& packing, int64_t budget, bool aligned, Choice& choice) const;
 
   // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
   bool choose_whole_tiles();
@@ -231,7 +242,8 @@ class KvSplitter {
   // Tiles that part_long_ranges() has divided, and their requests.
   int64_t parted_tiles_ = 0;
   int64_t parted_requests_ = 0;
-  int64_t least_piece_ = 0;
+  LeastPiece least_{};
+  int64_t least_piece_ = 0;  // one of them
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;

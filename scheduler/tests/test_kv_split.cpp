@@ -171,6 +171,30 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   }
 }
 
+TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
+  // Eight tiles for 33 workers, and two: an even share of a tile is no whole number of workers.
+  for (const auto& [requests, tokens] :
+       {std::pair{128, 32'768}, std::pair{32, 32'768}, {32, 8'192}}) {
+    SchedulerConfig made = config();
+    made.max_block_q = 64;
+    const Batch batch =
+        make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(requests, {0, 256}));
+    const Made result = split(batch, made);
+    check_split(result, made);
+    CHECK(result.split.tickets.size() <= 33);
+    std::vector<int32_t> begins;  // of the shared range, one for each tile that reads on from there
+    for (const Piece& piece : result.split.pieces) {
+      const Segment& segment = result.split.segments[piece.segment_begin];
+      if (!segment.is_private()) begins.push_back(segment.kv_begin);
+    }
+    const auto tiles = static_cast<size_t>(std::ranges::count(begins, 0));
+    CHECK_EQ(tiles, static_cast<size_t>(requests / 16));
+    for (const int32_t begin : begins) {
+      CHECK_EQ(static_cast<size_t>(std::ranges::count(begins, begin)), tiles);
+    }
+  }
+}
+
 TEST(kv_split_takes_the_longest_and_largest_input) {
   for (const int32_t cost : {0, 1, kLargestCost}) {
     for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {
