@@ -51,7 +51,6 @@ from serving.models import MODELS, TINY, ModelShape
 from serving.results import write
 from serving.tables import console, show_failure
 
-from sglang_pat import support
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
@@ -159,9 +158,7 @@ def starts(parts: Sequence[str]) -> dict[str, tuple[str, Start]]:
 
     def add(name: str, model: str, backend: str, tokens: int, **more: Any) -> None:
         arguments = shapes[model].arguments | {"max_total_tokens": tokens, **more}
-        is_preview = "kv_cache_dtype" in more and "fp8" in support.PREVIEWS
-        environment = {"SGLANG_PAT_PREVIEW": "fp8"} if is_preview else {}
-        found[f"{model} {name}"] = (model, Start(contender(backend), arguments, environment))
+        found[f"{model} {name}"] = (model, Start(contender(backend), arguments, {}))
 
     if set(parts) != {"rank"}:
         add("pat", "llama-3-8b", "pat", 140_000)

@@ -44,20 +44,23 @@ def draw(result: dict[str, Any], suite: str, picture: Path) -> None:
     figure, axes = plt.subplots(
         len(panels), 1, figsize=(13, 2.6 * len(panels)), sharex=True, squeeze=False
     )
-    width = 0.8 / len(LABELS)
+    names = [name for name in LABELS if any(name in case["us"] for case in cases)]
+    width = 0.8 / len(names)
     for axis, (title, shown) in zip(axes.flat, panels.items(), strict=True):
-        for offset, name in enumerate(LABELS):
+        for offset, name in enumerate(names):
             heights = [case["us"].get(name, math.nan) / case["floor_us"] for case in shown]
-            places = [index + (offset - 1.5) * width for index in range(len(shown))]
+            places = [
+                index + (offset - (len(names) - 1) / 2) * width for index in range(len(shown))
+            ]
             axis.bar(places, heights, width, label=LABELS[name], color=COLORS[name])
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_yscale("log")
         axis.set_ylim(0.8, 40)
         axis.set_ylabel("time / floor")
         axis.set_title(title, fontsize=10)
-    axes[0, 0].legend(ncols=len(LABELS), fontsize=9, loc="upper right")
-    names = [case["tree"] if len(panels) > 1 else case["name"] for case in shown]
-    axes[-1, 0].set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=7)
+    axes[0, 0].legend(ncols=len(names), fontsize=9, loc="upper right")
+    trees = [case["tree"] if len(panels) > 1 else case["name"] for case in shown]
+    axes[-1, 0].set_xticks(range(len(trees)), trees, rotation=35, ha="right", fontsize=7)
     meta = result["meta"]
     figure.suptitle(
         f"Decode attention, {meta['gpu']}, {cases[0]['dtype']}, head_dim {cases[0]['head_dim']}: "

@@ -48,7 +48,7 @@ DEFAULT_BACKENDS = (
 )
 # What pat does in SGLang on the CPU, and on a GPU only if SGLANG_PAT_PREVIEW names it: its present
 # version has not run there yet.
-PREVIEWS = ("fp8", "speculation")
+PREVIEWS = ("speculation",)
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
@@ -103,8 +103,7 @@ _MATRIX = (
     SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", LAYER),
     SupportRow(
         "dtype of queries and KV cache",
-        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}, "
-        "on a GPU with SGLANG_PAT_PREVIEW=fp8",
+        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}",
         LAYER,
     ),
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),

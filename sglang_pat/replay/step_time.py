@@ -1,9 +1,9 @@
 """How long a decode step takes, estimated: what it moves, at speeds measured on an H100.
 
 `advice.py` asks for it. The constants were fitted to the recorded runs of one H100
-(`benchmarks/results/h100/`: serving.json of both SGLang versions, kernels.json) and a test compares
-them. Pat and a query-centric kernel obey one law: they differ in what they read, and from where.
-Other GPUs are scaled by their data sheets, which no run has checked.
+(`benchmarks/results/h100/`: serving.json of both SGLang versions, kernels-cascade.json) and a test
+compares them. Pat and a query-centric kernel obey one law: they differ in what they read, and from
+where. Other GPUs are scaled by their data sheets, which no run has checked.
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ def server_reason(arguments: Any) -> Reason | None:
     return None
 
 
-def preview_reason(
-    name: str, topic: str, device: str, environment: Environment, what: str = ""
-) -> Reason | None:
+def _preview_reason(name: str, topic: str, device: str, environment: Environment) -> Reason | None:
     """Why pat does not do on a GPU what has been tested on the CPU alone: nobody has asked for it.
 
     Parameters
@@ -102,12 +100,10 @@ def preview_reason(
         Where the model runs.
     environment : Environment
         What is asked for.
-    what : str
-        Begins the reason's value.
     """
     if device != "cuda" or name in environment.preview:
         return None
-    return Reason(topic, f"{what} on a GPU without SGLANG_PAT_PREVIEW={name}".lstrip())
+    return Reason(topic, f"on a GPU without SGLANG_PAT_PREVIEW={name}")
 
 
 def _speculation_reason(arguments: Any, environment: Environment) -> Reason | None:
@@ -137,7 +133,7 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
     if getattr(envs, PLAN_STREAM).get():
         return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
     device = resolved(arguments, "device")
-    return preview_reason("speculation", "speculative decoding", device, environment)
+    return _preview_reason("speculation", "speculative decoding", device, environment)
 
 
 def drafts_of(arguments: Any) -> tuple[int, bool] | None:

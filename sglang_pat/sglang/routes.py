@@ -15,9 +15,8 @@ from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
-from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.kv_scales import are_scaled, is_converted, scales_reason
-from sglang_pat.sglang.options import Reason, preview_reason, server_reason
+from sglang_pat.sglang.options import Reason, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
 # What SGLang's models call the sinks that they pass to their attention layers. For the log alone:
@@ -299,11 +298,6 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
-    if dtype != model_runner.dtype:
-        topic, device = "dtype of queries and KV cache", model_runner.device
-        reason = preview_reason("fp8", topic, device, Environment.read(), str(dtype))
-        if reason is not None:
-            return reason
     if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
         return Reason("dtype of queries and KV cache", model_runner.dtype)
     pool = model_runner.token_to_kv_pool

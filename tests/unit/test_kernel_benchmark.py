@@ -207,3 +207,19 @@ def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="no cases of the suite 'none'"):
         plot_kernels.draw(result, "none", tmp_path / "none.png")
+
+
+def test_only_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot_kernels
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot_kernels.plt, "close", drawn.append)
+    for name, expected in (
+        ("kernels.json", ["sglang-pat", "FlashInfer", "FA3"]),
+        ("kernels-cascade.json", ["sglang-pat", "FlashInfer", "FA3", "FlashInfer cascade"]),
+    ):
+        result = json.loads((RESULTS / name).read_text())
+        plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
+        legend = drawn[-1].axes[0].get_legend()
+        assert [text.get_text() for text in legend.get_texts()] == expected

@@ -89,9 +89,8 @@ def test_the_support_table_holds_every_row() -> None:
     ):
         assert supported[topic] == ", ".join(map(str, values))
     dtypes = (", ".join(support.DTYPES), ", ".join(support.CONVERTED_KV_DTYPES))
-    preview = ", on a GPU with SGLANG_PAT_PREVIEW=fp8"
     both = "; of the KV cache also ".join(dtypes)
-    assert supported["dtype of queries and KV cache"] == both + preview
+    assert supported["dtype of queries and KV cache"] == both
 
 
 def test_readme_names_the_supported_sglang_versions() -> None:
