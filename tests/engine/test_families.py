@@ -154,11 +154,14 @@ def assert_routes(run: Run, family: Family) -> None:
 
 
 def assert_shared(run: Run) -> None:
-    """The prefix of all prompts is read once per step."""
+    """The prefix of all prompts is read once per step, or twice.
+
+    Both items that a tile is cut into may read it, where that costs less than partials.
+    """
     assert run.stats["private_steps"] == {}
     planned, alone = run.stats["kv_tokens_planned"], run.stats["kv_tokens_query_centric"]
     steps = NUM_TOKENS - 1
-    assert alone - planned >= 0.9 * 7 * PREFIX * steps
+    assert alone - planned >= 0.9 * 6 * PREFIX * steps
 
 
 @pytest.mark.parametrize(
