@@ -180,6 +180,22 @@ def _server(algorithm: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> Serve
 CHAIN = torch.ones(DRAFTS, DRAFTS, dtype=torch.bool).tril()
 
 
+def assert_request_exact(
+    server: Server,
+    request: int,
+    lens: list[int],
+    table: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Of one request's chain of drafts, with its slots in `table`."""
+    for j in range(DRAFTS):
+        slots = table[ROWS[request], : lens[request] + j + 1].long()
+        exact = dense(q[request * DRAFTS + j], server.runner.token_to_kv_pool, 0, slots)
+        found = out[request * DRAFTS + j].double()
+        torch.testing.assert_close(found, exact, atol=2e-6, rtol=2e-6)
+
+
 def test_each_draft_token_reads_those_before_it(server: Server) -> None:
     lens = [25, 31]
     # Different numbers of accepted tokens; graphs with and without padding, and an eager step.
@@ -290,12 +306,7 @@ def test_a_repeated_step_is_exact_when_rows_have_stopped(server: Server) -> None
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
     server.table[ROWS[stopped]] = 599
     q, out = server.attend(view)
-    staying = 1 - stopped
-    for j in range(DRAFTS):
-        slots = before[ROWS[staying], : lens[staying] + j + 1].long()
-        exact = dense(q[staying * DRAFTS + j], server.runner.token_to_kv_pool, 0, slots)
-        found = out[staying * DRAFTS + j].double()
-        torch.testing.assert_close(found, exact, atol=2e-6, rtol=2e-6)
+    assert_request_exact(server, 1 - stopped, lens, before, q, out)
 
 
 def test_what_has_long_been_committed_is_read_once_again(server: Server) -> None:
@@ -327,12 +338,7 @@ def test_a_request_that_stopped_takes_no_one_with_it(server: Server) -> None:
     stopped = spans[0][0] // DRAFTS
     server.table[ROWS[stopped]] = 599
     q, out = server.attend(view)
-    staying = 1 - stopped
-    for j in range(DRAFTS):
-        slots = before[ROWS[staying], : lens[staying] + j + 1].long()
-        exact = dense(q[staying * DRAFTS + j], server.runner.token_to_kv_pool, 0, slots)
-        found = out[staying * DRAFTS + j].double()
-        torch.testing.assert_close(found, exact, atol=2e-6, rtol=2e-6)
+    assert_request_exact(server, 1 - stopped, lens, before, q, out)
     assert out.isfinite().all()  # of the other: thrown away, but computed
 
 
