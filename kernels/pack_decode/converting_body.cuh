@@ -72,19 +72,9 @@ __device__ __forceinline__ void execute_item_converting(const DecodeParams& para
       rescaling =
           part.template weigh<kStageTokens>(scores, record, first_row, 0, params.logit_scale, lane);
     } else {
-#pragma unroll
-      for (int tile = 0; tile < kStageTokens / 8; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
-      }
+      clear(scores);
     }
     return rescaling;
-  };
-  const auto pack_weights = [&] {
-#pragma unroll
-    for (int step = 0; step < kStageTokens / 16; ++step) {
-      part.pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
-    }
   };
   // Two buffers, in turn. The address of the keys of one; its values follow.
   const uint32_t buffers = ptx::shared_address(consumer.storage.converted[0]);
@@ -111,7 +101,7 @@ __device__ __forceinline__ void execute_item_converting(const DecodeParams& para
   wgmma::wait<0>();
   wgmma::tie(scores);
   weigh(record);  // nothing to rescale yet
-  pack_weights();
+  pack_weights<Attention>(weights, scores);
   while (!record.is_last()) {
     record = consumer.following_stage_record();
     consumer.release_stage();
@@ -131,7 +121,7 @@ __device__ __forceinline__ void execute_item_converting(const DecodeParams& para
     wgmma::wait<0>();
     wgmma::tie(part.out);
     part.rescale(rescaling);
-    pack_weights();
+    pack_weights<Attention>(weights, scores);
   }
   consumer.release_stage();
   exchange();

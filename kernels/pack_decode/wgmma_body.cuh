@@ -50,6 +50,24 @@ __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& p
   wgmma::commit();
 }
 
+// A stage's probabilities as a left-hand side of a multiplication.
+template <typename Attention>
+__device__ __forceinline__ void pack_weights(StageWeights& weights, const StageScores& scores) {
+#pragma unroll
+  for (int step = 0; step < kStageTokens / 16; ++step) {
+    Attention::pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
+  }
+}
+
+// Of a stage that counts for none of a warp's rows.
+__device__ __forceinline__ void clear(StageScores& scores) {
+#pragma unroll
+  for (int tile = 0; tile < kStageTokens / 8; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
+  }
+}
+
 template <typename T, typename Dims, bool kSoftCap>
   requires kUsesWgmma<Dims>
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
@@ -77,19 +95,9 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
       rescaling =
           part.template weigh<kStageTokens>(scores, record, first_row, 0, params.logit_scale, lane);
     } else {
-#pragma unroll
-      for (int tile = 0; tile < kStageTokens / 8; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][i] = 0.f;
-      }
+      clear(scores);
     }
     return rescaling;
-  };
-  const auto pack_weights = [&] {
-#pragma unroll
-    for (int step = 0; step < kStageTokens / 16; ++step) {
-      part.pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
-    }
   };
 
   uint32_t stage = consumer.wait_for_stage();
@@ -98,7 +106,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   wgmma::wait<0>();
   wgmma::tie(scores);
   weigh(record);  // nothing to rescale yet
-  pack_weights();
+  pack_weights<Attention>(weights, scores);
   while (!record.is_last()) {
     const uint32_t before = stage;
     stage = consumer.wait_for_following_stage();
@@ -112,7 +120,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
     wgmma::tie(part.out);
     consumer.release_stage();
     part.rescale(rescaling);
-    pack_weights();
+    pack_weights<Attention>(weights, scores);
   }
   start_output(part, weights, stage);
   wgmma::wait<0>();
