@@ -45,7 +45,7 @@ def test_tokens_and_routes(engines: FamilyEngines, family: Family) -> None:
     assert_routes(found, family)
     assert ("with attention sinks" in found.log) == family.pat_has_sinks
     if family.pat:
-        assert_shared(found)
+        assert_shared(found, family)
     # All layers are decoded in every step, none of them twice. How many steps there are depends on
     # when the prompts arrive.
     for run in (expected, found):
@@ -153,15 +153,17 @@ def assert_routes(run: Run, family: Family) -> None:
     }
 
 
-def assert_shared(run: Run) -> None:
-    """The prefix of all prompts is read once per step, or twice.
+def assert_shared(run: Run, family: Family) -> None:
+    """The prefix of all prompts is read once per step.
 
-    Both items that a tile is cut into may read it, where that costs less than partials.
+    Or twice with one KV head, whose tiles are cut to give all workers something to do: both items
+    of a cut may read the prefix, where that costs less than partials.
     """
     assert run.stats["private_steps"] == {}
     planned, alone = run.stats["kv_tokens_planned"], run.stats["kv_tokens_query_centric"]
     steps = NUM_TOKENS - 1
-    assert alone - planned >= 0.9 * 6 * PREFIX * steps
+    reads = 2 if family.config.get("num_key_value_heads") == 1 else 1
+    assert alone - planned >= 0.9 * (8 - reads) * PREFIX * steps
 
 
 @pytest.mark.parametrize(
@@ -182,5 +184,5 @@ def test_tokens_over_an_fp8_pool(engines: FamilyEngines, name: str) -> None:
     found = engines.run(family, "pat", **options)
     assert found.tokens == expected.tokens
     assert_routes(found, family)
-    assert_shared(found)
+    assert_shared(found, family)
     assert "float8_e4m3fn" in found.log
