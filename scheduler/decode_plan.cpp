@@ -86,21 +86,24 @@ void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
   segments.clear();
   items.clear();
   sections_.ticket_begin.assign(1, {});
-  for (const Ticket& ticket : split.tickets) {
-    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      const Piece& piece = split.pieces[p];
-      items.push_back({.tile = piece.tile,
-                       .num_requests = piece.num_requests,
-                       .request_begin = piece.request_begin,
-                       .segment_begin = static_cast<int32_t>(segments.size()),
-                       .num_segments = piece.num_segments,
-                       .reserved = {}});
-      for (int32_t s = 0; s < piece.num_segments; ++s) {
-        const Segment& segment = split.segments[piece.segment_begin + s];
-        segments.push_back(
-            kv_segment(packing, segment, split.requests[piece.request_begin + segment.first]));
-      }
+  const auto add = [&](const Piece& piece) {
+    items.push_back({.tile = piece.tile,
+                     .num_requests = piece.num_requests,
+                     .request_begin = piece.request_begin,
+                     .segment_begin = static_cast<int32_t>(segments.size()),
+                     .num_segments = piece.num_segments,
+                     .reserved = {}});
+    for (int32_t s = 0; s < piece.num_segments; ++s) {
+      const Segment& segment = split.segments[piece.segment_begin + s];
+      segments.push_back(
+          kv_segment(packing, segment, split.requests[piece.request_begin + segment.first]));
     }
+  };
+  for (const Ticket& ticket : split.tickets) {
+    for (int32_t p = ticket.piece_begin + ticket.rest_comes_last; p < ticket.piece_end; ++p) {
+      add(split.pieces[p]);
+    }
+    if (ticket.rest_comes_last) add(split.pieces[ticket.piece_begin]);
     sections_.ticket_begin.push_back({.work_item = static_cast<int32_t>(items.size()),
                                       .kv_segment = static_cast<int32_t>(segments.size())});
   }

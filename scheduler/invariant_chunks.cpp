@@ -211,7 +211,7 @@ void InvariantChunks::deal_tickets(Split& split) const {
         alone.is_empty() ||
         (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
     Stream& from = is_shared ? shared : alone;
-    Ticket ticket{from.next, from.next};
+    Ticket ticket{.piece_begin = from.next, .piece_end = from.next};
     for (int64_t room = budget; !from.is_empty();) {
       const int64_t next = split.pieces[from.next].cost;
       if (next > room && from.next > ticket.piece_begin) break;

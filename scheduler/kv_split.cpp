@@ -42,11 +42,15 @@ constexpr int64_t kManyPartials = 284;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
 // Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
-// 33 workers have 8 tiles of 32,768 tokens. It may cost this part of a ticket to cut them at the same places.
-constexpr int64_t kAlignedPart = 8;
+// 33 workers have 8 tiles of 32,768 tokens. It may cost this part of a ticket to cut them at the same places, where so
+// many tokens are read together.
+constexpr int64_t kAlignedPart = 4;
+constexpr int32_t kAlignedRange = 512;
+// No more than this part of a ticket is for what the ticket before has read as well.
+constexpr int64_t kAgainPart = 3;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
-constexpr int64_t kLongRange = 6144;
+constexpr int32_t kLongRange = 6144;
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
 
@@ -100,7 +104,7 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                        .whole = cost(num_requests, num_tokens)});
     }
   }
-  mark_long_ranges(packing);
+  mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
   if (parted) part_long_ranges(packing);
   // Stable: a request's packs stay in their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
@@ -152,10 +156,10 @@ bool KvSplitter::is_same_range(const Packing& packing, const Tile& a, const Tile
   return !x.is_private() && x.span == y.span && x.kv_begin == y.kv_begin && x.kv_end == y.kv_end;
 }
 
-void KvSplitter::mark_long_ranges(const Packing& packing) {
+void KvSplitter::mark_common_ranges(const Packing& packing, int32_t least_tokens) {
   const auto is_long = [&](const Tile& tile) {
     const Segment& range = packing.segments[tile.segment_begin];
-    return range.num_tokens() >= kLongRange && range.first == 0 && range.end >= tile.num_requests;
+    return range.num_tokens() >= least_tokens && range.first == 0 && range.end >= tile.num_requests;
   };
   for (size_t i = 1; i < list_.size(); ++i) {
     if (!is_same_range(packing, list_[i - 1], list_[i])) continue;
@@ -215,7 +219,8 @@ void KvSplitter::take_rest(const Tile& tile, const Position& at, Cut& cut) const
 }
 
 void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position& at,
-                        int32_t segment, int32_t offset, int64_t taken, Cut& cut) const {
+                        int32_t segment, int32_t offset, int64_t taken, int64_t most_again,
+                        Cut& cut) const {
   const std::vector<Segment>& segments = packing.segments;
   const int32_t first = std::max(segments[segment].first, at.first);
   const int32_t both_requests = tile.num_requests - first;
@@ -237,7 +242,7 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
       ++num_segments;
     }
     const int64_t partials = int64_t{2} * both_requests * tiles_.group_size();
-    if (num_segments <= kMaxSegmentsPerCut &&
+    if (num_segments <= kMaxSegmentsPerCut && again <= most_again &&
         static_cast<double>(again * cost_.packing.reread_token) <=
             kPriceOfMerging * static_cast<double>(partials * cost_.packing.partial_row)) {
       cut.next.base = at.base;
@@ -250,7 +255,9 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
 }
 
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
-                          int64_t room, bool forced, Cut& cut) const {
+                          int64_t room, int64_t budget, Cut& cut) const {
+  const bool forced = room == budget;
+  const int64_t most_again = budget / kCostUnit / kAgainPart;
   const int64_t shortest = least_piece_;
   const int32_t num_requests = tile.num_requests - at.first;
   const int64_t for_tokens = room - item_costs_[num_requests].fixed;
@@ -267,14 +274,14 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
         border = s;
         border_taken = taken;
       } else {  // only if forced: nothing that fits was found before
-        cut_at(packing, tile, at, s, 0, taken, cut);
+        cut_at(packing, tile, at, s, 0, taken, most_again, cut);
         return true;
       }
     }
     if (taken + length > fit) {
       if (border >= 0 &&
           fit - border_taken <= std::max<int64_t>(kCutGranularity, fit / kEmptyPart)) {
-        cut_at(packing, tile, at, border, 0, border_taken, cut);
+        cut_at(packing, tile, at, border, 0, border_taken, most_again, cut);
         return true;
       }
       const int64_t most = (length - shortest) / kCutGranularity * kCutGranularity;
@@ -282,11 +289,12 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
           std::min(std::max<int64_t>(fit - taken, 0) / kCutGranularity * kCutGranularity, most);
       if (inside < shortest && forced && border < 0 && most >= shortest) inside = shortest;
       if (inside >= shortest) {
-        cut_at(packing, tile, at, s, begin + static_cast<int32_t>(inside), taken + inside, cut);
+        cut_at(packing, tile, at, s, begin + static_cast<int32_t>(inside), taken + inside,
+               most_again, cut);
         return true;
       }
       if (border >= 0) {
-        cut_at(packing, tile, at, border, 0, border_taken, cut);
+        cut_at(packing, tile, at, border, 0, border_taken, most_again, cut);
         return true;
       }
       if (!forced) return false;
@@ -376,13 +384,15 @@ void KvSplitter::add_pieces(const Packing& packing, const Choice& choice, Split&
   for (const Taken& taken : choice.taken) {
     const auto index = static_cast<int32_t>(out.pieces.size());
     Ticket& ticket = out.tickets[taken.ticket];
-    if (ticket.piece_end == 0) ticket.piece_begin = index;
+    const bool is_first = ticket.piece_end == 0;
+    if (is_first) ticket.piece_begin = index;
     ticket.piece_end = index + 1;
     const Tile& tile = list_[taken.tile];
     if (taken.part < 0) {
       add_whole(packing, tile, out);
     } else {
       const Part& part = choice.parts[taken.part];
+      ticket.rest_comes_last |= is_first && part.begin.dealt > 0;
       add_piece(packing, tile, part.begin, part.cut, out);
     }
   }
@@ -415,7 +425,7 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool 
       const Position& at = part.begin;
       Cut& cut = part.cut;
       take_rest(tile, at, cut);
-      const bool fits = cut.cost <= room || find_cut(packing, tile, at, room, room == budget, cut);
+      const bool fits = cut.cost <= room || find_cut(packing, tile, at, room, budget, cut);
       if (fits) {
         choice.take(i, ticket, part);
         room -= cut.cost;
@@ -528,7 +538,7 @@ int64_t KvSplitter::take_chunk(const Packing& packing, Stream& stream, int64_t b
     take_rest(tile, part.begin, part.cut);
   } else {
     cut_at(packing, tile, part.begin, tile.segment_begin, stream.chunk_end,
-           stream.chunk_end - stream.chunk_begin, part.cut);
+           stream.chunk_end - stream.chunk_begin, 0, part.cut);
   }
   choice.take(stream.tile, ticket, part);
   stream.done += part.cut.cost;
@@ -559,7 +569,8 @@ int64_t KvSplitter::take_ticket(const Packing& packing, Stream& stream, int64_t 
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_piece(num_requests);
-        find_cut(packing, tile, at, std::max(budget, cost(num_requests, shortest)), true, cut);
+        const int64_t most = std::max(budget, cost(num_requests, shortest));
+        find_cut(packing, tile, at, most, most, cut);
       }
     }
     // What is left of a tile need not be for all of its requests.
@@ -667,7 +678,7 @@ void KvSplitter::split(const Packing& packing, Split& out) {
     alone_.clear();
     choose_evenly_and_few_partials(packing, total);
   }
-  out.tickets.assign(choice_.num_tickets, {.piece_begin = 0, .piece_end = 0});
+  out.tickets.assign(choice_.num_tickets, {});
   add_pieces(packing, choice_, out);
   add_pieces(packing, alone_, out);
 }

@@ -37,8 +37,11 @@ struct Piece {
 
 // A run of pieces that one CTA executes in a row.
 struct Ticket {
-  int32_t piece_begin;
-  int32_t piece_end;
+  int32_t piece_begin = 0;
+  int32_t piece_end = 0;
+  // The first piece is what another ticket has left of a tile. It is executed last: so tickets begin with the beginnings
+  // of tiles, and read what these share at the same time.
+  bool rest_comes_last = false;
 };
 
 struct Split {
@@ -94,7 +97,7 @@ class KvSplitter {
     int32_t segment_end;
     int32_t tile;
     bool is_shared;
-    bool is_read_again;  // its first segment is a long range that other tiles read as well
+    bool is_read_again;  // its first segment is a range that other tiles read as well
     bool is_chunked;     // such a range, and nothing else
     bool is_rest;        // what such a range leaves of a tile
     int64_t num_tokens;
@@ -185,7 +188,8 @@ class KvSplitter {
   // Makes a tile of its own of each long range that other tiles read as well.
   void part_long_ranges(const Packing& packing);
   bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
-  void mark_long_ranges(const Packing& packing);
+  // Marks tiles that begin with a range of so many tokens which other tiles read as well.
+  void mark_common_ranges(const Packing& packing, int32_t least_tokens);
   // The lengths below which no cut of these tiles makes a piece.
   LeastPiece least_piece(const Packing& packing) const;
   int64_t total_cost(size_t begin, size_t end) const;
@@ -197,12 +201,13 @@ class KvSplitter {
   Position begin_of(const Tile& tile) const;
   // Cuts are written in place: they are made a few hundred times for a plan.
   void take_rest(const Tile& tile, const Position& at, Cut& cut) const;
-  // The best cut with which the piece from `at` on costs `room` at most. False if there is none. If `forced`, the cut
-  // may then be behind that, and there is always one.
+  // The best cut with which the piece from `at` on costs `room` at most, of a ticket that may cost `budget`. False if
+  // there is none. If the piece is the ticket's first, the cut may then be behind that, and there is always one.
   bool find_cut(const Packing& packing, const Tile& tile, const Position& at, int64_t room,
-                bool forced, Cut& cut) const;
+                int64_t budget, Cut& cut) const;
+  // most_again: so many tokens the piece behind the cut may read again, rather than that the cut makes partials.
   void cut_at(const Packing& packing, const Tile& tile, const Position& at, int32_t segment,
-              int32_t offset, int64_t taken, Cut& cut) const;
+              int32_t offset, int64_t taken, int64_t most_again, Cut& cut) const;
   void add_piece(const Packing& packing, const Tile& tile, const Position& at, const Cut& cut,
                  Split& out);
 
