@@ -46,8 +46,10 @@ constexpr int64_t kEmptyPart = 8;
 // many tokens are read together.
 constexpr int64_t kAlignedPart = 4;
 constexpr int32_t kAlignedRange = 512;
-// No more than this part of a ticket is for what the ticket before has read as well.
+// What a ticket reads again, for the sake of partials, keeps its worker busy: no more than this part of the ticket may be
+// that, or so many tokens.
 constexpr int64_t kAgainPart = 3;
+constexpr int64_t kLittleAgain = 160;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int32_t kLongRange = 6144;
@@ -257,7 +259,7 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
                           int64_t room, int64_t budget, Cut& cut) const {
   const bool forced = room == budget;
-  const int64_t most_again = budget / kCostUnit / kAgainPart;
+  const int64_t most_again = std::max(budget / kCostUnit / kAgainPart, kLittleAgain);
   const int64_t shortest = least_piece_;
   const int32_t num_requests = tile.num_requests - at.first;
   const int64_t for_tokens = room - item_costs_[num_requests].fixed;
@@ -457,8 +459,10 @@ int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
     const bool is_cut = tile.num_tokens >= 2 * least_piece_;
     low = std::max(low, is_cut ? cost(tile.num_requests, least_piece_) : tile.whole);
   }
-  const auto step = [](int64_t budget) {
-    return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / 64);
+  bool aligned = false;
+  // So close to the smallest budget: what is aligned, and then comes out of the L2, seldom keeps others waiting.
+  const auto step = [&](int64_t budget) {
+    return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
   };
   int64_t budget = low;
   Dealt dealt = deal(packing, budget, false, choice_);
@@ -469,25 +473,27 @@ int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
     budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
     dealt = deal(packing, budget, false, choice_);
   }
-  const auto search = [&](int64_t high, bool aligned) {  // high: what choice_ comes to
-    for (int64_t least = low; high - least > step(least);) {
-      const int64_t middle = least + (high - least) / 2;
-      const Dealt found = deal(packing, middle, aligned, trial_);
-      if (found.fits) {
-        std::swap(choice_, trial_);
-        high = found.largest;
-      } else {
-        least = middle;
-      }
+  if (std::ranges::any_of(list_, &Tile::is_read_again)) {
+    const int64_t most = dealt.largest + dealt.largest / kAlignedPart;
+    const Dealt found = deal(packing, most, true, trial_);
+    aligned = found.fits;
+    if (aligned) {
+      std::swap(choice_, trial_);
+      dealt = found;
     }
-    return high;
-  };
-  const int64_t unaligned = search(dealt.largest, false);
-  if (std::ranges::none_of(list_, &Tile::is_read_again)) return unaligned;
-  dealt = deal(packing, unaligned + unaligned / kAlignedPart, true, trial_);
-  if (!dealt.fits) return unaligned;
-  std::swap(choice_, trial_);
-  return search(dealt.largest, true);
+  }
+  int64_t largest = dealt.largest;
+  while (largest - low > step(low)) {
+    budget = low + (largest - low) / 2;
+    const Dealt found = deal(packing, budget, aligned, trial_);
+    if (found.fits) {
+      std::swap(choice_, trial_);
+      largest = found.largest;
+    } else {
+      low = budget;
+    }
+  }
+  return largest;
 }
 
 void KvSplitter::choose_evenly_and_few_partials(const Packing& packing, int64_t total) {

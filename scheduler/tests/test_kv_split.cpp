@@ -215,6 +215,40 @@ TEST(kv_split_prefers_few_partials_only_while_workers_are_busy_for_as_long) {
   CHECK(tickets(200) < 132);
 }
 
+TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
+  // Five tiles, each more than a worker's share: each begins a ticket.
+  SchedulerConfig made = config();
+  made.max_block_q = 64;
+  const Batch batch = make_batch({{-1, 1'000}}, std::vector<std::pair<int, int32_t>>(80, {0, 300}));
+  const Made result = split(batch, made);
+  check_split(result, made);
+  size_t num_begins = 0;
+  for (const Ticket& ticket : result.split.tickets) {
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
+      const Segment& segment = result.split.segments[result.split.pieces[p].segment_begin];
+      if (segment.is_private() || segment.kv_begin > 0) continue;
+      CHECK_EQ(p, ticket.piece_begin);
+      ++num_begins;
+    }
+  }
+  CHECK_EQ(num_begins, size_t{5});
+}
+
+TEST(kv_split_reads_little_again_where_tickets_are_short) {
+  // A worker's share is 260 tokens. Partials of 7 requests would cost as much as reading 590 again.
+  SchedulerConfig made = config(8, 264);
+  made.max_block_q = 64;
+  made.min_piece_tokens = 256;
+  std::vector<std::pair<int32_t, int32_t>> nodes(40, {-1, 500});
+  std::vector<std::pair<int, int32_t>> requests;
+  for (int32_t node = 0; node < 40; ++node) {
+    for (int32_t i = 0; i < 8; ++i) requests.emplace_back(node, 150);
+  }
+  const Made result = split(make_batch(nodes, requests), made);
+  check_split(result, made);
+  for (const Piece& piece : result.split.pieces) CHECK(piece.num_tokens < 450);
+}
+
 TEST(kv_split_takes_the_longest_and_largest_input) {
   for (const int32_t cost : {0, 1, kLargestCost}) {
     for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from exact_packing import packing_gaps
 from forests import ForestCase, make_case, make_scheduler, plan_case
@@ -153,3 +155,16 @@ def test_private_packs_are_in_tree_order() -> None:
 def test_two_roots_are_two_packs() -> None:
     case = make_case([(-1, 300), (-1, 400)], [(0, 9), (1, 9), (0, 9), (1, 9)])
     assert shared_packs(case, "memory") == [(0, 300, 2), (0, 400, 2)]
+
+
+def test_tickets_begin_with_the_beginnings_of_tiles() -> None:
+    case = make_case([(-1, 400)], [(0, 300)] * 80)
+    plan = plan_case(make_scheduler(num_workers=7, max_block_q=64), case)
+    begins_tile = [
+        kv_request == SHARED_KV and kv_begin == 0
+        for kv_request, kv_begin in plan.kv_segments[plan.work_items[:, 3], :2].tolist()
+    ]
+    firsts = plan.ticket_begin[:, 0].tolist()
+    tickets = [begins_tile[begin:end] for begin, end in pairwise(firsts)]
+    assert [True, False] in tickets
+    assert [False, True] not in tickets
