@@ -4,7 +4,8 @@
 
 Needs a GPU, and compute-sanitizer: CUDA's own, or that of the package nvidia-cuda-sanitizer-api
 (`--sanitizer`). Each tool watches the cases of `sanitizer_grid.py`, one process per tool and body,
-all at once. A tool that reports anything, or does not get through its cases, fails.
+all at once. A tool that reports anything, or does not get through its cases, fails; and so do
+memcheck and initcheck if they do not report a fault that is planted.
 
 What the tools do not see: racecheck knows shared memory only, so neither the queue of tickets nor
 what pack_decode leaves for merge_partials; it does watch bulk copies, mbarriers and the fences
@@ -35,6 +36,7 @@ from sanitizer_grid import GRID
 from serving.tables import console, show_failure
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
 KERNELS = ("pack_decode", "merge_partials", "gather_slots")
 # Of a tool alone. What torch asks of CUDA is not ours: memcheck reports accesses, no failed calls.
 _FLAGS = {"memcheck": ("--report-api-errors", "no")}
@@ -51,16 +53,23 @@ _CASES = re.compile(r"^(\d+) of (\d+): ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Watched:
-    """One tool over the cases of one body."""
+    """One tool over the cases of one body; or over one of them, with a fault."""
 
     tool: str
     body: str
+    planted: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.body}, planted" if self.planted else self.body
 
     def command(self, sanitizer: str, port: int) -> list[str]:
         filters = [flag for name in KERNELS for flag in ("--kernel-name", f"kns={name}")]
         cases = [sys.executable, str(_GRID), "--body", self.body]
         if self.tool == "initcheck":
             cases.append("--uninitialized")
+        if self.planted:
+            cases.append("--planted")
         return [
             sanitizer,
             *("--tool", self.tool, *_FLAGS.get(self.tool, ())),
@@ -70,8 +79,10 @@ class Watched:
         ]
 
 
-def verdict(output: str, *, timed_out: bool, seconds: float) -> dict[str, Any]:
-    """What a tool has said, and why that is no clean result: `failures`, by default none."""
+def verdict(
+    output: str, *, timed_out: bool, seconds: float, planted: bool = False
+) -> dict[str, Any]:
+    """What a tool has said, and why that is not what it should say: `failures`."""
     summaries = _SUMMARY.findall(output)
     ran, cases = max(((int(a), int(b)) for a, b in _CASES.findall(output)), default=(0, None))
     summary = summaries[-1] if summaries else None
@@ -81,9 +92,11 @@ def verdict(output: str, *, timed_out: bool, seconds: float) -> dict[str, Any]:
         failures.append("it took too long")
     if found is None:
         failures.append("no summary")
-    elif int(found[0]):
+    elif planted and not int(found[0]):
+        failures.append("the planted fault is not reported")
+    elif not planted and int(found[0]):
         failures.append(f"{found[0]} reports")
-    if ran != cases:
+    if ran != cases and not planted:
         failures.append(f"only {ran} of {cases or 'the'} cases ran")
     return {
         "summary": summary,
@@ -130,7 +143,8 @@ def watch(watched: Watched, sanitizer: str, port: int, seconds: float, log: Path
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     text = log.read_text(errors="replace")
-    result = verdict(text, timed_out=timed_out, seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    result = verdict(text, timed_out=timed_out, seconds=seconds, planted=watched.planted)
     if result["failures"] and not result["reports"]:
         result["output"] = text[-1500:]
     return result
@@ -145,6 +159,7 @@ def check(
     ).stdout
     subprocess.run([sys.executable, str(_GRID), "--compile", "--body", *bodies], check=True)
     jobs = [Watched(tool, body) for tool in tools for body in bodies]
+    jobs += [Watched(tool, bodies[0], planted=True) for tool in tools if tool in PLANTED]
     with ThreadPoolExecutor(len(jobs)) as pool:
         results = list(
             pool.map(
@@ -153,7 +168,7 @@ def check(
                     sanitizer,
                     _PORTS + number * _PORTS_EACH,
                     seconds,
-                    logs / f"{job.tool}-{job.body.replace(' ', '-')}.txt",
+                    logs / f"{job.tool}-{job.name.replace(' ', '-')}.txt",
                 ),
                 range(len(jobs)),
                 jobs,
@@ -166,14 +181,14 @@ def check(
         },
         "tools": {
             tool: {
-                job.body: result
+                job.name: result
                 for job, result in zip(jobs, results, strict=True)
                 if job.tool == tool
             }
             for tool in tools
         },
         "failures": [
-            f"{job.tool}, {job.body}: {'; '.join(result['failures'])}"
+            f"{job.tool}, {job.name}: {'; '.join(result['failures'])}"
             for job, result in zip(jobs, results, strict=True)
             if result["failures"]
         ],

@@ -1,13 +1,14 @@
 """Small cases of every body of the kernels: what a sanitizer watches.
 
-    python benchmarks/sanitizer_grid.py [--body NAME ...] [--uninitialized] [--compile]
+    python benchmarks/sanitizer_grid.py [--body NAME ...] [--uninitialized] [--planted] [--compile]
 
 `check_sanitizers.py` runs this below each tool. Without a GPU, the executor in plain torch runs the
 cases instead. The kernels here are the only ones that are
 launched: torch moves memory, and computes on the CPU. Each buffer is an allocation of its own, as
 long as its plan needs (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that no access behind it falls into
 another. What no kernel may read is NaN or a slot far outside of the pool; with `--uninitialized`,
-for initcheck, nobody has written it. Each result is compared with float64.
+for initcheck, nobody has written it. Each result is compared with float64. With `--planted`, one
+request of one case reads a slot that it must not: a tool that says nothing watches nothing.
 """
 
 from __future__ import annotations
@@ -197,6 +198,13 @@ class _Inputs:
             self.k, self.v = self.k.to(case.kv_dtype), self.v.to(case.kv_dtype)
         self.sinks = torch.linspace(-3, 10, q_heads) if case.sinks else None
 
+    def plant(self, *, uninitialized: bool) -> None:
+        """The fault of `run`."""
+        unused = torch.ones(len(self.k), dtype=torch.bool)
+        unused[self.slots] = False
+        slot = int(unused.nonzero()[0]) if uninitialized else len(self.k)
+        self.table[self.rows[0], self.lens[0] - 1] = slot
+
     def exact(self, logit_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         index = self.table, self.rows, self.lens
         return dense_attention(
@@ -220,14 +228,27 @@ class _Inputs:
         return k, v, table
 
 
-def run(case: Case, device: torch.device, *, uninitialized: bool = False) -> None:
+def run(
+    case: Case, device: torch.device, *, uninitialized: bool = False, planted: bool = False
+) -> None:
     """The case, twice: the second time finds the counters where the first has left them.
 
     On the CPU by the executor in plain torch. RuntimeError if a result is wrong.
+
+    Parameters
+    ----------
+    case, device
+        What, and where.
+    uninitialized
+        Nobody writes what no kernel may read.
+    planted
+        The first request's last slot is the pool's end, or one that nobody has written.
     """
     on_gpu = device.type == "cuda"
     config = case.config(torch.cuda.get_device_capability(device) if on_gpu else HOPPER)
     plan, inputs = case.plan(config), _Inputs(case)
+    if planted:
+        inputs.plant(uninitialized=uninitialized)
     executor = (
         _kernels_with_tight_buffers(case, config, plan, device, poisoned=not uninitialized)
         if on_gpu
@@ -238,14 +259,16 @@ def run(case: Case, device: torch.device, *, uninitialized: bool = False) -> Non
     executor.load_plan(plan, step)  # type: ignore[arg-type]
     q, sinks = inputs.q.to(device), None if inputs.sinks is None else inputs.sinks.to(device)
     scale = case.head_dims[0] ** -0.5
-    exact = inputs.exact(case.logit_cap)
+    exact = None if planted else inputs.exact(case.logit_cap)
     for _ in range(2):
         out = torch.empty((*q.shape[:2], v.shape[2]), dtype=case.dtype, device=device)
         lse = torch.empty(q.shape[:2], device=device)
         if not uninitialized:
             _poison(out, lse)
         executor.run(LayerInputs(q, k, v, out, lse, scale, case.logit_cap, sinks))
-        _check(case, (out.cpu(), lse.cpu()), exact)
+        result = out.cpu(), lse.cpu()
+        if exact is not None:
+            _check(case, result, exact)
 
 
 def _kernels_with_tight_buffers(
@@ -295,10 +318,13 @@ def main() -> int:
         "--uninitialized", action="store_true", help="nobody writes what no kernel may read"
     )
     parser.add_argument(
+        "--planted", action="store_true", help="only the first case of a body, with a fault"
+    )
+    parser.add_argument(
         "--compile", action="store_true", help="compile the kernels for this GPU, or for Hopper"
     )
     args = parser.parse_args()
-    cases = [case for body in args.body for case in GRID[body]]
+    cases = [case for body in args.body for case in GRID[body][: 1 if args.planted else None]]
     on_gpu = torch.cuda.is_available()
     if args.compile:
         build_all(variants(cases, torch.cuda.get_device_capability() if on_gpu else HOPPER))
@@ -306,7 +332,7 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for number, case in enumerate(cases, 1):
         begun = time.monotonic()
-        run(case, device, uninitialized=args.uninitialized)
+        run(case, device, uninitialized=args.uninitialized, planted=args.planted)
         seconds = time.monotonic() - begun
         print(f"{number} of {len(cases)}: {case.name}: {seconds:.1f} s", flush=True)
     return 0

@@ -85,6 +85,17 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         run(case, torch.device("cpu"))
 
 
+def test_a_planted_fault_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch checks indices, and NaN shows."""
+    case = GRID["wgmma"][0]
+    with pytest.raises(IndexError):
+        run(case, torch.device("cpu"), planted=True)
+    checked = []
+    monkeypatch.setattr(sanitizer_grid, "_check", lambda *args: checked.append(args))
+    run(case, torch.device("cpu"), planted=True, uninitialized=True)
+    assert not checked
+
+
 # --- the tools ---
 
 
@@ -96,6 +107,8 @@ def test_a_tool_watches_our_kernels_alone(tool: str) -> None:
     assert names == [f"kns={name}" for name in KERNELS]
     assert command[command.index("--body") + 1] == "fp8 wgmma"
     assert ("--uninitialized" in command) == (tool == "initcheck")
+    planted = Watched(tool, "fp8 wgmma", planted=True).command("/opt/compute-sanitizer", 49152)
+    assert planted == [*command, "--planted"]
 
 
 def test_every_kernel_has_a_filter() -> None:
@@ -123,6 +136,13 @@ def test_a_clean_run_passes() -> None:
 )
 def test_anything_else_fails(output: str, timed_out: bool, failures: list[str]) -> None:
     assert verdict(output, timed_out=timed_out, seconds=1.0)["failures"] == failures
+
+
+def test_a_planted_fault_must_be_reported() -> None:
+    planted = {"timed_out": False, "seconds": 1.0, "planted": True}
+    found = CLEAN.replace("0 errors", "9 errors").replace("2 of 2: group-2: 0.5 s\n", "")
+    assert verdict(found, **planted)["failures"] == []
+    assert verdict(CLEAN, **planted)["failures"] == ["the planted fault is not reported"]
 
 
 def test_reports_are_one_line_each_and_listed_once() -> None:
