@@ -8,8 +8,8 @@ all at once. A tool that reports anything, or does not get through its cases, fa
 memcheck and initcheck if they do not report a fault that is planted.
 
 What the tools do not see: racecheck knows shared memory only, so neither the queue of tickets nor
-what pack_decode leaves for merge_partials. initcheck knows global memory here. A graph's kernels are
-the same: there is none.
+what pack_decode leaves for merge_partials. initcheck knows global memory here. No graph is
+captured; its kernels would be the same.
 """
 
 from __future__ import annotations
