@@ -39,7 +39,8 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
 KERNELS = ("pack_decode", "merge_partials", "gather_slots")
 # Of a tool alone. What torch asks of CUDA is not ours: memcheck reports accesses, no failed calls.
-_FLAGS = {"memcheck": ("--report-api-errors", "no")}
+# What lies behind an allocation may be the next one, but for the padding.
+_FLAGS = {"memcheck": ("--report-api-errors", "no", "--padding", "4096")}
 _PORTS = 49152
 _PORTS_EACH = 20
 _SHOWN_REPORTS = 8  # in the result; their number is there too
