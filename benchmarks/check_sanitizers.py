@@ -86,7 +86,7 @@ def verdict(
     """What a tool has said, and why that is not what it should say: `failures`."""
     summaries = _SUMMARY.findall(output)
     ran, cases = max(((int(a), int(b)) for a, b in _CASES.findall(output)), default=(0, None))
-    summary = summaries[-1] if summaries else None
+    summary = summaries[0] if summaries else None  # another one may tell what is not printed
     found = _COUNT.search(summary) if summary else None
     failures = []
     if timed_out:

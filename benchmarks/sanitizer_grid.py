@@ -18,7 +18,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ GRID: dict[str, list[Case]] = {
 
 
 class _Inputs:
-    """A case's tensors on the CPU, slots scattered over a pool twice as large as they need."""
+    """A case's tensors on the CPU, in a pool twice as large as they need."""
 
     def __init__(self, case: Case) -> None:
         forest, (q_heads, kv_heads) = case.forest, case.heads
@@ -176,8 +176,10 @@ class _Inputs:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(case.dtype)
 
-        pool = 2 * forest.num_slots + 7
-        place = torch.randperm(pool, generator=generator)
+        # Slots in any order, at the pool's end.
+        unused = forest.num_slots + 7
+        pool = unused + forest.num_slots
+        place = unused + torch.randperm(forest.num_slots, generator=generator)
         used = [row[:n] for row, n in zip(forest.tokens, forest.seq_lens, strict=True)]
         self.slots = place[torch.from_numpy(np.unique(np.concatenate(used))).long()]
         self.q = random(num_requests, q_heads, case.head_dims[0])
@@ -200,10 +202,7 @@ class _Inputs:
 
     def plant(self, *, uninitialized: bool) -> None:
         """The fault of `run`."""
-        unused = torch.ones(len(self.k), dtype=torch.bool)
-        unused[self.slots] = False
-        slot = int(unused.nonzero()[0]) if uninitialized else len(self.k)
-        self.table[self.rows[0], self.lens[0] - 1] = slot
+        self.table[self.rows[0], self.lens[0] - 1] = 0 if uninitialized else len(self.k)
 
     def exact(self, logit_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         index = self.table, self.rows, self.lens
@@ -220,12 +219,21 @@ class _Inputs:
             k, v, table = (tensor.to(device) for tensor in named)
             return k, v, table
         k, v, table = (torch.empty_like(tensor, device=device) for tensor in named)
+        # By memcpy, no kernel of torch's.
         for copy, tensor in ((k, self.k), (v, self.v)):
-            for slot in self.slots.tolist():  # by memcpy, one by one: no kernel of torch's
-                copy[slot].copy_(tensor[slot])
+            for begin, end in _runs(self.slots):
+                copy[begin:end].copy_(tensor[begin:end])
         for row, length in zip(self.rows.tolist(), self.lens.tolist(), strict=True):
             table[row, :length].copy_(self.table[row, :length])
         return k, v, table
+
+
+def _runs(slots: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """The slots as ranges of neighbours."""
+    ascending = slots.sort().values
+    breaks = (ascending.diff() > 1).nonzero().flatten() + 1
+    for run in ascending.tensor_split(breaks):
+        yield int(run[0]), int(run[-1]) + 1
 
 
 def run(

@@ -138,6 +138,14 @@ def test_anything_else_fails(output: str, timed_out: bool, failures: list[str]) 
     assert verdict(output, timed_out=timed_out, seconds=1.0)["failures"] == failures
 
 
+def test_what_is_not_printed_counts() -> None:
+    output = (
+        CLEAN.replace("0 errors", "36 errors")
+        + "========= ERROR SUMMARY: 28 errors were not printed\n"
+    )
+    assert verdict(output, timed_out=False, seconds=1.0)["failures"] == ["36 reports"]
+
+
 def test_a_planted_fault_must_be_reported() -> None:
     planted = {"timed_out": False, "seconds": 1.0, "planted": True}
     found = CLEAN.replace("0 errors", "9 errors").replace("2 of 2: group-2: 0.5 s\n", "")
