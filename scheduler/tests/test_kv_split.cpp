@@ -235,18 +235,18 @@ TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
 }
 
 TEST(kv_split_reads_little_again_where_tickets_are_short) {
-  // A worker's share is 260 tokens. Partials of 7 requests would cost as much as reading 590 again.
+  // A worker's share is 386 tokens. Partials of 7 requests would cost as much as reading 590 again.
   SchedulerConfig made = config(8, 264);
   made.max_block_q = 64;
   made.min_piece_tokens = 256;
-  std::vector<std::pair<int32_t, int32_t>> nodes(40, {-1, 500});
+  std::vector<std::pair<int32_t, int32_t>> nodes(60, {-1, 500});
   std::vector<std::pair<int, int32_t>> requests;
-  for (int32_t node = 0; node < 40; ++node) {
+  for (int32_t node = 0; node < 60; ++node) {
     for (int32_t i = 0; i < 8; ++i) requests.emplace_back(node, 150);
   }
   const Made result = split(make_batch(nodes, requests), made);
   check_split(result, made);
-  for (const Piece& piece : result.split.pieces) CHECK(piece.num_tokens < 450);
+  for (const Piece& piece : result.split.pieces) CHECK(piece.num_tokens <= 600);
 }
 
 TEST(kv_split_takes_the_longest_and_largest_input) {
