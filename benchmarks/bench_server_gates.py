@@ -255,19 +255,18 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
 
 
 def profile(question: Question, pat: Member, found: dict[str, Any]) -> None:
-    """Add the kernels of a step, and what one of the whole model would take."""
+    """Add the kernels of a step, and what one of the whole model would take if it has more."""
     assert question.whole_ms is not None
     fill_all([pat], question.prompts, question.heads)
     with tempfile.TemporaryDirectory() as folder:
         events = trace(
             pat.server, question.prompts, Path(folder), steps=PROFILED_STEPS, seconds=TRACE_SECONDS
         )
-    layers = found["layers"]
+    layers, whole = found["layers"], _WHOLE[question.model]
     found["step_us"] = kernel_times(events)
-    found |= projection(
-        found["tpot_ms"]["pat"], layer_us(events, layers), layers, _WHOLE[question.model]
-    )
-    found["whole_ms_limit"] = question.whole_ms
+    if layers < whole:
+        found |= projection(found["tpot_ms"]["pat"], layer_us(events, layers), layers, whole)
+        found["whole_ms_limit"] = question.whole_ms
 
 
 def over(runs: Sequence[DecodeRun], of: Sequence[DecodeRun]) -> float:
@@ -474,8 +473,6 @@ def main() -> int:
                 of_model = _alive(members, asked, question)
                 if question.whole_ms is None or not done or not of_model or seconds_left() < 0:
                     continue
-                if "whole_ms_limit" in done[0]:
-                    continue  # measured
                 with watched(of_model[:1], f"profile, {question.name}"):
                     profile(question, of_model[0], done[0])
                 save()
