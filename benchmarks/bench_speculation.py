@@ -39,7 +39,6 @@ from serving.nested_models import write_nested
 from serving.results import write
 from serving.tables import console
 
-from sglang_pat import support
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, decode_run
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
@@ -224,8 +223,6 @@ class Pair:
     ) -> None:
         """target: the folder of the model. folder: for logs."""
         self.drafts = drafts
-        is_preview = "speculation" in support.PREVIEWS
-        environment = {"SGLANG_PAT_PREVIEW": "speculation"} if is_preview else {}
         self._up = contextlib.ExitStack()
         self.servers = {
             backend: self._up.enter_context(
@@ -235,7 +232,6 @@ class Pair:
                     folder,
                     name=f"{drafts}-{backend}",
                     wait=False,
-                    environment=environment,
                     **(arguments | more),
                 )
             )
