@@ -63,7 +63,7 @@ class KvSplitter {
 
   // A little work becomes one ticket per worker: a contiguous cost-balanced split (Stream-K) with at most
   // num_workers - 1 cuts. The budget of a ticket is the smallest, up to a few tokens, with which the packs fit; found
-  // by bisection, each step linear in the tiles. Tiles that read the same long KV are cut at the same places, if that
+  // by bisection, each step linear in the tiles. Tiles that read the same KV are cut at the same places, if that
   // costs little: they then read it at the same time, and device memory once.
   //
   // More work becomes tickets that shrink with what is left (guided self-scheduling): the first are large, and the
