@@ -100,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130 if
-    interrupted."""
+    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130
+    if interrupted."""
     gpus = find_gpus()
     problem = _problem(arguments, gpus)
     if problem is not None:
