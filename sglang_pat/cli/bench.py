@@ -152,7 +152,7 @@ def _conclude(
         verdict = comparison.verdict(compared, other)
         console = _console()
         console.print(_table(compared, other))
-        console.print(verdict)
+        console.print(verdict, soft_wrap=True)  # one line in a pipe
     if arguments.json is not None:
         result = _as_json(arguments, gpus, measured, compared, verdict, failure)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
