@@ -243,12 +243,18 @@ def gains_in_server() -> str:
 
 
 def server_tables() -> str:
-    return "\n\n".join(server_table(name, result) for name, result in servers().items())
+    """A model is shown with all its layers if it was served so."""
+    tables, shown = [], set[str]()
+    for name, result in servers().items():
+        cases = [case for case in result["cases"] if case["model"] not in shown]
+        shown |= {case["model"] for case in cases}
+        tables.append(server_table(name, result["meta"], cases))
+    return "\n\n".join(tables)
 
 
-def server_table(name: str, result: dict[str, Any]) -> str:
+def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
     rows = []
-    for case in result["cases"]:
+    for case in cases:
         times, stats = case["tpot_ms"], case.get("pat_stats", {})
         if not {"pat", "fa3"} <= times.keys():
             continue
@@ -257,8 +263,8 @@ def server_table(name: str, result: dict[str, Any]) -> str:
         cells = [f"{times['pat']:.2f}", f"{times['fa3']:.2f}", f"{over_pat(case):.3f}", ratio]
         rows.append([f"{shape}: {case['question']}", *cells])
     columns = ["requests x tokens", "pat", "FA3", "FA3 / pat", "KV read, over one by one"]
-    shapes = [f"{layers_of(result, each)} layers of {each}" for each in result["models"]]
-    meta = result["meta"]
+    layers = {case["model"]: case["layers"] for case in cases}
+    shapes = [f"{count} layers of {shape}" for shape, count in layers.items()]
     source = wrapped(
         f"Milliseconds per output token, {' and '.join(shapes)}, SGLang "
         f"{meta['versions']['sglang']}. Source: `h100/{name}` (`bench_server_gates.py`, commit "
@@ -267,8 +273,26 @@ def server_table(name: str, result: dict[str, Any]) -> str:
     return f"{source}\n\n{table(columns, rows)}"
 
 
-def layers_of(result: dict[str, Any], shape: str) -> int:
-    return int(next(case["layers"] for case in result["cases"] if case["model"] == shape))
+def servers_without_sharing() -> str:
+    rows = []
+    for name, result in reversed(servers().items()):
+        for case in result["cases"]:
+            prompt_shared = "shared" in case["question"]
+            if "fa3" in case["tpot_ms"] and not prompt_shared:
+                rows.append((case["model"], case["question"], over_pat(case), name))
+    gains = {(shape, asked): (value, name) for shape, asked, value, name in rows}
+    ordered = sorted(gains, key=lambda key: (key[0] != MODEL, gains[key][0]))
+    return table(
+        ["nothing shared", "FA3 / pat", "source"],
+        [
+            [
+                f"{'Llama-3-8B shape' if shape == MODEL else 'rank of a 70B shape'}: {asked}",
+                f"{gains[shape, asked][0]:.3f}",
+                f"`h100/{gains[shape, asked][1]}`",
+            ]
+            for shape, asked in ordered
+        ],
+    )
 
 
 def question(result: dict[str, Any], name: str) -> Case:
@@ -336,6 +360,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         headline,
         gains_in_server,
         server_tables,
+        servers_without_sharing,
         kernel_suites,
         kernel_gates,
         kernel_losses,
