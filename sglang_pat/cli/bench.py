@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shlex
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -200,8 +201,6 @@ def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
 ) -> None:
     """Both servers; the first one decides how large the cases are."""
-    import shlex
-
     from sglang_pat.bench import comparison
 
     given = {
@@ -259,6 +258,7 @@ def _as_json(
     info = ("attention_backend", "decode_attention_backend", "max_total_num_tokens", "pat")
     return {
         "meta": {
+            "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
             "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
             "versions": {package: _version(package) for package in _PACKAGES},
             "model": str(arguments.model),
