@@ -171,6 +171,10 @@ def _console() -> Console:
 def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
     if arguments.against == "pat":
         return "--against pat; allowed: another backend of SGLang, or default"
+    try:
+        _flags(arguments)
+    except ValueError as error:
+        return f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
     if "--attention-backend" in arguments.server_args:
         return "--server-args must not hold --attention-backend; --against names the other backend"
     if not _config(arguments.model).is_file():
@@ -180,6 +184,11 @@ def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
     if arguments.device == "cuda" and not gpus:
         return "no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more"
     return None
+
+
+def _flags(arguments: argparse.Namespace) -> list[str]:
+    """The words of --server-args. ValueError for a quotation without an end."""
+    return shlex.split(arguments.server_args)
 
 
 def _config(model: Path) -> Path:
@@ -217,7 +226,7 @@ def _measure(
             first.cases or _cases(arguments),
             folder,
             arguments=given,
-            flags=shlex.split(arguments.server_args),
+            flags=_flags(arguments),
             report=_console().print,
             into=into,
             exactly=into is not first,
