@@ -26,6 +26,7 @@ PAGES = (
     "docs/index.md",
     "docs/kernels.md",
     "docs/numerics.md",
+    "docs/recipes/rollouts.md",
     "docs/results.md",
     "docs/when-it-does-not-pay.md",
 )
@@ -50,6 +51,7 @@ MODEL = "llama-3-8b"
 NOISE = 0.005  # of a ratio of two times: below, neither is called faster
 LONG_PREFIX = "128 x (8,192 shared) + 256"  # of the server's questions: the headline
 NOTHING_SHARED = "128 x 1,024"
+ROLLOUT = "256 x (32 x 1,024 shared) + 0"
 SHORT_PREFIX = "64 x (2,048 shared) + 128"
 
 Case = dict[str, Any]
@@ -242,6 +244,16 @@ def gains_in_server() -> str:
     )
 
 
+def rollout() -> str:
+    result = first_server()
+    case = question(result, ROLLOUT)
+    return wrapped(
+        "A token of 8 samples of each of 32 prompts of 1,024 tokens takes "
+        f"{case['tpot_ms']['pat']:.1f} ms instead of {case['tpot_ms']['fa3']:.1f} with FA3 "
+        f"({model(result, case)}, one H100; [results](../results.md#in-sglangs-server))."
+    )
+
+
 def server_tables() -> str:
     """A model is shown with all its layers if it was served so."""
     tables, shown = [], set[str]()
@@ -359,6 +371,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for function in (
         headline,
         gains_in_server,
+        rollout,
         server_tables,
         servers_without_sharing,
         kernel_suites,
