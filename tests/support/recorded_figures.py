@@ -95,7 +95,7 @@ def kernel_suites() -> str:
     for (suite, shared), title in SUITES.items():
         cases = [case for case in kernel_cases(suite) if case["shared"] is shared]
         gains = [gain(case) for case in cases]
-        cells = [three(geomean(over_floor(case, name) for case in cases)) for name in PEERS]
+        cells = [three(geomean(_over_floor(cases, name))) for name in PEERS]
         pat = f"{geomean(over_floor(case) for case in cases):.3f}"
         spread = (geomean(gains), min(gains), max(gains))
         rows.append([title, str(len(cases)), pat, *cells, *map(three, spread)])
@@ -156,8 +156,12 @@ def kernel_source() -> str:
     )
 
 
+def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
+    return (over_floor(case, name) for case in cases if name in case["us"])
+
+
 def kernel_errors() -> str:
-    cases = kernel_cases()
+    cases = [case for case in kernel_cases() if {"pat", *PEERS} <= case["error"].keys()]
     largest = {name: max(case["error"][name] for case in cases) for name in ("pat", *PEERS)}
     ratios = [case["error"]["pat"] / min(case["error"][name] for name in PEERS) for case in cases]
     return wrapped(
