@@ -41,9 +41,8 @@ def test_other_results_give_other_figures(
     after = {name: BLOCKS[name]() for name in names}
     assert [name for name in names if before[name] == after[name]] == ["kernel-source"]
     slower = sum(recorded_figures.gain(case) < 0.995 for case in result["cases"])
-    assert f"in {slower} of the {len(result['cases'])} cases" in " ".join(
-        after["kernel-losses"].split()
-    )
+    told = " ".join(after["kernel-losses"].split())
+    assert f"in {slower} of the {len(result['cases'])} cases" in told
     monkeypatch.setattr("sys.argv", ["recorded_figures.py", "--check"])
     assert recorded_figures.main() == 1
     assert "docs/kernels.md" in capsys.readouterr().err
