@@ -14,7 +14,7 @@ attention. Answers are greedy: each token must be the one that the model finds m
 rounding, when all of the answer is given to it as a prompt. So must answers that stop tokens end,
 of twice as many requests as run at once.
 
---quick: three rounds, all servers at once, some 120 s on an H100.
+--quick: three rounds, all servers at once, some 150 s on an H100.
 --model tiny: on a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it shows
 that everything else works.
 """
@@ -47,7 +47,7 @@ DRAFTS = ("small", "ngram", "same")
 NONE = "none"
 # Of the models that are served, which fit on 80 GB together. NGRAM waits for the host, and `same`
 # for its drafts.
-LAYERS = {"small": 20, "ngram": 8, "same": 4, NONE: 4}
+LAYERS = {"small": 16, "ngram": 8, "same": 4, NONE: 4}
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
 # pat's time per accepted token over FA3's, and how far acceptance may be apart.
