@@ -138,6 +138,10 @@ def _console() -> Console:
 def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
     if arguments.against == "pat":
         return "--against pat; allowed: another backend of SGLang, or default"
+    try:
+        _flags(arguments)
+    except ValueError as error:
+        return f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
     if "--attention-backend" in arguments.server_args:
         return "--server-args must not hold --attention-backend; --against names the other backend"
     if not _config(arguments.model).is_file():
@@ -147,6 +151,13 @@ def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
     if arguments.device == "cuda" and not gpus:
         return "no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more"
     return None
+
+
+def _flags(arguments: argparse.Namespace) -> list[str]:
+    """The words of --server-args. ValueError for a quotation without an end."""
+    import shlex
+
+    return shlex.split(arguments.server_args)
 
 
 def _config(model: Path) -> Path:
@@ -168,8 +179,6 @@ def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, console: Console
 ) -> tuple[dict[str, Measured], dict[str, Case]]:
     """Of both servers; the first one decides how large the cases are."""
-    import shlex
-
     from sglang_pat.bench import comparison
 
     on_cpu = arguments.device == "cpu"
@@ -188,7 +197,7 @@ def _measure(
             cases,
             folder,
             arguments=given,
-            flags=shlex.split(arguments.server_args),
+            flags=_flags(arguments),
             report=console.print,
         )
     return measured, cases

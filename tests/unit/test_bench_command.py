@@ -37,6 +37,10 @@ def config(tmp_path: Path) -> Path:
     [
         (["--against", "pat"], "--against pat; allowed: another backend of SGLang, or default"),
         (["--server-args", "--attention-backend fa3"], "--against names the other backend"),
+        (
+            ["--server-args", "--tp '2"],
+            """--server-args "--tp '2": No closing quotation; allowed""",
+        ),
         (["--model", "/nowhere"], "--model /nowhere: no file; allowed: a config.json"),
         ([], "no NVIDIA GPU that the driver reports"),
     ],

@@ -62,6 +62,11 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("advise --model qwen3-8b --trace /etc/passwd --tp 3", "--tp 3: 32 query heads; allowed: "),
         ("advise --model qwen3-8b --trace /etc/passwd --gpu V100", "'V100' (choose from 'H100', "),
         ("advise --model llama-3.1-70b --generate toolagent", "GB on each of 1 H100 with 80 GB: "),
+        (
+            "advise --model qwen3-8b --generate toolagent --kv-pool-gb 1e300",
+            "--kv-pool-gb: '1e300'; allowed: a finite number above 0, up to 1e+09",
+        ),
+        ("calibrate --samples /no/f", "--samples: '/no/f': its folder /no does not exist"),
         ("support rows", "unknown argument 'rows'; allowed: --help"),
         ("replay", "give a TRACE, --generate NAME or --preset NAME"),
         ("replay --limit x", "--limit: 'x'; allowed: a whole number"),
