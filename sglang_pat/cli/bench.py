@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.replay import whole_number
-from sglang_pat.output_file import output_file
+from sglang_pat.output_file import output_file, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(verdict)
     if arguments.json is not None:
         result = _as_json(arguments, gpus, measured, compared, verdict)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_output("--json", arguments.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import build, main
+from sglang_pat.cli import build, doctor, main
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.executors import jit
 from sglang_pat.executors.jit import KernelBuildError, KernelConfig
@@ -138,6 +138,17 @@ def test_ctrl_c_is_no_error(
     monkeypatch.setattr(support, "markdown_table", interrupt)
     assert main.main(["support"]) == 130
     assert capsys.readouterr().err == "sglang-pat: interrupted\n"
+
+
+def test_a_full_disk_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "all_checks", lambda: [doctor.Check("topic", "ok", "found", "do")])
+    for words in ("doctor", "advise --model qwen3-8b --generate toolagent --limit 5"):
+        assert main.main([*words.split(), "--json", "/dev/full"]) == 2
+        told = capsys.readouterr()
+        assert told.err == "sglang-pat: --json /dev/full: No space left on device\n"
+        assert told.out.strip(), "what was found"
 
 
 def _options(command: str) -> list[Any]:
