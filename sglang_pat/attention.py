@@ -218,7 +218,7 @@ class PackAttention:
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
-        self._checked_table: object = self  # the req_to_token of the last step
+        self._checked_table: object = ()  # the req_to_token of the last step
         self._table_width = 0
 
     def plan(

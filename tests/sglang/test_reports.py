@@ -14,8 +14,8 @@ from sglang_fakes import decode_batch, pat_backend, runner
 from sglang_pat.sglang import reports
 from sglang_pat.sglang.reader import NO_REQUESTS
 from sglang_pat.sglang.reports import scheduler_labels
-from sglang_pat.sglang.sinks import log_line, read_stats
-from sglang_pat.stats import PlanningTime, PlanningTimes
+from sglang_pat.sglang.sinks import StepLog, log_line, read_stats
+from sglang_pat.stats import PlanningTime, PlanningTimes, PlanStats, read_counters
 
 
 def decode(backend: Any, steps: int) -> None:
@@ -67,6 +67,15 @@ def test_a_line_is_logged_at_sglangs_interval(
     assert line.startswith("Pat decode, #plan: 1, #reuse: 3, #step without sharing: 4, kv read ")
     assert ", kv read ratio: 1.00, plan time p50/p99 (us): unchanged " in line
     assert ", cold " in line
+
+
+@pytest.mark.parametrize("interval", [-1, 1])
+def test_no_step_is_left_unplanned_where_each_is_logged(interval: int) -> None:
+    counters = read_counters([PlanStats()])
+    log = StepLog(interval, lambda: counters)
+    for _ in range(3):
+        assert log.steps_left == 0
+        log.add_steps()
 
 
 def test_log_line() -> None:
