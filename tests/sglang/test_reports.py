@@ -71,7 +71,7 @@ def test_a_line_is_logged_at_sglangs_interval(
 
 @pytest.mark.parametrize("interval", [-1, 1])
 def test_no_step_is_left_unplanned_where_each_is_logged(interval: int) -> None:
-    counters = read_counters([PlanStats()])
+    counters = read_counters([PlanStats()], private_steps=[{}])
     log = StepLog(interval, lambda: counters)
     for _ in range(3):
         assert log.steps_left == 0
