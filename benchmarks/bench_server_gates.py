@@ -1,6 +1,6 @@
 """SGLang's server, pat against FA3, in minutes: all servers start at once and share a GPU.
 
-    python benchmarks/bench_server_gates.py [--parts unshared shared fp8 rank sharing]
+    python benchmarks/bench_server_gates.py [--parts unshared shared fp8 rank sharing] [--whole]
         [--seconds N] [--json FILE] [--sharing-json FILE]
 
 The Llama-3-8B shape with a part of its layers, and the shape of one of the eight ranks of a 70B
@@ -10,7 +10,8 @@ once. A ratio of two servers is the median over the rounds of the ratios of thei
 
 For gates in milliseconds of a whole model, `projected_ms` adds the missing layers: each takes the
 time between two layers in a profile of the same steps, from the attention of one to that of the
-next. It is no measurement of a whole model.
+next. It is no measurement of a whole model. With --whole the Llama-3-8B shape has all its layers:
+two servers of it fill an H100, so the other parts are asked for apart.
 
 Parts: nothing shared; prefixes shared; e4m3 KV against bfloat16; the rank; and when it pays, by
 batch and share of common KV (for plot_sharing.py). With --seconds nothing is begun after so many.
@@ -121,13 +122,13 @@ def _cut(name: str, shape: ModelShape, layers: int, **changes: Any) -> ModelShap
     return ModelShape(name, config | changes, arguments)
 
 
-def models() -> dict[str, ModelShape]:
-    """What is served on this machine, by name."""
+def models(whole: bool = False) -> dict[str, ModelShape]:
+    """What is served on this machine, by name. whole: the first one with all its layers."""
     if not cuda_driver_is_present():
         return {TINY: MODELS[TINY]}
     llama = MODELS["llama-3-8b"]
     found = (
-        _cut("llama-3-8b", llama, _LLAMA_LAYERS),
+        _cut("llama-3-8b", llama, _WHOLE["llama-3-8b"] if whole else _LLAMA_LAYERS),
         # Its part of the vocabulary too.
         _cut(
             "llama-3-70b-rank",
@@ -242,6 +243,8 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
         "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
         "gpu": {"before": state, "after": gpu_state()},
     }
+    if question.whole_ms is not None and layers == _WHOLE.get(question.model):
+        found["whole_ms_limit"] = question.whole_ms
     found["share_of_answers_equal"] = {
         name: answers_equal(passes, by_backend["pat"]) for name, passes in by_backend.items()
     }
@@ -252,19 +255,18 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
 
 
 def profile(question: Question, pat: Member, found: dict[str, Any]) -> None:
-    """Add the kernels of a step, and what one of the whole model would take."""
+    """Add the kernels of a step, and what one of the whole model would take if it has more."""
     assert question.whole_ms is not None
     fill_all([pat], question.prompts, question.heads)
     with tempfile.TemporaryDirectory() as folder:
         events = trace(
             pat.server, question.prompts, Path(folder), steps=PROFILED_STEPS, seconds=TRACE_SECONDS
         )
-    layers = found["layers"]
+    layers, whole = found["layers"], _WHOLE[question.model]
     found["step_us"] = kernel_times(events)
-    found |= projection(
-        found["tpot_ms"]["pat"], layer_us(events, layers), layers, _WHOLE[question.model]
-    )
-    found["whole_ms_limit"] = question.whole_ms
+    if layers < whole:
+        found |= projection(found["tpot_ms"]["pat"], layer_us(events, layers), layers, whole)
+        found["whole_ms_limit"] = question.whole_ms
 
 
 def over(runs: Sequence[DecodeRun], of: Sequence[DecodeRun]) -> float:
@@ -300,7 +302,10 @@ def gates(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 "limit": FP8_LIMIT,
                 "met": value <= FP8_LIMIT,
             }
-        projected = each.get("projected_ms")
+        projected, limit = each.get("projected_ms"), each.get("whole_ms_limit")
+        if limit is not None and projected is None:
+            measured = each["tpot_ms"]["pat"]
+            result[f"{name}: ms"] = {"value": measured, "limit": limit, "met": measured <= limit}
         if projected is not None:
             result[f"{name}: ms, projected to {each['whole_layers']} layers"] = {
                 "value": projected,
@@ -423,7 +428,7 @@ def main() -> int:
 
     meta = metadata()
     data: dict[str, Any] = {"meta": meta, "models": {}, "servers": {}, "cases": [], "gates": {}}
-    shapes = models()
+    shapes = models(args.whole)
     data["models"] = {name: shape.config for name, shape in shapes.items()}
 
     def save() -> None:
@@ -492,6 +497,7 @@ def _alive(
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--whole", action="store_true", help="Llama-3-8B with all its layers")
     parser.add_argument(
         "--rounds", type=int, default=5, metavar="N", help="where nothing is shared"
     )
@@ -499,7 +505,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3600, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     parser.add_argument("--sharing-json", type=Path, metavar="FILE", help="of the part `sharing`")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.whole and {"fp8", "rank"} & {*args.parts}:
+        parser.error("--whole leaves no room for the servers of the parts fp8 and rank")
+    return args
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """Speculative decoding: time per accepted token, and how much is accepted, pat against FA3.
 
-    python benchmarks/bench_speculation.py [--drafts ngram same small] [--quick] [--json FILE]
+    python benchmarks/bench_speculation.py [--drafts small ngram same] [--quick] [--json FILE]
 
 Drafts come from what has been said (ngram), from a model that is the served one itself (same), or
 from its first layer (small): SGLang's NGRAM, and STANDALONE. For each there are two servers, of pat
-and of FA3, with the same tokens to verify per step, which are asked in turn; all start at once. A
-round answers the same requests with two lengths; the difference is decoding, and what is reported
-is the median of the rounds, per token of the answers: each was accepted. All prompts are in the
-prefix cache before the clock starts.
+and of FA3, with the same tokens to verify per step, which start together and are asked in turn.
+What is timed are the steps in which all requests decode (sglang_pat/bench/decoding.py): the time of
+a step is the median of a round's, and what is reported is the median of the rounds, per token that
+a request gains: each was accepted. All prompts are in the prefix cache before the clock starts.
 
 Draft models run on FA3 on both servers, so that one as large as the model leaves pat a fifth of the
 attention. Answers are greedy: each token must be the one that the model finds most probable, up to
 rounding, when all of the answer is given to it as a prompt. So must answers that stop tokens end,
 of twice as many requests as run at once.
 
---quick: three rounds, all servers at once, some 200 s on an H100. --model tiny: on a CPU, where
-SGLang has no kernels for drafts; with `--without-drafts` it shows that everything else works.
+--quick: three rounds, all servers at once, some 150 s on an H100.
+--model tiny: on a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it shows
+that everything else works.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from serving.nested_models import write_nested
 from serving.results import write
 from serving.tables import console
 
-from sglang_pat import support
 from sglang_pat.bench.cases import Case
+from sglang_pat.bench.decoding import DecodeRun, decode_run
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 
-DRAFTS = ("ngram", "same", "small")
+DRAFTS = ("small", "ngram", "same")
 NONE = "none"
-# Of the models that are served. NGRAM waits for the host, and `same` for its drafts.
+# Of the models that are served, which fit on 80 GB together. NGRAM waits for the host, and `same`
+# for its drafts.
 LAYERS = {"small": 16, "ngram": 8, "same": 4, NONE: 4}
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
-SHORT = 8  # tokens of the shorter answers
 # pat's time per accepted token over FA3's, and how far acceptance may be apart.
 TIME_LIMIT, ACCEPTANCE_LIMIT = 0.6, 0.05
 # A token is off by as much as the best one is more probable, in log-probability. pat's largest may
@@ -56,8 +57,8 @@ TIME_LIMIT, ACCEPTANCE_LIMIT = 0.6, 0.05
 OFF_RATIO, OFF_STEP = 2.0, 0.04
 CHECKED, CHECKED_AT_ONCE = 32, 4  # requests
 QUICK_START_SECONDS = 120
-_CASE = Case(64, 8192, 256, SHORT + 128)
-_TINY_CASE = Case(6, 256, 64, SHORT + 16)
+_CASE = Case(64, 8192, 256, 200)
+_TINY_CASE = Case(6, 256, 64, 64)
 
 
 def speculation(drafts: str, target: Path, draft: Path) -> dict[str, Any]:
@@ -85,65 +86,55 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
         # Compiles what is compiled at first use; NGRAM hears what will be said.
         server.generate(prompts, sampling_of(case.generated))
     before, state = servers["pat"].stats(), gpu_state()
-    seconds: dict[str, list[tuple[float, float]]] = {backend: [] for backend in servers}
-    answers: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, list[DecodeRun]] = {backend: [] for backend in servers}
     for _ in range(rounds):
         for backend, server in servers.items():
-            times = []
-            for count in (SHORT, case.generated):
-                begin = time.perf_counter()
-                answers[backend] = server.generate(prompts, sampling_of(count))
-                times.append(time.perf_counter() - begin)
-            seconds[backend].append((times[0], times[1]))
+            runs[backend].append(decode_run(server, prompts, case.generated))
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
+    answers = {backend: passes[-1].answers for backend, passes in runs.items()}
     off = {
-        backend: largest_off(servers["default"], prompts[:CHECKED], answers[backend])
-        for backend in servers
+        backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])
+        for backend, each in answers.items()
     }
-    return summary(seconds, answers, case.generated - SHORT) | {
+    return summary(runs) | {
         "off": off,
         "stops": stops(servers, prompts, answers["pat"]),
         "batch": case.batch,
         "prefix": case.prefix,
         "private": case.private,
-        "tokens": [SHORT, case.generated],
+        "tokens": case.generated,
         "draft_tokens": DRAFT_TOKENS,
         "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
         "gpu": {"before": state, "after": after},
     }
 
 
-def summary(
-    seconds: Mapping[str, Sequence[tuple[float, float]]],
-    answers: Mapping[str, Sequence[Mapping[str, Any]]],
-    tokens: int,
-) -> dict[str, Any]:
-    """What the rounds show.
-
-    Parameters
-    ----------
-    seconds
-        By backend, of the shorter and the longer answers of each round.
-    answers
-        By backend, the longer answers of the last round.
-    tokens
-        How many more the longer ones have.
-    """
+def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
+    """What the rounds show. runs: by backend."""
+    steps = {backend: [step_ms(run) for run in passes] for backend, passes in runs.items()}
+    gained = {backend: [accepted(run.answers) for run in each] for backend, each in runs.items()}
     rounds = {
-        backend: [1000 * (long - short) / tokens for short, long in pairs]
-        for backend, pairs in seconds.items()
+        backend: [ms / tokens for ms, tokens in zip(steps[backend], gained[backend], strict=True)]
+        for backend in runs
     }
     medians = {backend: statistics.median(times) for backend, times in rounds.items()}
     own, other = (
-        [answer["output_ids"] for answer in answers[backend]] for backend in ("pat", "default")
+        [answer["output_ids"] for answer in runs[backend][-1].answers]
+        for backend in ("pat", "default")
     )
     return {
         "ms_per_accepted_token": medians,
         "rounds_ms": rounds,
+        "step_ms": {backend: statistics.median(times) for backend, times in steps.items()},
         "pat_over_default": medians["pat"] / medians["default"],
-        "accepted_per_step": {name: accepted(each) for name, each in answers.items()},
+        "accepted_per_step": {backend: statistics.mean(each) for backend, each in gained.items()},
         "same_answers": sum(map(list.__eq__, own, other)) / len(own),
     }
+
+
+def step_ms(run: DecodeRun) -> float:
+    """Of a step: what the observer waits for a token, times the tokens that a step gives it."""
+    return run.tpot_ms * accepted(run.answers[:1])
 
 
 def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
@@ -232,8 +223,6 @@ class Pair:
     ) -> None:
         """target: the folder of the model. folder: for logs."""
         self.drafts = drafts
-        is_preview = "speculation" in support.PREVIEWS
-        environment = {"SGLANG_PAT_PREVIEW": "speculation"} if is_preview else {}
         self._up = contextlib.ExitStack()
         self.servers = {
             backend: self._up.enter_context(
@@ -243,7 +232,6 @@ class Pair:
                     folder,
                     name=f"{drafts}-{backend}",
                     wait=False,
-                    environment=environment,
                     **(arguments | more),
                 )
             )

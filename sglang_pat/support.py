@@ -46,9 +46,6 @@ DEFAULT_BACKENDS = (
     "torch_native",
     "intel_amx",
 )
-# What pat does in SGLang on the CPU, and on a GPU only if SGLANG_PAT_PREVIEW names it: its present
-# version has not run there yet.
-PREVIEWS = ("speculation",)
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
@@ -121,8 +118,7 @@ _MATRIX = (
         "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP or STANDALONE with "
         "--speculative-eagle-topk 1, and NGRAM; without batch-invariant mode, "
         "--speculative-adaptive and SGLANG_ENABLE_OVERLAP_PLAN_STREAM; "
-        "--speculative-attention-mode decode where prefill has another backend; on a GPU with "
-        "SGLANG_PAT_PREVIEW=speculation",
+        "--speculative-attention-mode decode where prefill has another backend",
         MODEL,
     ),
     SupportRow(

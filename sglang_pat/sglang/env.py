@@ -46,9 +46,6 @@ class Environment:
     batch_invariant
         SGLANG_PAT_BATCH_INVARIANT, 0 or 1. A request's attention is bitwise the same in any batch.
         `--enable-deterministic-inference` turns it on too.
-    preview
-        SGLANG_PAT_PREVIEW, names of `support.PREVIEWS` with commas between. What pat shall do on a
-        GPU too, though its present version has been tested on the CPU alone.
     """
 
     policy: str = "memory"
@@ -58,7 +55,6 @@ class Environment:
     growth_tokens: int = support.GROWTH_TOKENS
     kernel_cache: Path = field(default_factory=lambda: default_cache({}))
     batch_invariant: bool = False
-    preview: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -81,10 +77,9 @@ class Environment:
         switches = {name: ours.pop(PREFIX + name, "0") for name in _SWITCHES}
         stats_file = ours.pop(PREFIX + "STATS_FILE", None)
         growth_tokens = ours.pop(PREFIX + "GROWTH_TOKENS", str(support.GROWTH_TOKENS))
-        preview = ours.pop(PREFIX + "PREVIEW", "")
         ours.pop(CACHE_VARIABLE, None)
         if ours:
-            names = ("POLICY", *_SWITCHES, "STATS_FILE", "GROWTH_TOKENS", "PREVIEW", "KERNEL_CACHE")
+            names = ("POLICY", *_SWITCHES, "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
             allowed = ", ".join(PREFIX + name for name in names)
             raise ValueError(f"unknown variable {sorted(ours)[0]}; allowed: {allowed}")
         if policy not in support.POLICIES:
@@ -94,16 +89,12 @@ class Environment:
                 raise _bad_value(name, value, "0, 1")
         if not growth_tokens.isdecimal() or not 1 <= int(growth_tokens) <= _MAX_GROWTH_TOKENS:
             raise _bad_value("GROWTH_TOKENS", growth_tokens, f"1 to {_MAX_GROWTH_TOKENS}")
-        previews = frozenset(filter(None, preview.split(",")))
-        if not previews <= set(support.PREVIEWS):
-            raise _bad_value("PREVIEW", preview, ", ".join(support.PREVIEWS))
         path = None if stats_file is None else _stats_file(stats_file)
         return cls(
             policy=policy,
             stats_file=path,
             growth_tokens=int(growth_tokens),
             kernel_cache=default_cache(given),
-            preview=previews,
             **{name.lower(): value == "1" for name, value in switches.items()},
         )
 

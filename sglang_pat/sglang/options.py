@@ -87,25 +87,6 @@ def server_reason(arguments: Any) -> Reason | None:
     return None
 
 
-def _preview_reason(name: str, topic: str, device: str, environment: Environment) -> Reason | None:
-    """Why pat does not do on a GPU what has been tested on the CPU alone: nobody has asked for it.
-
-    Parameters
-    ----------
-    name : str
-        One of `support.PREVIEWS`.
-    topic : str
-        Of the reason.
-    device : str
-        Where the model runs.
-    environment : Environment
-        What is asked for.
-    """
-    if device != "cuda" or name in environment.preview:
-        return None
-    return Reason(topic, f"on a GPU without SGLANG_PAT_PREVIEW={name}")
-
-
 def _speculation_reason(arguments: Any, environment: Environment) -> Reason | None:
     """Why pat does not verify the drafts of speculative decoding."""
     from sglang.srt.environ import envs
@@ -132,8 +113,7 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         )
     if getattr(envs, PLAN_STREAM).get():
         return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
-    device = resolved(arguments, "device")
-    return _preview_reason("speculation", "speculative decoding", device, environment)
+    return None
 
 
 def drafts_of(arguments: Any) -> tuple[int, bool] | None:

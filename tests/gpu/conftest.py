@@ -14,14 +14,6 @@ from sglang_pat.executors.jit import KernelConfig, build_all
 _WHOLE_SUITE = 100  # tests of the kernels; a few compile what they need themselves
 
 
-@pytest.fixture(scope="package", autouse=True)
-def previews() -> Iterator[None]:
-    """The tests with SGLang run on a GPU what waits for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_PAT_PREVIEW", ",".join(support.PREVIEWS))
-        yield
-
-
 @pytest.fixture(scope="session", autouse=True)
 def compiled_variants(request: pytest.FixtureRequest) -> None:
     """All variants of the suite, compiled at once by all CPUs, before its first test."""

@@ -26,7 +26,6 @@ def test_values(tmp_path: Path) -> None:
         "SGLANG_PAT_STRICT": "1",
         "SGLANG_PAT_STATS_FILE": str(tmp_path / "stats-{pid}.json"),
         "SGLANG_PAT_GROWTH_TOKENS": "1",
-        "SGLANG_PAT_PREVIEW": "speculation",
         "SGLANG_PAT_KERNEL_CACHE": "/kernels",
     }
     stats_file = tmp_path / f"stats-{os.getpid()}.json"
@@ -37,7 +36,6 @@ def test_values(tmp_path: Path) -> None:
         stats_file,
         1,
         Path("/kernels"),
-        preview=frozenset({"speculation"}),
     )
 
 
@@ -60,7 +58,6 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("SGLANG_PAT_STATS_FILE", f"/tmp/{'x' * 300}", "allowed: .*File name too long"),
         ("SGLANG_PAT_KERNEL_CACHE", "", "SGLANG_PAT_KERNEL_CACHE=''; allowed: an absolute path"),
         ("SGLANG_PAT_KERNEL_CACHE", "k", "SGLANG_PAT_KERNEL_CACHE='k'; allowed: an absolute path"),
-        ("SGLANG_PAT_PREVIEW", "fp8", "SGLANG_PAT_PREVIEW='fp8'; allowed: speculation"),
         ("SGLANG_PAT_GROWTH_TOKENS", "0", "SGLANG_PAT_GROWTH_TOKENS='0'; allowed: 1 to 65536"),
         ("SGLANG_PAT_GROWTH_TOKENS", "-5", "='-5'; allowed: 1 to 65536"),
         ("SGLANG_PAT_GROWTH_TOKENS", "65537", "='65537'; allowed: 1 to 65536"),

@@ -60,15 +60,18 @@ FEATURES = (
     ),
     Feature(
         "Spec topk=1",
-        "delegated",
-        "the whole model runs on the default backend",
-        ("tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[speculation]",),
+        "yes",
+        "verify steps by pat, also of NGRAM's trees; draft models run on the default backend",
+        ("tests/engine/test_families.py::test_speculation",),
     ),
     Feature(
         "Spec topk>1",
         "delegated",
         "the whole model runs on the default backend",
-        ("tests/sglang/test_routes.py::test_a_model_is_left_to_the_default_backend[speculation]",),
+        (
+            "tests/sglang/test_routes.py::"
+            "test_a_model_is_left_to_the_default_backend[speculation of trees]",
+        ),
     ),
     Feature(
         "Sliding window",

@@ -26,6 +26,7 @@ from sglang.test.kits.abort_timeout_kit import (
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
 from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
@@ -266,12 +267,6 @@ class TestCacheHit(unittest.TestCase):
         self.dataset.write_text(json.dumps(talks))
 
     def test_multiturn_cache_hit(self) -> None:
-        # Not above: the other kits need no more packages than SGLang's server does.
-        pytest.importorskip(
-            "datasets", reason="SGLang's benchmarks import it", exc_type=ImportError
-        )
-        from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
-
         measured = run_multiturn_cache_hit_test(
             self.base_url, self.model, dataset_path=str(self.dataset)
         )

@@ -84,6 +84,21 @@ def test_a_projection_is_judged_by_its_limit() -> None:
     assert [gate["met"] for gate in found.values()] == [True, False]
 
 
+@pytest.mark.parametrize(("limit", "met"), [(9.0, True), (7.0, False)])
+def test_a_whole_model_is_judged_by_what_was_measured(limit: float, met: bool) -> None:
+    case = answered(fa3=2.0) | {"tpot_ms": {"pat": 8.0, "fa3": 16.0}, "whole_ms_limit": limit}
+    gate = gates.gates([case])["m, 128 x 1,024: ms"]
+    assert (gate["value"], gate["met"]) == (8.0, met)
+
+
+def test_only_the_whole_model_has_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "cuda_driver_is_present", lambda: True)
+    layers = [
+        gates.models(whole)["llama-3-8b"].config["num_hidden_layers"] for whole in (False, True)
+    ]
+    assert layers == [16, 32]
+
+
 @pytest.mark.parametrize(
     ("layers", "delegated", "met"), [(16, {}, True), (0, {}, False), (8, {"fp8": 8}, False)]
 )

@@ -1,0 +1,39 @@
+"""What pat does on a CPU it does on a GPU too, without being asked for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang_fakes import KVPool, layers, runner, server_arguments
+
+from sglang_pat.sglang.options import server_reason
+from sglang_pat.sglang.routes import attention_layers, layer_reason
+
+pytestmark = [
+    pytest.mark.usefixtures("server_context"),
+    pytest.mark.parametrize("device", ["cpu", "cuda"]),
+]
+
+CHAINS = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "options", [CHAINS, {"enable_deterministic_inference": True}], ids=["speculation", "invariance"]
+)
+def test_options_under_which_pat_decodes(device: str, options: dict[str, Any]) -> None:
+    assert server_reason(server_arguments(device=device, **options)) is None
+
+
+def test_fp8_pools(device: str) -> None:
+    dtype = torch.float8_e4m3fn
+    model = layers()
+    of_fp8 = runner(
+        model=model,
+        device=device,
+        kv_cache_dtype=dtype,
+        kv_cache_dtype_str="fp8_e4m3",
+        token_to_kv_pool=KVPool(dtype),
+    )
+    assert layer_reason(attention_layers(model)[0], of_fp8, "triton") is None

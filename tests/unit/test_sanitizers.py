@@ -1,0 +1,171 @@
+"""What compute-sanitizer is run on, and how its words are taken."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import sanitizer_grid
+import torch
+from check_sanitizers import KERNELS, TOOLS, Watched, reports, verdict
+from sanitizer_grid import GRID, HOPPER, Case, run
+
+from sglang_pat._scheduler import TILE_TABLE
+from sglang_pat.executors.jit import source_folder
+from sglang_pat.plan import BufferSizes
+
+CLEAN = """========= COMPUTE-SANITIZER
+1 of 2: group-1: 0.5 s
+2 of 2: group-2: 0.5 s
+========= ERROR SUMMARY: 0 errors
+"""
+RACE = """========= COMPUTE-SANITIZER
+1 of 1: group-1: 0.5 s
+========= Error: Race reported between Write access at pack_decode_kernel+0xa70
+=========     and Read access at pack_decode_kernel+0x2b80 [508 hazards]
+=========
+========= Error: Race reported between Write access at pack_decode_kernel+0xa70
+=========     and Read access at pack_decode_kernel+0x2b80 [508 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+
+
+def counts(case: Case) -> dict[str, int]:
+    """What a case's plan consists of."""
+    needed = BufferSizes.needed_by(case.plan(case.config(HOPPER)))  # type: ignore[arg-type]
+    return {**needed.plan.entries(), "num_shared_slots": needed.num_shared_slots}
+
+
+# --- the grid ---
+
+
+@pytest.mark.parametrize("body", GRID)
+def test_each_body_has_all_that_it_does(body: str) -> None:
+    cases = GRID[body]
+    assert len({case.name for case in cases}) == len(cases)
+    configs = {case.config(HOPPER) for case in cases}
+    assert {(64, 64), (128, 128), (256, 256)} <= {(c.head_dim, c.v_head_dim) for c in configs}
+    assert {c.force_mma_sync for c in configs} == {"mma.sync" in body}
+    assert {c.kv_dtype is not None for c in configs} == {body.startswith("fp8")}
+    assert {case.heads[0] // case.heads[1] for case in cases} >= {1, 2, 4, 5, 8, 16}
+    blocks = {case.scheduler.get("max_block_q", TILE_TABLE[-1][0]) for case in cases}
+    assert blocks == {block_q for block_q, _, _ in TILE_TABLE}
+    assert any(case.scheduler.get("batch_invariant") for case in cases)
+    assert any(case.logit_cap > 0 for case in cases)
+    assert any(case.sinks for case in cases)
+    assert any(case.broken for case in cases)
+
+
+@pytest.mark.parametrize("body", GRID)
+def test_plans_split_share_and_merge(body: str) -> None:
+    plans = [(case.heads[1], counts(case)) for case in GRID[body]]
+    for name in ("num_merges", "num_shared_slots"):
+        assert {plan[name] > 0 for _, plan in plans} == {False, True}
+    # More tickets than a GPU runs CTAs at once, which is two per SM; and many items in a ticket.
+    assert max(kv_heads * plan["num_tickets"] for kv_heads, plan in plans) > 2 * 148
+    assert any(plan["num_work_items"] > 10 * plan["num_tickets"] for _, plan in plans)
+
+
+@pytest.mark.parametrize("uninitialized", [False, True])
+@pytest.mark.parametrize("name", ["split", "random-plan-1"])
+def test_cases_are_right_where_plain_torch_runs_them(name: str, uninitialized: bool) -> None:
+    (case,) = (case for case in GRID["wgmma"] if case.name == name)
+    run(case, torch.device("cpu"), uninitialized=uninitialized)
+
+
+def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = GRID["wgmma"][0]
+    exact = sanitizer_grid.dense_attention
+    monkeypatch.setattr(
+        sanitizer_grid, "dense_attention", lambda *tensors, **_: exact(*tensors, logit_cap=0.5)
+    )
+    with pytest.raises(RuntimeError, match="group-1: the output is wrong"):
+        run(case, torch.device("cpu"))
+
+
+def test_a_planted_fault_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch checks indices, and NaN shows."""
+    case = GRID["wgmma"][0]
+    with pytest.raises(IndexError):
+        run(case, torch.device("cpu"), planted=True)
+    checked = []
+    monkeypatch.setattr(sanitizer_grid, "_check", lambda *args: checked.append(args))
+    run(case, torch.device("cpu"), planted=True, uninitialized=True)
+    assert not checked
+
+
+# --- the tools ---
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_watches_our_kernels_alone(tool: str) -> None:
+    command = Watched(tool, "fp8 wgmma").command("/opt/compute-sanitizer", 49152)
+    assert command[:3] == ["/opt/compute-sanitizer", "--tool", tool]
+    names = [value for flag, value in itertools.pairwise(command) if flag == "--kernel-name"]
+    assert names == [f"kns={name}" for name in KERNELS]
+    assert command[command.index("--body") + 1] == "fp8 wgmma"
+    assert ("--uninitialized" in command) == (tool == "initcheck")
+    planted = Watched(tool, "fp8 wgmma", planted=True).command("/opt/compute-sanitizer", 49152)
+    assert planted == [*command, "--planted"]
+
+
+def test_every_kernel_has_a_filter() -> None:
+    source = (source_folder() / "entry_points.cu").read_text()
+    kernels = re.findall(r"(\w+)\(const __grid_constant__", source)
+    assert len(kernels) == source.count("__global__")
+    assert all(any(name in kernel for name in KERNELS) for kernel in kernels), kernels
+
+
+def test_a_clean_run_passes() -> None:
+    result = verdict(CLEAN, timed_out=False, seconds=3.14)
+    assert result["failures"] == []
+    assert (result["cases_run"], result["cases"], result["summary"]) == (2, 2, "0 errors")
+
+
+@pytest.mark.parametrize(
+    ("output", "timed_out", "failures"),
+    [
+        (CLEAN.replace("0 errors", "3 errors"), False, ["3 reports"]),
+        (CLEAN.replace("2 of 2: group-2: 0.5 s\n", ""), False, ["only 1 of 2 cases ran"]),
+        (CLEAN, True, ["it took too long"]),
+        ("", False, ["no summary", "only 0 of the cases ran"]),
+        (RACE, False, ["2 reports"]),
+    ],
+)
+def test_anything_else_fails(output: str, timed_out: bool, failures: list[str]) -> None:
+    assert verdict(output, timed_out=timed_out, seconds=1.0)["failures"] == failures
+
+
+def test_what_is_not_printed_counts() -> None:
+    output = (
+        CLEAN.replace("0 errors", "36 errors")
+        + "========= ERROR SUMMARY: 28 errors were not printed\n"
+    )
+    assert verdict(output, timed_out=False, seconds=1.0)["failures"] == ["36 reports"]
+
+
+def test_a_planted_fault_must_be_reported() -> None:
+    planted = {"timed_out": False, "seconds": 1.0, "planted": True}
+    found = CLEAN.replace("0 errors", "9 errors").replace("2 of 2: group-2: 0.5 s\n", "")
+    assert verdict(found, **planted)["failures"] == []
+    assert verdict(CLEAN, **planted)["failures"] == ["the planted fault is not reported"]
+
+
+def test_reports_are_one_line_each_and_listed_once() -> None:
+    assert reports(CLEAN) == []
+    assert reports(RACE) == [
+        "Error: Race reported between Write access at pack_decode_kernel+0xa70 | "
+        "and Read access at pack_decode_kernel+0x2b80 [508 hazards]"
+    ]
+    report = """========= Invalid __global__ read of size 16 bytes
+=========     by thread ({},0,0) in block (3,0,0)
+=========     Address {} is out of bounds
+=========     Saved host backtrace
+=========
+"""
+    assert reports(report.format(1, "0x7f00") + report.format(2, "0x7f10")) == [
+        "Invalid __global__ read of size 16 bytes | by thread * in block * | "
+        "Address * is out of bounds"
+    ]
