@@ -24,7 +24,7 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler docs wheels clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler results docs wheels clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -37,6 +37,7 @@ help:
 	@echo 'make lint-workflows   the workflows against their schema, the one of releases by zizmor'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
+	@echo 'make results          what the documentation says and draws of benchmarks/results, anew'
 	@echo 'make docs             build the documentation into build/site, strictly'
 	@echo 'make wheels           wheels with compiled kernels inside, in dist/'
 	@echo 'make setup            only the environment; make clean removes every environment'
@@ -104,9 +105,20 @@ format: setup
 bench-scheduler: setup
 	@$(RUN) benchmarks/bench_scheduler.py $(ARGS)
 
+RESULTS := benchmarks/results/h100
+SERVING := $(firstword $(wildcard $(RESULTS)/serving-gates-whole.json $(RESULTS)/serving-gates.json))
+
+results: setup
+	$(RUN) tests/support/recorded_runs_page.py
+	$(RUN) tests/support/recorded_figures.py
+	$(RUN) benchmarks/plot_gain.py $(SERVING) $(RESULTS)/kernels.json docs/gain.png
+	$(RUN) benchmarks/plot_kernels.py $(RESULTS)/kernels.json docs/kernels.png
+	$(RUN) benchmarks/plot_sharing.py $(RESULTS)/sharing.json docs/sharing.png
+
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed
 	@$(RUN) tests/support/recorded_runs_page.py --check
+	@$(RUN) tests/support/recorded_figures.py --check
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Needs every supported Python, and neither a GPU nor nvcc.

@@ -45,9 +45,9 @@ from rich.table import Table
 
 from sglang_pat import PackAttention, PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest
-from sglang_pat.attention import GROWTH_TOKENS, new_scheduler
+from sglang_pat.attention import GROWTH_TOKENS
 from sglang_pat.batch import Step
-from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
+from sglang_pat.plan import BufferSizes, DecodePlan, new_scheduler, write_plan
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))

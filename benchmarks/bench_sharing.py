@@ -137,22 +137,24 @@ def by_server(model: ModelShape, context: int) -> list[dict[str, Any]]:
         for cell in cells(context, BATCHES if model.name != TINY else (1, 4))
     }
     cases = {name: cell.case for name, cell in asked.items()}
-    measured = {}
+    measured = {backend: comparison.Measured() for backend in ("default", "pat")}
     with tempfile.TemporaryDirectory(prefix="bench-sharing-") as folder:
         path = model.write(Path(folder))
         served = comparison.Model(path, model.vocab_size, model.config["max_position_embeddings"])
-        for backend in ("pat", "default"):
-            measured[backend], cases = comparison.measure(
+        for backend, into in measured.items():
+            comparison.measure(
                 backend,
                 served,
-                cases,
+                measured["default"].cases or cases,
                 path,
                 arguments={**model.arguments, "skip_tokenizer_init": True},
                 flags=(),
                 report=console.print,
+                into=into,
+                exactly=backend == "pat",
                 rounds=1,
             )
-    compared = comparison.compare(measured["pat"], measured["default"], cases)
+    compared = comparison.compare(measured["pat"], measured["default"])
     return [
         asdict(asked[each.name])
         | {

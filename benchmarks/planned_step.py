@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapacity
-from sglang_pat.attention import GROWTH_TOKENS, MIN_PIECE_TOKENS, default_workers
+from sglang_pat.attention import GROWTH_TOKENS, default_workers
 from sglang_pat.batch import DecodeBatch, Step
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.plan import BufferSizes, DecodePlan
+from sglang_pat.plan import MIN_PIECE_TOKENS, BufferSizes, DecodePlan
 
 
 class PlannedStep:

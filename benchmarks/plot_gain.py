@@ -1,9 +1,9 @@
 """Draw the picture of the README: what sharing a prefix is worth, in SGLang and in the kernels.
 
-Left, time per output token in SGLang (bench_serving.py). Right, the speed-up of attention alone
-over the fastest other kernel, by how often a KV token is shared (bench_kernels.py).
+Left, time per output token in SGLang (bench_server_gates.py). Right, the speed-up of attention
+alone over the fastest other kernel, by how often a KV token is shared (bench_kernels.py).
 
-python benchmarks/plot_gain.py benchmarks/results/h100/{serving,kernels}.json docs/gain.png
+python benchmarks/plot_gain.py benchmarks/results/h100/{serving-gates,kernels}.json docs/gain.png
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ from sglang_pat.replay.pat_trees import PrefixTree
 
 MODEL = "llama-3-8b"
 SUITE = "pat-20"  # of the kernel benchmark
-BACKENDS = ("pat", "fa3", "flashinfer")
+LAYERS = 32  # of the whole model
+BACKENDS = ("pat", "fa3")
+QUESTIONS = {
+    "128 x 1,024": "128 requests\nnothing shared",
+    "256 x (32 x 1,024 shared) + 0": "256 requests\n32 x 1,024 tokens shared",
+    "64 x (2,048 shared) + 128": "64 requests\n2,048 tokens shared",
+    "256 x (1,024 shared) + 64": "256 requests\n1,024 tokens shared",
+    "128 x (8,192 shared) + 256": "128 requests\n8,192 tokens shared",
+}
 HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("serving", type=Path, help="JSON of bench_serving.py")
+    parser.add_argument("serving", type=Path, help="JSON of bench_server_gates.py")
     parser.add_argument("kernels", type=Path, help="JSON of bench_kernels.py")
     parser.add_argument("picture", type=Path, help="PNG to write")
     args = parser.parse_args()
@@ -39,7 +47,8 @@ def main() -> None:
 
 def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), width_ratios=(5, 4))
-    _draw_serving(left, [case for case in serving["cases"] if case["model"] == MODEL])
+    asked = [case for case in serving["cases"] if case["model"] == MODEL]
+    _draw_serving(left, [case for case in asked if case["question"] in QUESTIONS])
     _draw_kernels(right, [case for case in kernels["cases"] if case["suite"] == SUITE])
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
@@ -62,16 +71,19 @@ def speedup(case: dict[str, Any]) -> float:
 
 
 def _draw_serving(axis: Axes, cases: list[dict[str, Any]]) -> None:
-    cases = sorted(cases, key=_gain_in_serving)
+    cases = sorted(cases, key=lambda case: float(case["tpot_ms"]["fa3"] / case["tpot_ms"]["pat"]))
     height = 0.8 / len(BACKENDS)
     for offset, name in enumerate(BACKENDS):
-        places = [index + (1 - offset) * height for index in range(len(cases))]
+        places = [index + (0.5 - offset) * height for index in range(len(cases))]
         times = [case["tpot_ms"][name] for case in cases]
         bars = axis.barh(places, times, height, label=LABELS[name], color=COLORS[name])
         axis.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
-    axis.set_yticks(range(len(cases)), [_title(case) for case in cases], fontsize=9)
+    titles = [QUESTIONS[case["question"]] for case in cases]
+    axis.set_yticks(range(len(cases)), titles, fontsize=9)
     axis.set_xlabel("ms per output token (lower is better)")
-    axis.set_title("In SGLang: Llama-3-8B shape, one H100", fontsize=11)
+    layers = {case["layers"] for case in cases}
+    cut = "" if layers == {LAYERS} else f", {min(layers)} of its {LAYERS} layers"
+    axis.set_title(f"In SGLang: Llama-3-8B shape{cut}, one H100", fontsize=11)
     axis.legend(fontsize=9, loc="lower right")
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -96,18 +108,6 @@ def _draw_kernels(axis: Axes, cases: list[dict[str, Any]]) -> None:
     axis.set_title("Attention alone: 20 prefix trees, four head counts", fontsize=11)
     axis.legend(fontsize=9, loc="upper left")
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _gain_in_serving(case: dict[str, Any]) -> float:
-    times = case["tpot_ms"]
-    return float(min(times[name] for name in BACKENDS[1:]) / times["pat"])
-
-
-def _title(case: dict[str, Any]) -> str:
-    if not case["prefix"]:
-        return f"{case['batch']} requests\nnothing shared"
-    groups = f"{case['groups']} x " if case["groups"] > 1 else ""
-    return f"{case['batch']} requests\n{groups}{case['prefix']:,} tokens shared"
 
 
 if __name__ == "__main__":

@@ -35,8 +35,11 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1))
     axis.set_xlabel("of a request's context, shared with all others")
     axis.set_ylabel("time per output token, other / pat")
+    how = "measured in SGLang's server"
+    if meta["by"] == "kernels":
+        how = "attention measured, the rest of a step modelled"
     axis.set_title(
-        f"{meta['model']} shape, {meta['context']:,} tokens, {meta['gpu']}, by {meta['by']}",
+        f"{meta['model']} shape, {meta['context']:,} tokens a request, {meta['gpu']}\n{how}",
         fontsize=10,
     )
     axis.legend(fontsize=9)

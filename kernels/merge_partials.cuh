@@ -231,8 +231,14 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   int own = blockIdx.x + warp * gridDim.x;
   int4 entry = own < num_rows ? entries[own / num_heads] : int4{};
   int head = own % num_heads;
+  const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
+  // In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the first
+  // one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor waits for.
+  if (!has_rows && blockIdx.x > 0) return;
+  if (num_rows == 0) ptx::launch_dependents();
   // Only now: the plan was there before pack_decode began, the partials are what it writes.
   ptx::wait_for_dependencies();
+  if (!has_rows) return;
   ptx::launch_dependents();
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read

@@ -1,5 +1,6 @@
 #include "decode_plan.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -26,11 +27,12 @@ void copy_section(const std::vector<Entry>& section, int64_t offset, std::span<i
 }  // namespace
 
 void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
-                          const Split& split) {
+                          const Split& split, int32_t num_workers) {
   sections_.gather_spans = packing.spans;
   count_partials(num_requests, split);
   const int32_t num_partials = assign_partials(split);
   list_work_items(packing, split);
+  if (num_workers > 0) turn_items_around(num_workers);
 
   header_ = {};
   header_.magic = kPlanMagic;
@@ -103,6 +105,23 @@ void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
     }
     sections_.ticket_begin.push_back({.work_item = static_cast<int32_t>(items.size()),
                                       .kv_segment = static_cast<int32_t>(segments.size())});
+  }
+}
+
+void DecodePlan::turn_items_around(int32_t num_workers) {
+  const auto num_tickets = static_cast<int32_t>(sections_.ticket_begin.size()) - 1;
+  for (int32_t t = 0; t < num_tickets; ++t) {
+    // The first CTA of each SM draws before the second one of any.
+    const bool is_first_draw = t < num_workers;
+    if (is_first_draw ? 2 * t < num_workers : t % 2 == 1) continue;
+    const int32_t end = sections_.ticket_begin[t + 1].work_item;
+    for (int32_t i = sections_.ticket_begin[t].work_item; i < end; ++i) {
+      const WorkItem& item = sections_.work_items[i];
+      const auto first = sections_.kv_segments.begin() + item.segment_begin;
+      const auto behind = first + item.num_segments;
+      const bool has_both = first->kv_request == kSharedKv && behind[-1].kv_request != kSharedKv;
+      if (has_both) std::reverse(first, behind);
+    }
   }
 }
 

@@ -21,10 +21,15 @@ struct KvTokens {
 
 class DecodePlan {
  public:
+  // num_workers: half of so many tickets as are drawn at first, and of all later ones, run through items that have both
+  // shared KV and private tails from the tails up. Else all CTAs would read what is shared at the same time, out of the
+  // L2, and then all of them tails: while they do the one, device memory is idle, and while they do the other, the
+  // tensor cores. 0: a row's segments ascend in all items.
+  //
   // Throws std::length_error if item requests, partials or shared slots do not fit into int32. The plan is then
   // incomplete.
   void assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
-                const Split& split);
+                const Split& split, int32_t num_workers);
 
   // Writes the plan at the offsets of `capacity`, only the used part of each section. Returns false, with nothing
   // written, if the plan needs more than that, than so many partials or than a slot buffer of that length. Throws
@@ -54,6 +59,7 @@ class DecodePlan {
   int32_t assign_partials(const Split& split);
   // Fills work_items, kv_segments and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);
+  void turn_items_around(int32_t num_workers);
   KvSegment kv_segment(const Packing& packing, const Segment& segment, int32_t first_request) const;
 
   PlanHeader header_{};

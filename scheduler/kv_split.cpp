@@ -15,6 +15,8 @@ namespace {
 
 // Up to this much work for each worker, tickets beyond the first cost more than they even out.
 constexpr int64_t kOneTicketEach = 1300;
+// Where nothing is shared, all tickets wait for device memory alone, and end together up to more work.
+constexpr int64_t kOneTicketEachUnshared = 5000;
 // A guided ticket is this part of a worker's share of what is left.
 constexpr int64_t kTicketsPerShare = 2;
 constexpr int64_t kSmallestTicket = 384;
@@ -653,7 +655,8 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
-  bool is_much = total > kCostUnit * kOneTicketEach * config_.num_workers;
+  const int64_t one_each = num_shared_tiles_ > 0 ? kOneTicketEach : kOneTicketEachUnshared;
+  bool is_much = total > kCostUnit * one_each * config_.num_workers;
   alone_.clear();
   if (is_much) {
     const bool parted = std::ranges::any_of(

@@ -71,8 +71,9 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     times_.split = stopwatch.lap();
   }
 
+  // In batch-invariant plans, a row's segments keep their order: it is part of the result.
   next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, next_.packing,
-                      next_.split);
+                      next_.split, config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
   int64_t lower_bound = 0;
   for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;

@@ -48,11 +48,21 @@ def __getattr__(name: str) -> object:
 
         value = version("sglang-pat")
     elif name in _MODULES:
-        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        value = getattr(_module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # the next access does not call this function
     return value
+
+
+def _module(name: str) -> object:
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = f"sglang_pat.{name} needs torch: pip install 'sglang-pat[torch]'"
+        raise ModuleNotFoundError(message, name="torch") from error
 
 
 def __dir__() -> list[str]:

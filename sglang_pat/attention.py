@@ -20,7 +20,6 @@ import torch
 from sglang_pat import support
 from sglang_pat._scheduler import (
     MAX_GROUP_SIZE,
-    TILE_TABLE,
     CostModel,
     PackScheduler,
     PrefixForest,
@@ -33,7 +32,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
-from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, replan_cause
+from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, new_scheduler, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
 from sglang_pat.support import GROWTH_TOKENS
 
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Workers per KV head where plain torch executes: enough for long ranges to be cut in tests.
 _TORCH_WORKERS = 32
-MIN_PIECE_TOKENS = 256
 _INTS = (torch.int64, torch.int32)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -547,30 +545,6 @@ class PackAttention:
             raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
-
-
-def new_scheduler(
-    *,
-    group_size: int,
-    num_workers: int,
-    policy: str = "memory",
-    growth_tokens: int = GROWTH_TOKENS,
-    batch_invariant: bool = False,
-    one_tile: bool = False,
-    cost: CostModel | None = None,
-) -> PackScheduler:
-    """A scheduler with the constants that PackAttention uses. cost: None is its own."""
-    return PackScheduler(
-        group_size=group_size,
-        num_workers=num_workers,
-        max_block_q=TILE_TABLE[-1][0],
-        policy=policy,
-        min_piece_tokens=MIN_PIECE_TOKENS,
-        growth_tokens=growth_tokens,
-        batch_invariant=batch_invariant,
-        one_tile=one_tile,
-        cost=CostModel() if cost is None else cost,
-    )
 
 
 def _check_is_tensor(name: str, value: object) -> None:

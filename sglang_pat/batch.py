@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sglang_pat._scheduler import PrefixForest
+
+if TYPE_CHECKING:  # advice and replays of traces do without torch
+    import torch
 
 IntArray = npt.NDArray[np.int32]
 

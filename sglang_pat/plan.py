@@ -1,4 +1,5 @@
-"""DecodePlan: the plan that the C++ scheduler wrote, the buffer it lies in, and how large that is.
+"""DecodePlan: the plan that the C++ scheduler wrote, the buffer it lies in, and how large that is;
+and how that scheduler is made.
 
 Between the scheduler, which writes the buffer, and the executors, which read it. The format is
 `kernels/contract/plan_format.h`; this file only gives its sections names and shapes.
@@ -18,12 +19,40 @@ from sglang_pat._scheduler import (
     PLAN_SECTIONS,
     SHARED_KV,
     TILE_TABLE,
+    CostModel,
     PackScheduler,
     PlanCapacity,
     invariant_plan_bounds,
     plan_bounds,
 )
 from sglang_pat.batch import IntArray
+from sglang_pat.support import GROWTH_TOKENS
+
+MIN_PIECE_TOKENS = 256
+
+
+def new_scheduler(
+    *,
+    group_size: int,
+    num_workers: int,
+    policy: str = "memory",
+    growth_tokens: int = GROWTH_TOKENS,
+    batch_invariant: bool = False,
+    one_tile: bool = False,
+    cost: CostModel | None = None,
+) -> PackScheduler:
+    """A scheduler with the constants that PackAttention uses. cost: None is its own."""
+    return PackScheduler(
+        group_size=group_size,
+        num_workers=num_workers,
+        max_block_q=TILE_TABLE[-1][0],
+        policy=policy,
+        min_piece_tokens=MIN_PIECE_TOKENS,
+        growth_tokens=growth_tokens,
+        batch_invariant=batch_invariant,
+        one_tile=one_tile,
+        cost=CostModel() if cost is None else cost,
+    )
 
 
 class PlanHeader(NamedTuple):

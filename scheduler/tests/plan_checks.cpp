@@ -48,7 +48,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(num_slots, h.num_shared_slots);
 
-  // What a request reads in one work item: positions, in the order of the segments.
+  // What a request reads in one work item: positions. Its segments ascend or, from the tails up, descend.
   struct Read {
     std::vector<Range> ranges;
     int32_t partial_slot;
@@ -101,13 +101,14 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
         if (span != nullptr && request != span->request) {
           CHECK(share(batch.paths[request], batch.paths[span->request], range));
         }
-        std::vector<Range>& ranges = item_reads[r].ranges;
-        CHECK(ranges.empty() || ranges.back().end == range.begin);
-        ranges.push_back(range);
+        item_reads[r].ranges.push_back(range);
       }
     }
     for (int32_t r = 0; r < item.num_requests; ++r) {
-      CHECK(!item_reads[r].ranges.empty());
+      std::vector<Range>& ranges = item_reads[r].ranges;
+      CHECK(!ranges.empty());
+      if (ranges.front().begin > ranges.back().begin) std::reverse(ranges.begin(), ranges.end());
+      for (size_t i = 1; i < ranges.size(); ++i) CHECK_EQ(ranges[i - 1].end, ranges[i].begin);
       reads[plan.item_requests[item.request_begin + r].request].push_back(item_reads[r]);
     }
   }

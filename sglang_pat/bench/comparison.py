@@ -61,10 +61,14 @@ class Model(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """What one server gave. runs: by case."""
+    """What one server has given so far. cases: as it serves them. runs: by case.
 
-    start_seconds: float
-    info: dict[str, Any]
+    start_seconds: None until it answers.
+    """
+
+    start_seconds: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
     runs: dict[str, list[DecodeRun]] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -110,8 +114,10 @@ def measure(
     arguments: Mapping[str, Any],
     flags: Sequence[str],
     report: Report,
+    into: Measured,
+    exactly: bool = False,
     rounds: int = ROUNDS,
-) -> tuple[Measured, dict[str, Case]]:
+) -> None:
     """Start a server and time all cases.
 
     Parameters
@@ -121,49 +127,56 @@ def measure(
     model
         What is served.
     cases
-        By name. They are made smaller if the server's KV pool or context do not hold them.
+        By name. They are made smaller if the server's KV pool or context do not hold them, unless
+        `exactly`.
     folder
         For the log.
     arguments, flags
         Of the server: keywords of sglang.Engine, and flags as they are.
     report
         Is told what happens.
+    into
+        Gets each number as soon as it is there: what was measured stays if the rest fails.
+    exactly
+        Another server has served these cases: they must not change.
     rounds
         Passes of each case.
-
-    Returns
-    -------
-    tuple
-        What was measured, and the cases as they were.
 
     Raises
     ------
     RuntimeError, TimeoutError
         The server does not start or does not answer, or a case does not fit.
     """
+    report(f"{backend}: SGLang's server starts, which takes a minute or two")
     begin = time.perf_counter()
     with running_server(contender(backend), model.path, folder, flags=flags, **arguments) as server:
-        info = server.info()
-        measured = Measured(time.perf_counter() - begin, info)
-        report(f"{backend}: ready after {measured.start_seconds:.0f} s")
-        fitted = {name: fit(case, model, info) for name, case in cases.items()}
-        for name, case in fitted.items():
-            measured.runs[name] = _runs(server, case, model.vocab_size, rounds)
-            spread = tpot(measured.runs[name])
+        into.info = server.info()
+        into.start_seconds = time.perf_counter() - begin
+        report(f"{backend}: ready after {into.start_seconds:.0f} s")
+        for name, case in cases.items():
+            into.cases[name] = fit(case, model, into.info, share=1.0 if exactly else POOL_SHARE)
+            if exactly and into.cases[name] != case:
+                raise RuntimeError(
+                    f"{case.title}: {backend} holds less than the server before it; ask for fewer "
+                    "requests or tokens"
+                )
+        for name, case in into.cases.items():
+            into.runs[name] = _runs(server, case, model.vocab_size, rounds)
+            spread = tpot(into.runs[name])
             report(f"{backend}, {case.title}: {spread.median:.3f} ms per token")
-        measured.stats = server.stats()
-    return measured, fitted
+        into.stats = server.stats()
 
 
-def fit(case: Case, model: Model, info: Mapping[str, Any]) -> Case:
-    """The case, or a smaller one that the server holds. RuntimeError if none does."""
+def fit(case: Case, model: Model, info: Mapping[str, Any], share: float = POOL_SHARE) -> Case:
+    """The case, or a smaller one that the server holds in a share of its KV pool. RuntimeError if
+    there is none."""
     context = min(int(info.get("context_length") or model.context_len), model.context_len)
     most = context - case.private - case.generated - 1
     if most < 0:
         raise RuntimeError(
             f"{case.title} with {case.generated} tokens answered: the context ends at {context}"
         )
-    pool = int(POOL_SHARE * int(info["max_total_num_tokens"]))
+    pool = int(share * int(info["max_total_num_tokens"]))
     case = replace(case, prefix=min(case.prefix, most))
     while case.batch > 1 and case.pool_tokens > pool:
         case = replace(case, batch=case.batch // 2)
@@ -181,8 +194,9 @@ def _runs(server: Server, case: Case, vocab_size: int, rounds: int) -> list[Deco
     return [decode_run(server, prompts, case.generated) for _ in range(rounds)]
 
 
-def compare(pat: Measured, other: Measured, cases: Mapping[str, Case]) -> list[Compared]:
-    """Case by case. RuntimeError if two runs have no token in common."""
+def compare(pat: Measured, other: Measured) -> list[Compared]:
+    """Case by case, as far as both servers have been timed. RuntimeError if two runs have no token
+    in common."""
     return [
         Compared(
             name,
@@ -191,7 +205,8 @@ def compare(pat: Measured, other: Measured, cases: Mapping[str, Case]) -> list[C
             tpot(other.runs[name]),
             ratio(other.runs[name], pat.runs[name]),
         )
-        for name, case in cases.items()
+        for name, case in pat.cases.items()
+        if name in pat.runs and name in other.runs
     ]
 
 

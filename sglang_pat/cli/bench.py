@@ -1,7 +1,11 @@
 """`sglang-pat bench`: pat against the server's present attention backend, on this machine's GPUs.
 
 Two starts of SGLang's server and the batches between take two to five minutes. Weights are random
-unless `--weights` is given: the time of a token does not depend on them.
+unless `--weights` is given: the time of a token does not depend on them. If it is stopped, what has
+been measured is shown and kept.
+
+pat comes second: on a new machine the first start also compiles modules of SGLang's own, and a GPU
+that has become warm is no faster.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shlex
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -96,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input."""
+    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130
+    if interrupted."""
     gpus = find_gpus()
     problem = _problem(arguments, gpus)
     if problem is not None:
@@ -104,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     from sglang_pat.bench import comparison
 
-    console = _console()
+    measured = {backend: comparison.Measured() for backend in (arguments.against, "pat")}
+    failure: str | None = None
     with tempfile.TemporaryDirectory(prefix="sglang-pat-bench-") as folder:
         try:
             model = comparison.Model.of(
@@ -114,19 +121,45 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"sglang-pat bench: {error}", file=sys.stderr)
             return 2
         try:
-            measured, cases = _measure(arguments, model, Path(folder), console)
-            compared = comparison.compare(measured["pat"], measured[arguments.against], cases)
+            _measure(arguments, model, Path(folder), measured)
         except (RuntimeError, TimeoutError) as error:
-            print(f"sglang-pat bench: {error}", file=sys.stderr)
-            return 1
-    other = _backend_name(arguments.against, measured[arguments.against].info)
-    verdict = comparison.verdict(compared, other)
-    console.print(_table(compared, other))
-    console.print(verdict)
+            failure = str(error)
+        except KeyboardInterrupt:
+            _conclude(arguments, gpus, measured, "interrupted")
+            return 130
+        except SystemExit:  # told to end, by somebody to whom it took too long
+            _conclude(arguments, gpus, measured, "told to end")
+            raise
+    return 0 if _conclude(arguments, gpus, measured, failure) else 1
+
+
+def _conclude(
+    arguments: argparse.Namespace,
+    gpus: list[Gpu],
+    measured: dict[str, Measured],
+    failure: str | None,
+) -> bool:
+    """Show and keep what has been measured, and tell the failure. Returns whether there is none."""
+    from sglang_pat.bench import comparison
+
+    compared: list[Compared] = []
+    try:
+        compared = comparison.compare(measured["pat"], measured[arguments.against])
+    except RuntimeError as error:
+        failure = failure or str(error)
+    verdict = None
+    if compared:
+        other = _backend_name(arguments.against, measured[arguments.against].info)
+        verdict = comparison.verdict(compared, other)
+        console = _console()
+        console.print(_table(compared, other))
+        console.print(verdict, soft_wrap=True)  # one line in a pipe
+    if failure is not None:
+        print(f"sglang-pat bench: {failure}", file=sys.stderr)
     if arguments.json is not None:
-        result = _as_json(arguments, gpus, measured, compared, verdict)
+        result = _as_json(arguments, gpus, measured, compared, verdict, failure)
         write_output("--json", arguments.json, json.dumps(result, indent=1) + "\n")
-    return 0
+    return failure is None
 
 
 def _console() -> Console:
@@ -155,8 +188,6 @@ def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
     """The words of --server-args. ValueError for a quotation without an end."""
-    import shlex
-
     return shlex.split(arguments.server_args)
 
 
@@ -176,31 +207,30 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 
 
 def _measure(
-    arguments: argparse.Namespace, model: Any, folder: Path, console: Console
-) -> tuple[dict[str, Measured], dict[str, Case]]:
-    """Of both servers; the first one decides how large the cases are."""
+    arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
+) -> None:
+    """Both servers; the first one decides how large the cases are."""
     from sglang_pat.bench import comparison
 
-    on_cpu = arguments.device == "cpu"
     given = {
         "skip_tokenizer_init": True,
         "max_running_requests": max(arguments.requests, 1),
         **({} if arguments.weights else {"load_format": "dummy"}),
-        **(_CPU_ARGUMENTS if on_cpu else _GPU_ARGUMENTS),
+        **(_CPU_ARGUMENTS if arguments.device == "cpu" else _GPU_ARGUMENTS),
     }
-    measured = {}
-    cases = _cases(arguments)
-    for backend in ("pat", arguments.against):
-        measured[backend], cases = comparison.measure(
+    first = measured[arguments.against]
+    for backend, into in measured.items():
+        comparison.measure(
             backend,
             model,
-            cases,
+            first.cases or _cases(arguments),
             folder,
             arguments=given,
             flags=_flags(arguments),
-            report=console.print,
+            report=_console().print,
+            into=into,
+            exactly=into is not first,
         )
-    return measured, cases
 
 
 def _backend_name(asked: str, info: dict[str, Any]) -> str:
@@ -229,11 +259,15 @@ def _as_json(
     gpus: list[Gpu],
     measured: dict[str, Measured],
     compared: list[Compared],
-    verdict: str,
+    verdict: str | None,
+    failure: str | None,
 ) -> dict[str, Any]:
+    from sglang_pat.bench.decoding import tpot
+
     info = ("attention_backend", "decode_attention_backend", "max_total_num_tokens", "pat")
     return {
         "meta": {
+            "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
             "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
             "versions": {package: _version(package) for package in _PACKAGES},
             "model": str(arguments.model),
@@ -245,12 +279,14 @@ def _as_json(
             backend: {
                 "start_seconds": each.start_seconds,
                 **{name: each.info[name] for name in info if name in each.info},
+                "tpot_ms": {name: tpot(runs).as_dict() for name, runs in each.runs.items()},
                 "stats": each.stats,
             }
             for backend, each in measured.items()
         },
         "cases": [each.as_dict(arguments.against) for each in compared],
         "verdict": verdict,
+        "failure": failure,
     }
 
 

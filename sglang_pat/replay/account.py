@@ -15,9 +15,8 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PrefixForest
-from sglang_pat.attention import new_scheduler
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
-from sglang_pat.plan import replan_cause
+from sglang_pat.plan import new_scheduler, replan_cause
 from sglang_pat.replay.models import ModelShape
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.result import (

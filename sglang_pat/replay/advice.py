@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_pat._scheduler import PackScheduler
-from sglang_pat.attention import new_scheduler
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.model_layers import FULL, NO_ATTENTION, STATE, Layer, summary
+from sglang_pat.plan import new_scheduler
 from sglang_pat.replay.step_time import Reads, StepTime
 from sglang_pat.replay.trace import Prompt, TokenPrompt, TraceRequest
 

@@ -42,7 +42,7 @@ _MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's def
 _ALL_REDUCE_SECONDS = 10e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
-_PARTIAL_ELEMENT_BYTES = 4  # float32
+_PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of its weight
 _STATE_BYTES_PER_REQUEST = 1 << 20  # of a layer that keeps a state: read and written in every step
 
 
@@ -151,7 +151,7 @@ class StepTime:
         """Seconds of one layer's attention."""
         gpu, heads = self.gpu, self.kv_heads(layer)
         per_token = self._token_bytes(layer) * heads
-        row_bytes = (layer.v_head_dim + 1) * _PARTIAL_ELEMENT_BYTES
+        row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
         partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
         return (
             _ATTENTION_SECONDS

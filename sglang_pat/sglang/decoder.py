@@ -22,8 +22,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
-from sglang_pat.sglang.draft_rows import Drafts, RowTensors
-from sglang_pat.sglang.draft_trees import DraftTrees
+from sglang_pat.sglang.draft_rows import Drafts
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import CHANNEL, VERIFY_HOOKS, StepRequests, install_hooks
 from sglang_pat.sglang.kv_scales import read_scales
@@ -34,6 +33,7 @@ from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.routes import Routes
 from sglang_pat.sglang.self_test import check_version
+from sglang_pat.sglang.verify_steps import VerifySteps
 from sglang_pat.stats import Counters, read_counters
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class PatDecoder:
         self.routes = routes
         self._layer_id = min(routes.shapes)
         install_hooks()
-        self._verify: _VerifySteps | None = None
+        self._verify: VerifySteps | None = None
         drafts = drafts_of(model_runner.server_args)
         if drafts is not None:
             install_hooks(VERIFY_HOOKS)
             device = self.req_to_token_pool.req_to_token.device
-            self._verify = _VerifySteps(Drafts(*drafts), device)
+            self._verify = VerifySteps(Drafts(*drafts), device)
         check_version()
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
@@ -297,72 +297,6 @@ class PatDecoder:
             batch_changes=[each.changes for each in readers],
             **more,
         )
-
-
-class _VerifySteps:
-    """What verify steps have beside decode steps, and how many there were."""
-
-    def __init__(self, drafts: Drafts, device: torch.device) -> None:
-        self.drafts = drafts
-        self.counts = Counter({"steps": 0, "rows": 0})
-        self._device = device
-        self._eager = self._place(None)
-        self._captured = self._eager
-        self._trees: DraftTrees | None = None  # of the last step, if it verifies trees
-        self.rows_are_in_graphs = False  # whether a captured graph writes its rows itself
-
-    def _place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
-        drafts, device = self.drafts, self._device
-        max_rows = None if max_requests is None else max_requests * drafts.per_request
-        return (
-            RowTensors(drafts, device, max_rows),
-            DraftTrees(drafts.per_request, device, max_requests),
-        )
-
-    def reserve(self, max_requests: int) -> None:
-        """For CUDA graphs."""
-        self._captured = self._place(max_requests)
-        self.rows_are_in_graphs = False
-
-    def record_in_graph(self, forward_batch: Any) -> None:
-        """Let the graph that is being captured write its rows, of the lengths that SGLang has put
-        in place for its replay."""
-        rows, _ = self._captured
-        rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
-        self.rows_are_in_graphs = True
-
-    def take(
-        self, forward_batch: Any, *, is_captured: bool, in_capture: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Go to the next verify step. Returns `req_pool_indices` and `seq_lens` of its rows."""
-        place = rows, _ = self._captured if is_captured else self._eager
-        self._take_trees(place, forward_batch, in_capture=in_capture)
-        return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
-
-    def repeat(self, forward_batch: Any) -> None:
-        """Go to the next verify step, of a graph that writes its rows itself."""
-        self._take_trees(self._captured, forward_batch, in_capture=False)
-
-    def _take_trees(
-        self, place: tuple[RowTensors, DraftTrees], forward_batch: Any, *, in_capture: bool
-    ) -> None:
-        self._trees = None
-        if not self.drafts.are_chains:
-            self._trees = place[1]
-            self._trees.take(forward_batch, in_capture=in_capture)
-
-    def leave(self) -> None:
-        """The next step decodes."""
-        self._trees = None
-
-    def trees(self) -> DraftTrees | None:
-        """Of the step that is being run."""
-        return self._trees
-
-    def count(self, num_rows: int) -> None:
-        """A verify step."""
-        self.counts["steps"] += 1
-        self.counts["rows"] += num_rows
 
 
 def _new_plans(

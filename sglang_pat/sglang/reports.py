@@ -1,6 +1,6 @@
 """StepReports: hands the counters of decode steps to SGLang's log, its metrics and a stats file.
 
-SGLang's configuration says which of these sinks are wanted, and how the metrics are labelled.
+SGLang's configuration says which of them are wanted, and how the metrics are labelled.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from sglang.srt.runtime_context import (
 
 from sglang_pat.sglang.cache_options import warn_without_prefix_cache
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.sinks import MetricClasses, StatsFile, StepLog, StepMetrics
+from sglang_pat.sglang.log_line import StepLog
+from sglang_pat.sglang.metrics import MetricClasses, StepMetrics
+from sglang_pat.sglang.stats_file import StatsFile
 from sglang_pat.stats import Counters, PlanningTime
 
 
 class StepReports:
-    """Feeds the sinks. Called after decode steps."""
+    """Feeds log, metrics and stats file. Called after decode steps."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class StepReports:
             self._stats_file = StatsFile(environment.stats_file, read_counters)
 
     def start(self) -> None:
-        """Start the threads of the sinks. They read the counters from now on."""
+        """Start the threads that publish and write. They read the counters from now on."""
         if self._metrics is not None:
             self._metrics.start()
         if self._stats_file is not None:

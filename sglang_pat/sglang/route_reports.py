@@ -10,8 +10,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang import reports
 from sglang_pat.sglang.hooks import Hook, install_hooks
+from sglang_pat.sglang.metrics import LayerMetrics
 from sglang_pat.sglang.routes import Routes
-from sglang_pat.sglang.sinks import LayerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,9 @@ def test_bitwise_equal_from_run_to_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [MIXED, make_case([], [(-1, 90)] * 5)], ids=["with merges", "without"]
+    "case",
+    [MIXED, make_case([], [(-1, 90)] * 5), make_case([], [(-1, 500)] * 132)],
+    ids=["with merges", "without", "without, on all SMs"],
 )
 def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase) -> None:
     """A kernel starts before the last one ends. Layers whose queries are the last layer's output,

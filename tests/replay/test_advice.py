@@ -6,6 +6,7 @@ The recorded runs are of one H100 (`benchmarks/results/h100`). No estimate may b
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -78,6 +79,38 @@ def test_recorded_traffic_is_estimated_within_ten_percent(run: dict[str, Any]) -
     found = [estimate(traffic_of(run, seed), step_time, backend, pool=POOL) for seed in range(3)]
     tpot = np.mean([server.tpot_ms for server in found])
     assert tpot == pytest.approx(run["mean_tpot_ms"], rel=0.10)
+
+
+# `requests x (shared tokens) + private ones`, the shared ones once or in groups.
+QUESTION = re.compile(r"(\d+) x (?:\((?:(\d+) x )?([\d,]+) shared\) \+ )?([\d,]+)")
+
+
+def present_cases() -> list[tuple[str, dict[str, Any], dict[str, float]]]:
+    """Batches that servers of the whole model have served with later kernels, and their times."""
+    found = []
+    for case in json.loads((RESULTS / "bench.json").read_text())["cases"]:
+        batch = dict(case, batch=case["requests"], groups=1, generated=case["tokens"])
+        times = {name: case["tpot_ms"][name]["median"] for name in case["tpot_ms"]}
+        found.append((case["name"], batch, {"pat": times["pat"], "fa3": times["default"]}))
+    for case in json.loads((RESULTS / "serving-gates-whole.json").read_text())["cases"]:
+        asked = QUESTION.fullmatch(case["question"])
+        if asked is not None:  # not requests of many lengths
+            numbers = [int((text or "0").replace(",", "")) for text in asked.groups()]
+            count, groups, prefix, private = numbers
+            batch = {"batch": count, "groups": max(groups, 1), "prefix": prefix}
+            batch |= {"private": private, "generated": case["tokens"]}
+            found.append((case["question"], batch, case["tpot_ms"]))
+    return found
+
+
+def test_batches_with_later_kernels_are_estimated_within_ten_percent() -> None:
+    step_time = StepTime.of(SERVERS[0]["models"]["llama-3-8b"], GPUS["H100"])
+    cases = present_cases()
+    assert len(cases) == 12
+    for title, batch, times in cases:
+        for backend, name in BACKENDS:
+            found = estimate(batch_of(batch), step_time, backend, pool=4 * POOL)
+            assert found.step_ms == pytest.approx(times[name], rel=0.10), (title, name)
 
 
 # --- the simulated server ---

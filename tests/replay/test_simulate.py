@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pat.attention import new_scheduler
 from sglang_pat.batch import PrefixPaths
+from sglang_pat.plan import new_scheduler
 from sglang_pat.replay.account import Account, split_partials
 from sglang_pat.replay.formats import open_trace
 from sglang_pat.replay.generate import generate

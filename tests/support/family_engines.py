@@ -311,7 +311,7 @@ def _answer_prompts(
 ) -> None:
     import sglang
 
-    from sglang_pat.sglang.sinks import read_stats
+    from sglang_pat.sglang.stats_file import read_stats
 
     os.environ[_CALLS] = str(folder / "calls")
     os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")

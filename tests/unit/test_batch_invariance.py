@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat._scheduler import OPEN_END, SHARED_KV, PackScheduler, num_chunks
-from sglang_pat.attention import new_scheduler
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan
+from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan, new_scheduler
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 STEP = 64

@@ -108,11 +108,12 @@ def test_a_case_is_made_smaller_until_the_server_holds_it() -> None:
 def _compared(gain: float, spread: float) -> Compared:
     runs = [DecodeRun({8: 1.0, 16: 1.0, 24: 1.0}, 1.0, 1.0, [])]
     slices = {8: gain - spread, 16: gain, 24: gain + spread}
+    case = Case(4, 0, 8, 8)
     measured = [
-        comparison.Measured(1.0, {}, {"x": each})
+        comparison.Measured(1.0, {}, {"x": case}, {"x": each})
         for each in (runs, [DecodeRun(slices, 1.0, 1.0, [])])
     ]
-    (found,) = compare(*measured, {"x": Case(4, 0, 8, 8)})
+    (found,) = compare(*measured)
     return found
 
 
@@ -134,12 +135,12 @@ def test_the_verdict_knows_its_noise() -> None:
 class FakeServer:
     """Says what it was started with, and decodes at a speed of its own."""
 
-    def __init__(self, backend: str, log: list[Any]) -> None:
-        self.backend, self.log = backend, log
+    def __init__(self, backend: str, pool: int, log: list[Any]) -> None:
+        self.backend, self.pool, self.log = backend, pool, log
 
     def info(self) -> dict[str, Any]:
         return {
-            "max_total_num_tokens": 10_000,
+            "max_total_num_tokens": self.pool,
             "decode_attention_backend": "pat" if self.backend == "pat" else "fa3",
             "pat": {"layers": 4},
         }
@@ -154,31 +155,45 @@ class FakeServer:
         return {"plans_built": 3} if self.backend == "pat" else {}
 
 
-def test_two_servers_serve_the_same_batches(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    log: list[Any] = []
-    started: list[Any] = []
+class FakeServers:
+    """In place of SGLang's servers. pools: KV tokens. fails: raised by a pass of pat's with nothing
+    shared. log, started: what they were asked, and how they were started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        self.started: list[Any] = []
+        self.pools = {"pat": 10_000, "default": 10_000}
+        self.fails: BaseException | None = None
+        monkeypatch.setattr(comparison, "running_server", self.running_server)
+        monkeypatch.setattr(comparison, "decode_run", self.decode_run)
+        monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+        monkeypatch.setenv("COLUMNS", "200")
 
     @contextlib.contextmanager
     def running_server(
-        contender: Any, model: Path, folder: Path, *, flags: list[str], **arguments: Any
+        self, contender: Any, model: Path, folder: Path, *, flags: list[str], **arguments: Any
     ) -> Iterator[FakeServer]:
-        started.append((contender.backend, flags, arguments, (model / "config.json").exists()))
-        yield FakeServer(contender.backend or "default", log)
+        there = (model / "config.json").exists()
+        self.started.append((contender.backend, flags, arguments, there))
+        name = contender.backend or "default"
+        yield FakeServer(name, self.pools[name], self.log)
 
-    def decode_run(server: FakeServer, prompts: list[list[int]], tokens: int) -> DecodeRun:
+    def decode_run(self, server: FakeServer, prompts: list[list[int]], tokens: int) -> DecodeRun:
+        if self.fails is not None and server.backend == "pat" and prompts[0][:1] != prompts[-1][:1]:
+            raise self.fails
         speed = 2.0 if server.backend == "pat" else 3.0
         return DecodeRun(dict.fromkeys(range(8, tokens, 8), speed), 5.0, 1.0, [])
 
-    monkeypatch.setattr(comparison, "running_server", running_server)
-    monkeypatch.setattr(comparison, "decode_run", decode_run)
-    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setenv("COLUMNS", "200")
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> FakeServers:
+    return FakeServers(monkeypatch)
+
+
+def test_two_servers_serve_the_same_batches(
+    config: Path, tmp_path: Path, servers: FakeServers, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
     flags = ["--server-args", "--tp 2", "--json", str(out), "--requests", "16"]
     assert main.main(["bench", "--model", str(config), *flags]) == 0
@@ -187,19 +202,69 @@ def test_two_servers_serve_the_same_batches(
         "pat is faster with a shared prefix (1.50x), faster with nothing shared (1.50x)" in printed
     )
     assert "fa3 (SGLang's default)" in printed
-    assert [(backend, flags) for backend, flags, *_ in started] == [
-        ("pat", ["--tp", "2"]),
+    assert [(backend, flags) for backend, flags, *_ in servers.started] == [
         (None, ["--tp", "2"]),
+        ("pat", ["--tp", "2"]),
     ]
-    assert all(arguments["load_format"] == "dummy" and there for *_, arguments, there in started)
-    of_pat = [entry[1:] for entry in log if entry[0] == "pat"]
-    assert of_pat == [entry[1:] for entry in log if entry[0] == "default"]
+    assert all(
+        arguments["load_format"] == "dummy" and there for *_, arguments, there in servers.started
+    )
+    of_pat = [entry[1:] for entry in servers.log if entry[0] == "pat"]
+    assert of_pat == [entry[1:] for entry in servers.log if entry[0] == "default"]
     assert (4, 1024) in of_pat  # 16 requests do not fit into 10,000 tokens
     result = json.loads(out.read_text())
     assert [case["requests"] for case in result["cases"]] == [8, 4, 1]
     assert result["cases"][0]["tpot_ms"]["pat"]["median"] == 2.0
     assert result["servers"]["pat"]["stats"] == {"plans_built": 3}
     assert result["meta"]["gpus"] == [{"name": "H100", "driver": "1"}]
+    assert result["failure"] is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "status"),
+    [
+        (KeyboardInterrupt(), "interrupted", 130),
+        (SystemExit(143), "told to end", 143),
+        (RuntimeError("out of memory"), "out of memory", 1),
+    ],
+)
+def test_what_was_measured_before_the_end_is_kept(
+    failure: BaseException,
+    message: str,
+    status: int,
+    config: Path,
+    tmp_path: Path,
+    servers: FakeServers,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    servers.fails = failure
+    out = tmp_path / "out.json"
+    command = ["bench", "--model", str(config), "--json", str(out)]
+    if isinstance(failure, SystemExit):
+        with pytest.raises(SystemExit, match="143"):
+            main.main(command)
+    else:
+        assert main.main(command) == status
+    printed = capsys.readouterr()
+    assert printed.err == f"sglang-pat bench: {message}\n"
+    assert "pat is faster with a shared prefix (1.50x), against fa3" in printed.out
+    result = json.loads(out.read_text())
+    assert result["failure"] == message
+    assert [case["name"] for case in result["cases"]] == ["with a shared prefix"]
+    # What only the other server has measured is kept, too.
+    assert len(result["servers"]["default"]["tpot_ms"]) == 3
+    assert list(result["servers"]["pat"]["tpot_ms"]) == ["with a shared prefix"]
+
+
+def test_batches_of_different_sizes_are_not_compared(
+    config: Path, servers: FakeServers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers.pools["pat"] = 6_000
+    assert main.main(["bench", "--model", str(config)]) == 1
+    printed = capsys.readouterr()
+    assert "8 requests, 4096 shared" in printed.err
+    assert "pat holds less than the server before it" in printed.err
+    assert "gain" not in printed.out
 
 
 def test_a_server_that_fails_is_told(

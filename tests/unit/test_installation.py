@@ -19,7 +19,7 @@ from sglang_pat import support
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What a user installs; the other extras are for work on the project itself.
-FOR_USERS = ("sglang", "replay")
+FOR_USERS = ("sglang", "torch", "replay")
 REQUIREMENTS = [
     Requirement(text)
     for text in (
@@ -55,7 +55,7 @@ def test_the_extra_takes_tested_versions_and_later_ones() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("extra", ["", "[sglang]", "[sglang,replay]"])
+@pytest.mark.parametrize("extra", ["", "[torch]", "[sglang]", "[sglang,replay]"])
 def test_an_installation_changes_no_other_package(extra: str) -> None:
     uv = shutil.which("uv") or str(ROOT / "build/uv/bin/uv")
     command = [uv, "pip", "install", "--dry-run", "--python", sys.executable]

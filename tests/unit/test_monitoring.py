@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import yaml
 
-from sglang_pat.sglang import sinks
+from sglang_pat.sglang import metrics as ours
 from sglang_pat.stats import StepKind
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
@@ -38,11 +38,11 @@ def registered() -> dict[str, set[str]]:
         def labels(self, **_: object) -> Metric:
             return self
 
-    classes = sinks.MetricClasses(Metric, Metric, Metric)
-    sinks.StepMetrics({"of SGLang": ""}, dict, classes)
-    histogram = found.pop(f"{sinks.PREFIX}plan_seconds")
+    classes = ours.MetricClasses(Metric, Metric, Metric)
+    ours.StepMetrics({"of SGLang": ""}, dict, classes)
+    histogram = found.pop(f"{ours.PREFIX}plan_seconds")
     for suffix in ("bucket", "count", "sum"):
-        found[f"{sinks.PREFIX}plan_seconds_{suffix}"] = histogram
+        found[f"{ours.PREFIX}plan_seconds_{suffix}"] = histogram
     return found
 
 
@@ -64,7 +64,7 @@ def test_every_metric_exists() -> None:
     assert named <= set(metrics) | recorded | SGLANG_METRICS
     # And none that users of the dashboard would miss.
     unused = (
-        set(metrics) - named - {f"{sinks.PREFIX}plan_seconds_{each}" for each in ("count", "sum")}
+        set(metrics) - named - {f"{ours.PREFIX}plan_seconds_{each}" for each in ("count", "sum")}
     )
     assert not unused
 
@@ -89,7 +89,7 @@ def test_every_label_exists() -> None:
 
 def test_reasons_and_kinds_that_rules_select_are_given_by_the_code() -> None:
     source = "\n".join(
-        path.read_text() for path in sorted((Path(sinks.__file__).parent).glob("*.py"))
+        path.read_text() for path in sorted((Path(ours.__file__).parent).glob("*.py"))
     )
     for expression in expressions():
         for reason in re.findall(r'reason[=!]~"(.*?)\.\*"', expression):

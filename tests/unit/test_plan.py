@@ -19,8 +19,14 @@ from sglang_pat._scheduler import (
     PlanCapacity,
     row_lengths,
 )
-from sglang_pat.attention import new_scheduler
-from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, copy_plan, write_plan
+from sglang_pat.plan import (
+    BufferSizes,
+    DecodePlan,
+    PlanHeader,
+    copy_plan,
+    new_scheduler,
+    write_plan,
+)
 
 SECTIONS = (
     "num_tickets",

@@ -88,26 +88,24 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
         assert kv_request == SHARED_KV or plan.item_requests[entries, 0].tolist() == [kv_request]
 
     # Partials: dense and unique; merged in the order of the KV; single ones stored
-    # directly. A request's segments in a work item ascend.
+    # directly. A request's segments in a work item ascend or, from the tails up, descend.
     num_requests = len(case.seq_lens)
-    first_position = np.full(h.num_item_requests, -1)
-    last_position = np.full(h.num_item_requests, -1)
+    positions: list[list[int]] = [[] for _ in range(h.num_item_requests)]
     spans = plan.gather_spans
     for _, kv_request, kv_begin, _, entries in plan_segments(plan):
         position = kv_begin
         if kv_request == SHARED_KV:
             span = spans[np.searchsorted(spans[:, 3], kv_begin, side="right") - 1]
             position += int(span[1] - span[3])
-        assert (last_position[entries] < position).all()
-        last_position[entries] = position
-        first_position[entries] = np.where(
-            first_position[entries] < 0, position, first_position[entries]
-        )
-    assert (first_position >= 0).all(), "every request of a work item is in one of its segments"
+        for entry in entries:
+            positions[entry].append(position)
+    for each in positions:
+        assert each, "every request of a work item is in one of its segments"
+        assert len(set(each)) == len(each)
+        assert each in (sorted(each), sorted(each, reverse=True))
+    first_position = [min(each) for each in positions]
     reads_of: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]
-    for position, (request, slot) in zip(
-        first_position.tolist(), plan.item_requests.tolist(), strict=True
-    ):
+    for position, (request, slot) in zip(first_position, plan.item_requests.tolist(), strict=True):
         reads_of[request].append((position, slot))
     slots_of = [[slot for _, slot in sorted(reads)] for reads in reads_of]
     used: list[int] = []
@@ -303,6 +301,18 @@ def test_much_work_is_tickets_that_shrink() -> None:
     assert max(tokens) <= 0.75 * share
     assert max(tokens[-33:]) <= 600
     check_coverage(plan, case, case.seq_lens)
+
+
+def test_half_of_the_tickets_run_from_the_tails_up() -> None:
+    """So that shared KV, out of the L2, and tails, out of device memory, are read side by side."""
+    case = make_case([(-1, 512)], [(0, 32)] * 1024)
+    plan = plan_case(make_scheduler(), case)
+    begins = plan.kv_segments[plan.ticket_begin[:-1, 1], 0] == SHARED_KV
+    assert len(begins) == 64
+    assert begins[:17].all()
+    assert not begins[17:33].any()
+    assert begins[33::2].all()
+    assert not begins[34::2].any()
 
 
 def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:

@@ -72,7 +72,7 @@ def test_the_readme_shows_the_recorded_gains() -> None:
 
 def test_the_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
     serving, kernels = (
-        json.loads((RESULTS / name).read_text()) for name in ("serving.json", "kernels.json")
+        json.loads((RESULTS / name).read_text()) for name in ("serving-gates.json", "kernels.json")
     )
     plot_gain.draw(serving, kernels, tmp_path / "gain.png")
     assert (tmp_path / "gain.png").read_bytes().startswith(b"\x89PNG")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest, same_objects
-from sglang_pat.attention import new_scheduler
-from sglang_pat.plan import copy_plan
+from sglang_pat.plan import copy_plan, new_scheduler
 
 
 class Request:

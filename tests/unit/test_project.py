@@ -195,6 +195,27 @@ def test_a_server_imports_little_that_sglang_does_not() -> None:
     assert not [name for name in ours if name.split(".")[1] in ("bench", "cli", "replay")]
 
 
+def test_advice_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, sglang=None)\n"
+        "from sglang_pat.cli.main import main\n"
+        "command = 'advise --model qwen3-8b --generate few-shot --limit 100'\n"
+        "sys.exit(main(command.split()))"
+    )
+    assert "36 of 36 layers accelerated" in " ".join(_python(code).split())
+
+
+def test_without_torch_the_kernels_say_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import sglang_pat; sglang_pat.DecodeBatch\n"
+        "try: sglang_pat.PackAttention\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    expected = "sglang_pat.attention needs torch: pip install 'sglang-pat[torch]'"
+    assert _python(code).strip() == expected
+
+
 def test_public_names_are_imported_on_first_use() -> None:
     for name in sglang_pat.__all__:
         assert getattr(sglang_pat, name).__name__ == name

@@ -15,12 +15,12 @@ from sglang_pat.stats import read_counters
 PUBLISH = """
 import logging, sys, time
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from sglang_pat.sglang import sinks
+from sglang_pat.sglang import metrics as published
 from sglang_pat.stats import PlanningTime
-from sglang_pat.sglang.sinks import StepMetrics
+from sglang_pat.sglang.metrics import StepMetrics
 
 logging.basicConfig(stream=sys.stderr)
-sinks.PUBLISH_SECONDS = 0.05
+published.PUBLISH_SECONDS = 0.05
 counters = {
     "causes": {}, "plans_reused": 0, "kv_tokens_query_centric": 0, "kv_tokens_planned": 0,
     "kv_tokens_lower_bound": 0, "private_steps": {}, "tree_events": {}, "batch_changes": {},
@@ -137,9 +137,9 @@ def test_an_error_is_logged_and_decode_goes_on(tmp_path: Path) -> None:
 counters = None
 metrics.start()
 time.sleep(0.3)
-for _ in range(2 * sinks._MAX_WAITING):
+for _ in range(2 * published._MAX_WAITING):
     metrics.add_step(PlanningTime("cold", 1_000))
-assert len(metrics._waiting) == sinks._MAX_WAITING
+assert len(metrics._waiting) == published._MAX_WAITING
 """
     _, errors = published(code, tmp_path)
     assert "pat publishes no more metrics; decode goes on" in errors

@@ -1,93 +1,19 @@
-"""Where counters go: SGLang's log, Prometheus, a JSON file.
+"""What decode steps have counted, and who decodes which layer, as metrics of Prometheus.
 
-No sink does work in a decode step beyond an append or a flag. Threads write the file and publish
-the metrics.
+A decode step only appends to a list: a thread publishes.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
-import os
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from sglang_pat.stats import Counters, PlanningTime, PlanningTimes, StepKind
-
-logger = logging.getLogger(__name__)
-
-
-class StepLog:
-    """Logs what has changed in `read_counters()` every `interval` steps.
-
-    The first step only says where counting begins: before it, SGLang has warmed up and captured its
-    CUDA graphs.
-    """
-
-    def __init__(self, interval: int, read_counters: Callable[[], Counters]) -> None:
-        self._interval = interval
-        self._read_counters = read_counters
-        self._before: Counters | None = None
-        self._steps = 0  # since the last line
-
-    @property
-    def steps_left(self) -> int:
-        """How many steps may be added together with the next one, at the latest, for a line."""
-        return max(self._interval - self._steps - 1, 0)  # SGLang takes -1 for every step
-
-    def add_steps(self, count: int = 1) -> None:
-        """After that many decode steps that were planned, or whose plan was reused."""
-        if self._before is None:
-            self._before = self._read_counters()
-            return
-        self._steps += count
-        if self._steps < self._interval:
-            return
-        counters = self._read_counters()
-        logger.info(log_line(self._before, counters))
-        self._before = counters
-        self._steps = 0
-
-
-def log_line(before: Counters, counters: Counters) -> str:
-    """In SGLang's wording: what was counted between two readings, and planning time per step."""
-
-    def since(name: str) -> int:
-        count: int = counters[name] - before[name]
-        return count
-
-    query_centric = since("kv_tokens_query_centric")
-    # Without any KV, of idle ranks under data parallelism, nothing was saved.
-    ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
-    private = sum(counters["private_steps"].values()) - sum(before["private_steps"].values())
-    verified = ""
-    if "verify" in counters:  # with speculative decoding
-        steps, rows = (
-            counters["verify"][name] - before["verify"][name] for name in ("steps", "rows")
-        )
-        verified = f"#verify step: {steps}, #verified token: {rows}, "
-    return (
-        f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {verified}"
-        f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
-        f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
-    )
-
-
-def _times(planning_ns: PlanningTimes) -> str:
-    """Of each kind of step that there was, the cheapest kind first."""
-    kinds = [kind for kind in get_args(StepKind) if planning_ns.get(kind)]
-    percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
-    return ", ".join(
-        f"{kind} {p50:.1f}/{p99:.1f}" for kind, (p50, p99) in zip(kinds, percentiles, strict=True)
-    )
-
+from sglang_pat.stats import Counters, PlanningTime, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -296,92 +222,3 @@ def _layer_gauge(labels: tuple[str, ...], classes: MetricClasses) -> Any:
 @cache  # a name can be registered once in a process, which may build its backend again
 def _metrics(labels: tuple[tuple[str, str], ...], classes: MetricClasses) -> _Metrics:
     return _Metrics(dict(labels), classes)
-
-
-logger = logging.getLogger(__name__)
-
-# What SIGKILL can lose is younger than this, and the time that a write takes.
-WRITE_SECONDS = 0.05
-
-_SETTLED_SECONDS = 0.25
-
-
-class StatsFile:
-    """Keeps a file up to date. `start()` once, `mark()` after each decode step.
-
-    The file is replaced as a whole, so that no reader sees half of it, within 0.1 s of a step, and
-    when the process ends other than by a signal. It is not written while nothing changes.
-    """
-
-    def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
-        """read_counters: called from another thread."""
-        self._path = path
-        self._read_counters = read_counters
-        self._written: Counters | None = None
-        self._outdated = threading.Event()
-        self._writing = threading.Lock()  # the thread, or the end of the process
-
-    def start(self) -> None:
-        """Write the file, and keep it up to date from now on, until the process ends."""
-        self.write()
-        atexit.register(self.write)
-        threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
-
-    def mark(self) -> None:
-        """After a decode step that has been counted."""
-        if not self._outdated.is_set():
-            self._outdated.set()
-
-    def write(self) -> bool:
-        """Write the counters if they have changed. Returns whether they have."""
-        with self._writing:
-            counters = self._read_counters()
-            if counters == self._written:
-                return False
-            _replace(self._path, json.dumps(counters) + "\n")
-            self._written = counters
-            return True
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._outdated.wait()
-                self._outdated.clear()  # before reading: a step counts first, and then marks
-                # Until nothing changes any more: what SGLang does to its tree after a step is
-                # counted, but marks nothing.
-                while self.write():
-                    time.sleep(WRITE_SECONDS)
-        except Exception:
-            logger.exception("pat writes no more to %s; decode goes on", self._path)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Give a file a new content, all at once."""
-    # A new file, under a name that nobody can foresee: it follows no link that was put there.
-    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(text)
-        os.replace(new, path)
-    except BaseException:
-        os.unlink(new)
-        raise
-
-
-def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """What is in a stats file after the last step: waits until two readings are equal that are
-    further apart than the file lags behind. For when all requests have been answered.
-
-    TimeoutError, naming the file, if it goes on changing.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    text = path.read_text()
-    while True:
-        time.sleep(_SETTLED_SECONDS)
-        before, text = text, path.read_text()
-        if text == before:
-            stats: dict[str, Any] = json.loads(text)
-            return stats
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} has not stopped changing for {timeout_seconds} s")

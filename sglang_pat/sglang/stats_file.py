@@ -1,0 +1,107 @@
+"""StatsFile: what decode steps have counted, as a JSON file.
+
+A decode step only sets a flag: a thread writes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.stats import Counters
+
+logger = logging.getLogger(__name__)
+
+# What SIGKILL can lose is younger than this, and the time that a write takes.
+WRITE_SECONDS = 0.05
+
+_SETTLED_SECONDS = 0.25
+
+
+class StatsFile:
+    """Keeps a file up to date. `start()` once, `mark()` after each decode step.
+
+    The file is replaced as a whole, so that no reader sees half of it, within 0.1 s of a step, and
+    when the process ends other than by a signal. It is not written while nothing changes.
+    """
+
+    def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
+        """read_counters: called from another thread."""
+        self._path = path
+        self._read_counters = read_counters
+        self._written: Counters | None = None
+        self._outdated = threading.Event()
+        self._writing = threading.Lock()  # the thread, or the end of the process
+
+    def start(self) -> None:
+        """Write the file, and keep it up to date from now on, until the process ends."""
+        self.write()
+        atexit.register(self.write)
+        threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
+
+    def mark(self) -> None:
+        """After a decode step that has been counted."""
+        if not self._outdated.is_set():
+            self._outdated.set()
+
+    def write(self) -> bool:
+        """Write the counters if they have changed. Returns whether they have."""
+        with self._writing:
+            counters = self._read_counters()
+            if counters == self._written:
+                return False
+            _replace(self._path, json.dumps(counters) + "\n")
+            self._written = counters
+            return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._outdated.wait()
+                self._outdated.clear()  # before reading: a step counts first, and then marks
+                # Until nothing changes any more: what SGLang does to its tree after a step is
+                # counted, but marks nothing.
+                while self.write():
+                    time.sleep(WRITE_SECONDS)
+        except Exception:
+            logger.exception("pat writes no more to %s; decode goes on", self._path)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give a file a new content, all at once."""
+    # A new file, under a name that nobody can foresee: it follows no link that was put there.
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(text)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
+
+
+def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
+    """What is in a stats file after the last step: waits until two readings are equal that are
+    further apart than the file lags behind. For when all requests have been answered.
+
+    TimeoutError, naming the file, if it goes on changing.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    text = path.read_text()
+    while True:
+        time.sleep(_SETTLED_SECONDS)
+        before, text = text, path.read_text()
+        if text == before:
+            stats: dict[str, Any] = json.loads(text)
+            return stats
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} has not stopped changing for {timeout_seconds} s")

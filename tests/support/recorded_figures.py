@@ -1,0 +1,433 @@
+"""What the documentation says of the recorded kernels and servers, from the files themselves.
+
+`python tests/support/recorded_figures.py` writes it between its markers; with `--check` it only
+compares. A test and `make docs` do that. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from kernel_gates import geomean, over_floor, versus_best  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results/h100"
+COMMAND = "python tests/support/recorded_figures.py"
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/kernels.md",
+    "docs/numerics.md",
+    "docs/recipes/rollouts.md",
+    "docs/results.md",
+    "docs/when-it-does-not-pay.md",
+)
+WIDTH = 120
+PEERS = {"flashinfer": "FlashInfer", "fa3": "FA3"}
+# suite of the kernel benchmark, whether something is shared -> what it is called
+SUITES = {
+    ("pat-20", True): "PAT's trees, shared",
+    ("pat-20", False): "PAT's trees, nothing shared",
+    ("unshared", False): "further batches, nothing shared",
+    ("long-prefix", True): "long prefixes",
+    ("rank", True): "few KV heads, as on a tensor-parallel rank",
+    ("random", True): "random forests",
+}
+KINDS = {
+    "uniform": "equal lengths",
+    "ragged": "lengths that vary (lognormal)",
+    "long": "long contexts, few requests",
+}
+SHARED_BY = ((1, 1), (3, 3), (5, 5), (7, 9), (12, 14), (36, 36), (61, 61))
+MODEL = "llama-3-8b"
+NOISE = 0.005  # of a ratio of two times: below, neither is called faster
+WHOLE = {MODEL: 32}  # layers of a model that is served whole
+LONG_PREFIX = "128 x (8,192 shared) + 256"  # of the server's questions: the headline
+NOTHING_SHARED = "128 x 1,024"
+ROLLOUT = "256 x (32 x 1,024 shared) + 0"
+SHORT_PREFIX = "64 x (2,048 shared) + 128"
+
+Case = dict[str, Any]
+
+
+def read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return result
+
+
+def servers() -> dict[str, dict[str, Any]]:
+    """The runs of bench_server_gates.py by name, that of a whole model first if there is one."""
+    names = ("serving-gates-whole.json", "serving-gates.json")
+    return {name: read(name) for name in names if (RESULTS / name).exists()}
+
+
+def first_server() -> dict[str, Any]:
+    return next(iter(servers().values()))
+
+
+# --- kernels ---
+
+
+def kernel_cases(suite: str | None = None) -> list[Case]:
+    cases: list[Case] = read("kernels.json")["cases"]
+    return [case for case in cases if suite in (None, case["suite"])]
+
+
+def gain(case: Case) -> float:
+    """Time of the fastest other kernel over pat's."""
+    found = versus_best(case)
+    assert found is not None, case["name"]
+    return found
+
+
+def kernel_suites() -> str:
+    columns = ["geometric mean of time / floor", "cases", "pat", *PEERS.values()]
+    columns += ["best other / pat: mean", "least", "most"]
+    rows = []
+    for (suite, shared), title in SUITES.items():
+        cases = [case for case in kernel_cases(suite) if case["shared"] is shared]
+        gains = [gain(case) for case in cases]
+        cells = [three(geomean(_over_floor(cases, name))) for name in PEERS]
+        pat = f"{geomean(over_floor(case) for case in cases):.3f}"
+        spread = (geomean(gains), min(gains), max(gains))
+        rows.append([title, str(len(cases)), pat, *cells, *map(three, spread)])
+    return table(columns, rows)
+
+
+def kernel_gates() -> str:
+    gates = read("kernels.json")["gates"]
+    lines = []
+    for title, passed in (("What had to hold, and did:", True), ("What was **missed**:", False)):
+        found = [gate for gate in gates if gate["passed"] is passed]
+        if found:
+            lines += [title, ""]
+            lines += [f"- {gate['suite']}: {gate['rule']} ({gate['found']})" for gate in found]
+            lines.append("")
+    return "\n".join([*lines, kernel_losses()])
+
+
+def kernel_losses() -> str:
+    cases = kernel_cases()
+    lost = sorted((case for case in cases if gain(case) < 1 - NOISE), key=gain)
+    if not lost:
+        return wrapped(f"In none of the {len(cases)} cases `pat` is slower by over {NOISE:.1%}.")
+    names = ", ".join(f"`{case['tree']}` {heads(case)} {gain(case):.3f}x" for case in lost)
+    shared = sum(case["shared"] for case in lost)
+    where = "with something shared" if shared == len(lost) else f"{shared} with something shared"
+    where = "nothing is shared there" if not shared else where
+    return wrapped(
+        f"`pat` is slower than the best other kernel by over {NOISE:.1%} in {len(lost)} of the "
+        f"{len(cases)} cases ({where}): {names}."
+    )
+
+
+def kernel_extremes() -> str:
+    """Of PAT's trees with something shared."""
+    cases = [case for case in kernel_cases("pat-20") if case["shared"]]
+    by_heads = ", ".join(
+        f"{each} {geomean(over_floor(case) for case in cases if heads(case) == each):.2f}"
+        for each in dict.fromkeys(map(heads, cases))
+    )
+    closest = min(cases, key=gain)
+    farthest = sorted(cases, key=over_floor, reverse=True)[:3]
+    names = ", ".join(
+        f"`{case['tree']}` {heads(case)} ({over_floor(case):.2f})" for case in farthest
+    )
+    return wrapped(
+        f"PAT's trees with something shared, time over floor by heads: {by_heads}. The closest "
+        f"case: `{closest['tree']}` {heads(closest)}, where the best other kernel takes "
+        f"{gain(closest):.2f} times as long as `pat`. The farthest from the floor: {names}."
+    )
+
+
+def kernel_source() -> str:
+    meta = read("kernels.json")["meta"]
+    return wrapped(
+        f"Source: `h100/kernels.json` (`bench_kernels.py`, commit {meta['commit']}). What has "
+        "changed since that commit is not in it."
+    )
+
+
+def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
+    return (over_floor(case, name) for case in cases if name in case["us"])
+
+
+def kernel_errors() -> str:
+    cases = [case for case in kernel_cases() if {"pat", *PEERS} <= case["error"].keys()]
+    largest = {name: max(case["error"][name] for case in cases) for name in ("pat", *PEERS)}
+    ratios = [case["error"]["pat"] / min(case["error"][name] for name in PEERS) for case in cases]
+    return wrapped(
+        f"Recorded largest errors over {len(cases)} kernel cases (bfloat16, `h100/kernels.json`): "
+        f"{largest['pat']:.1e}, where FA3 has {largest['fa3']:.1e} and FlashInfer "
+        f"{largest['flashinfer']:.1e}. A case's largest error is {geomean(ratios):.2f} times that "
+        f"of the better of these two in the geometric mean, and {max(ratios):.1f} times at most."
+    )
+
+
+def shared_by(case: Case) -> int:
+    """How many requests share a KV token, on average."""
+    return round(case["tokens"] / case["unique_tokens"])
+
+
+def gains_by_sharing() -> str:
+    columns = ["KV tokens read one by one / distinct", "cases", "geometric mean", "worst", "best"]
+    rows = []
+    for low, high in SHARED_BY:
+        gains = _gains(low, high)
+        name = f"{low}x" if low == high else f"{low} to {high}x"
+        name += ": nothing shared" if high == 1 else ""
+        spread = (geomean(gains), min(gains), max(gains))
+        rows.append([name, str(len(gains)), *(f"{value:.2f}" for value in spread)])
+    return table(columns, rows)
+
+
+def gains_in_short() -> str:
+    columns, row = ["shared by"], ["gain"]
+    for low, high in ((1, 1), (3, 3), (5, 5), (7, 9), (12, 14), (36, 10**9)):
+        name = str(low) if low == high else f"{low} to {high}"
+        name = f"{low} and more" if high == 10**9 else name
+        columns.append(f"{name} (nothing shared)" if high == 1 else name)
+        value = geomean(_gains(low, high))
+        row.append(f"{value:.2f}x" if value < 2 else f"{value:.1f}x")
+    return table(columns, [row])
+
+
+def _gains(low: int, high: int) -> list[float]:
+    return [gain(case) for case in kernel_cases("pat-20") if low <= shared_by(case) <= high]
+
+
+def gains_without_sharing() -> str:
+    cases = [case for case in kernel_cases() if not case["shared"]]
+    rows = []
+    for kind, title in KINDS.items():
+        found = [case for case in cases if case["kind"] == kind]
+        worst = min(found, key=gain)
+        value = f"{gain(worst):.3f} (`{worst['tree']}` {heads(worst)})"
+        rows.append([title, str(len(found)), f"{geomean(map(gain, found)):.2f}", value])
+    rows.append(["all", str(len(cases)), f"{geomean(map(gain, cases)):.2f}", ""])
+    return table(["nothing shared", "batches", "geometric mean", "worst"], rows)
+
+
+def heads(case: Case) -> str:
+    return f"{case['heads_q']}/{case['heads_kv']}"
+
+
+# --- servers ---
+
+
+def headline() -> str:
+    result = first_server()
+    case = question(result, LONG_PREFIX)
+    alone = question(result, NOTHING_SHARED)["tpot_ms"]
+    pat, fa3 = case["tpot_ms"]["pat"], case["tpot_ms"]["fa3"]
+    return wrapped(
+        "With 128 requests over a shared prefix of 8,192 tokens, a token takes "
+        f"**{pat:.1f} ms instead of {fa3:.1f} ms** with FA3, SGLang's default on an H100. With 128 "
+        f"requests that share nothing, it takes {alone['pat']:.1f} ms and {alone['fa3']:.1f} ms. "
+        f"({model(result, case)}, one H100.)"
+    )
+
+
+def gains_in_server() -> str:
+    result = first_server()
+    cases = [case for case in result["cases"] if case["model"] == MODEL]
+    alone = [over_pat(case) for case in cases if case["part"] == "unshared"]
+    return wrapped(
+        "Attention is a part of a step, so the gain per token is smaller. Over FA3: "
+        f"{over_pat(question(result, LONG_PREFIX)):.1f}x with 128 requests over 8,192 tokens, "
+        f"{over_pat(question(result, SHORT_PREFIX)):.1f}x with 64 over 2,048, and "
+        f"{min(alone):.2f}x to {max(alone):.2f}x with nothing shared "
+        f"({model(result, cases[0])})."
+    )
+
+
+def rollout() -> str:
+    result = first_server()
+    case = question(result, ROLLOUT)
+    return wrapped(
+        "A token of 8 samples of each of 32 prompts of 1,024 tokens takes "
+        f"{case['tpot_ms']['pat']:.1f} ms instead of {case['tpot_ms']['fa3']:.1f} with FA3 "
+        f"({model(result, case)}, one H100; [results](../results.md#in-sglangs-server))."
+    )
+
+
+def server_tables() -> str:
+    """A model is shown with all its layers if it was served so."""
+    tables, shown = [], set[str]()
+    for name, result in servers().items():
+        cases = [case for case in result["cases"] if case["model"] not in shown]
+        shown |= {case["model"] for case in cases}
+        tables.append(server_table(name, result["meta"], cases))
+    return "\n\n".join(tables)
+
+
+def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
+    rows = []
+    for case in cases:
+        times, stats = case["tpot_ms"], case.get("pat_stats", {})
+        if not {"pat", "fa3"} <= times.keys():
+            continue
+        shape = "8B" if case["model"] == MODEL else "rank"
+        ratio = f"{stats['kv_read_ratio']:.2f}" if "kv_read_ratio" in stats else ""
+        goal = case.get("whole_ms_limit") if case["layers"] == WHOLE.get(case["model"]) else None
+        missed = ", **missed**" if goal is not None and times["pat"] > goal else ""
+        cells = [f"{times['pat']:.2f}", "" if goal is None else f"{goal:.1f}{missed}"]
+        cells += [f"{times['fa3']:.2f}", f"{over_pat(case):.3f}", ratio]
+        rows.append([f"{shape}: {case['question']}", *cells])
+    columns = ["requests x tokens", "pat", "goal", "FA3", "FA3 / pat", "KV read, over one by one"]
+    layers = {case["model"]: case["layers"] for case in cases}
+    shapes = [f"{count} layers of {shape}" for shape, count in layers.items()]
+    source = wrapped(
+        f"Milliseconds per output token, {' and '.join(shapes)}, SGLang "
+        f"{meta['versions']['sglang']}. Source: `h100/{name}` (`bench_server_gates.py`, commit "
+        f"{meta['commit']})."
+    )
+    return f"{source}\n\n{table(columns, rows)}"
+
+
+def servers_without_sharing() -> str:
+    rows = []
+    for name, result in reversed(servers().items()):
+        for case in result["cases"]:
+            prompt_shared = "shared" in case["question"]
+            if "fa3" in case["tpot_ms"] and not prompt_shared:
+                rows.append((case["model"], case["question"], over_pat(case), name))
+    gains = {(shape, asked): (value, name) for shape, asked, value, name in rows}
+    ordered = sorted(gains, key=lambda key: (key[0] != MODEL, gains[key][0]))
+    return table(
+        ["nothing shared", "FA3 / pat", "source"],
+        [
+            [
+                f"{'Llama-3-8B shape' if shape == MODEL else 'rank of a 70B shape'}: {asked}",
+                f"{gains[shape, asked][0]:.3f}",
+                f"`h100/{gains[shape, asked][1]}`",
+            ]
+            for shape, asked in ordered
+        ],
+    )
+
+
+def question(result: dict[str, Any], name: str) -> Case:
+    (found,) = (
+        case for case in result["cases"] if case["question"] == name and case["model"] == MODEL
+    )
+    return dict(found)
+
+
+def over_pat(case: Case) -> float:
+    return float(case["over_pat"]["fa3"])
+
+
+def model(result: dict[str, Any], case: Case) -> str:
+    cut = f", {case['layers']} of its {WHOLE[MODEL]} layers"
+    cut = "" if case["layers"] == WHOLE[MODEL] else cut
+    return f"Llama-3-8B shape{cut}, SGLang {result['meta']['versions']['sglang']}"
+
+
+# --- when it pays ---
+
+
+def sharing_curve() -> str:
+    result = read("sharing.json")
+    shares = sorted({cell["share"] for cell in result["cells"]})
+    rows = []
+    for batch in dict.fromkeys(cell["batch"] for cell in result["cells"]):
+        found = {cell["share"]: cell["gain"] for cell in result["cells"] if cell["batch"] == batch}
+        rows.append([str(batch), *(f"{found[s]:.2f}" if s in found else "" for s in shares)])
+    return table(["requests", *(f"{share:.0%} shared" for share in shares)], rows)
+
+
+def sharing_in_short() -> str:
+    result = read("sharing.json")
+    most = max(result["cells"], key=lambda cell: cell["gain"])
+    few = [cell["gain"] for cell in result["cells"] if cell["batch"] == 8]
+    return wrapped(
+        f"An estimate for contexts of {result['meta']['context']:,} tokens, from measured "
+        f"attention: {most['batch']} requests that share {most['share']:.0%} of it gain "
+        f"{most['gain']:.2f}x a token, 8 requests at most {max(few):.2f}x."
+    )
+
+
+# --- text ---
+
+
+def three(value: float) -> str:
+    """At least three digits."""
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column is text, the others are numbers."""
+    rule = ["---", *("---:" for _ in columns[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rule, *rows))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        headline,
+        gains_in_server,
+        rollout,
+        server_tables,
+        servers_without_sharing,
+        kernel_suites,
+        kernel_gates,
+        kernel_losses,
+        kernel_extremes,
+        kernel_source,
+        kernel_errors,
+        gains_by_sharing,
+        gains_in_short,
+        gains_without_sharing,
+        sharing_curve,
+        sharing_in_short,
+    )
+}
+_BLOCK = re.compile(
+    r"(?P<begin><!-- recorded: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end of (?P=name) -->)",
+    re.DOTALL,
+)
+
+
+def filled(text: str) -> str:
+    """The page with what its markers enclose written anew."""
+    return _BLOCK.sub(
+        lambda found: f"{found['begin']}\n{BLOCKS[found['name']]()}\n\n{found['end']}", text
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if a page is not current"
+    )
+    check = parser.parse_args().check
+    outdated = []
+    for name in PAGES:
+        page = ROOT / name
+        before = page.read_text()
+        after = filled(before)
+        if after != before:
+            outdated.append(name)
+            if not check:
+                page.write_text(after)
+    if check and outdated:
+        print(f"not current: {', '.join(outdated)}; run: {COMMAND}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
