@@ -122,7 +122,7 @@ class HostExecutor:
         assert plan is not None
         return plan
 
-    def reuse_plan(self, step: Step) -> None: ...
+    def reuse_plan(self, step: Step, *, gather: bool = False) -> None: ...
 
 
 class Steps:

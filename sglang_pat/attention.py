@@ -48,14 +48,15 @@ class Executor(Protocol):
     """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels.
 
     A step begins with load_plan(), of the scheduler's last plan, or with reuse_plan(); then there
-    is one run() per layer.
+    is one run() per layer. gather: whether the slots of shared KV may have changed since the last
+    step.
     """
 
     name: str
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan: ...
 
-    def reuse_plan(self, step: Step) -> None: ...
+    def reuse_plan(self, step: Step, *, gather: bool = False) -> None: ...
 
     def sibling(self) -> Executor: ...
 
@@ -134,13 +135,27 @@ class PackAttention:
         ValueError
             For anything unsupported. Names the value and what is supported.
         """
+        _check_integers(
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            num_workers=num_workers,
+            growth_tokens=growth_tokens,
+            max_requests=max_requests,
+            max_shared_slots=max_shared_slots,
+            max_seq_len=max_seq_len,
+        )
         _check_heads(num_qo_heads, num_kv_heads)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if (head_dim, v_head_dim) not in support.HEAD_DIMS:
             raise support.unsupported("head_dim", support.head_dim_name(head_dim, v_head_dim))
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        for each in (dtype, kv_dtype):
+            if not isinstance(each, torch.dtype):
+                raise TypeError(f"a dtype must be a torch.dtype, got {each!r}")
         if str(dtype).removeprefix("torch.") not in support.DTYPES:
             raise support.unsupported("dtype of queries and KV cache", dtype)
-        kv_dtype = dtype if kv_dtype is None else kv_dtype
         kv_name = str(kv_dtype).removeprefix("torch.")
         if kv_dtype != dtype and kv_name not in support.CONVERTED_KV_DTYPES:
             raise support.unsupported("dtype of queries and KV cache", f"{dtype} and {kv_dtype}")
@@ -171,6 +186,8 @@ class PackAttention:
         if max_requests is not None:
             if max_requests < 1:
                 raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+            if max_shared_slots < 0:
+                raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
             group_size = num_qo_heads // num_kv_heads
             if not batch_invariant:
                 sizes = BufferSizes.for_requests(
@@ -199,7 +216,7 @@ class PackAttention:
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
-        self._checked_table: torch.Tensor | None = None  # the req_to_token of the last step
+        self._checked_table: object = ()  # the req_to_token of the last step
         self._table_width = 0
 
     def plan(
@@ -239,6 +256,8 @@ class PackAttention:
         PlanOverflowError
             If a reservation is too small. There is no plan then.
         """
+        if not isinstance(batch, DecodeBatch):
+            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
@@ -258,7 +277,7 @@ class PackAttention:
         kind: StepKind = "unchanged"
         stats = self.stats
         if cause is None:
-            self._executor.reuse_plan(step)
+            self._executor.reuse_plan(step, gather=paths is not None)
             stats.plans_reused += 1
         else:
             kind = self._build(batch, paths, key, step)
@@ -375,13 +394,15 @@ class PackAttention:
         out_shape = (num_requests, self.num_qo_heads, self.v_head_dim)
         if out is not None:
             self._check_tensor("out", out, out_shape)
-        if logit_cap < 0:
+        if not 0 <= logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
         if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
             raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
         if sinks is not None:
             self._check_sinks(sinks)
         scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
+        if not 0 < scale < math.inf:
+            raise ValueError(f"sm_scale must be positive, got {scale}")
         out = q.new_empty(out_shape) if out is None else out
         lse = None
         if return_lse:
@@ -471,9 +492,15 @@ class PackAttention:
         self._check_per_request("seq_lens", seq_lens, lens)
 
     def _check_per_request(self, name: str, tensor: torch.Tensor, lens: IntArray) -> None:
-        if (
-            tensor.shape == lens.shape and tensor.dtype in _INTS and tensor.device == self.device
-        ):  # the usual case
+        try:
+            is_right = (
+                tensor.shape == lens.shape
+                and tensor.dtype in _INTS
+                and tensor.device == self.device
+            )
+        except AttributeError:
+            is_right = False
+        if is_right:
             return
         self._check_ids(name, tensor, 1, _INTS)
         raise ValueError(f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}")
@@ -481,6 +508,7 @@ class PackAttention:
     def _check_ids(
         self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]
     ) -> None:
+        _check_is_tensor(name, tensor)
         if tensor.dtype not in dtypes or tensor.ndim != ndim:
             allowed = " or ".join(str(dtype) for dtype in dtypes)
             raise ValueError(f"{name} must be {ndim}-D {allowed}, got {_kind(tensor)}")
@@ -488,6 +516,7 @@ class PackAttention:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
 
     def _check_sinks(self, sinks: torch.Tensor) -> None:
+        _check_is_tensor("sinks", sinks)
         if sinks.shape != (self.num_qo_heads,):
             raise ValueError(f"sinks must have shape [{self.num_qo_heads}], got {[*sinks.shape]}")
         if sinks.dtype not in _SINK_DTYPES:
@@ -504,6 +533,8 @@ class PackAttention:
         dtype: torch.dtype | None = None,
     ) -> None:
         dtype = self.dtype if dtype is None else dtype
+        if type(tensor) is not torch.Tensor:  # nearly all are; isinstance() takes longer
+            _check_is_tensor(name, tensor)
         matches = tensor.ndim == len(shape) and all(
             want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
         )
@@ -514,6 +545,22 @@ class PackAttention:
             raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def _check_is_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def _check_integers(**values: int | None) -> None:
+    """TypeError or ValueError for a value that is neither None nor an integer within int32."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if not -1 << 31 <= value < 1 << 31:
+            raise ValueError(f"{name} must fit into int32, got {value}")
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:

@@ -43,14 +43,20 @@ class PrefixPaths:
     request.
 
     Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
-    all `[num_path_nodes]`. The C++ scheduler checks the contents and names the first request that
-    is wrong.
+    all `[num_path_nodes]`. TypeError for arrays of another kind. The C++ scheduler checks the
+    contents and names the first request that is wrong.
     """
 
     path_begin: IntArray
     node_id: npt.NDArray[np.int64]
     kv_begin: IntArray
     kv_end: IntArray
+
+    def __post_init__(self) -> None:
+        _check_array("path_begin", self.path_begin, np.int32)
+        _check_array("node_id", self.node_id, np.int64)
+        _check_array("kv_begin", self.kv_begin, np.int32)
+        _check_array("kv_end", self.kv_end, np.int32)
 
     @classmethod
     def from_lists(cls, paths: Iterable[Sequence[PathNode | tuple[int, int, int]]]) -> PrefixPaths:
@@ -97,8 +103,9 @@ class DecodeBatch(NamedTuple):
         marks a padding row: its output is 0 and its LSE -inf.
     paths: the batch's paths, or a forest that keeps them. A forest has them until its next
         update(). Rows behind its last request have no path.
-    key: equal keys promise equal paths, rows and order, so that a plan may be reused while
-        `seq_lens` grow. None: the paths themselves are compared.
+    key: equal keys promise equal paths, rows and order, and that shared KV stays in its slots, so
+        that a plan may be reused while `seq_lens` grow. None: the paths themselves are compared,
+        and the slots of shared KV are read again in each step.
     begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
         there its time is counted.
     """
@@ -128,6 +135,19 @@ class Step(NamedTuple):
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
     host_seq_lens: IntArray  # the same lengths
+
+
+def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
+    """TypeError unless it is a contiguous 1-D array of this type."""
+    if not isinstance(array, np.ndarray):
+        found = type(array).__name__
+    elif array.dtype != dtype or array.ndim != 1:
+        found = f"{array.ndim}-D {array.dtype}"
+    elif not array.flags.c_contiguous:
+        found = f"strides {array.strides}"
+    else:
+        return
+    raise TypeError(f"{name} must be a contiguous 1-D {dtype.__name__} NumPy array, got {found}")
 
 
 def _checked_nodes(

@@ -1,7 +1,7 @@
 """Checks of the files that a command will write: all of them run before the work starts.
 
 `output_file` is the type of a single option. `check_outputs` looks at all options of one command
-together.
+together. `write_output` writes a file in the end.
 """
 
 from __future__ import annotations
@@ -89,6 +89,19 @@ def problem_with(path: Path) -> str | None:
     except (OSError, RuntimeError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
     return None
+
+
+class OutputError(Exception):
+    """A file that a command was to write cannot be written, although it could when it was asked
+    for. In one line."""
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write the file that `option` names. OutputError if the disk is full, for one."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{option} {path}: {error.strerror}") from None
 
 
 def _keeps_one_content(path: Path) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.cli.replay import positive_number, whole_number
-from sglang_pat.output_file import check_outputs, output_file
+from sglang_pat.output_file import check_outputs, output_file, write_output
 from sglang_pat.replay.models import DEFAULT_GPU, GPUS, MODEL_NAMES
 
 DESCRIPTION = "estimate what pat would save, by a model's config.json and a trace of requests"
@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"sglang-pat advise: {error}", file=sys.stderr)
         return 2
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     print(text(found))
+    if arguments.json is not None:
+        write_output("--json", arguments.json, json.dumps(found.as_dict(), indent=1) + "\n")
     return 0
 
 

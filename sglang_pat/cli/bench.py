@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.replay import whole_number
-from sglang_pat.output_file import output_file
+from sglang_pat.output_file import output_file, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,11 +154,11 @@ def _conclude(
         console = _console()
         console.print(_table(compared, other))
         console.print(verdict, soft_wrap=True)  # one line in a pipe
-    if arguments.json is not None:
-        result = _as_json(arguments, gpus, measured, compared, verdict, failure)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if failure is not None:
         print(f"sglang-pat bench: {failure}", file=sys.stderr)
+    if arguments.json is not None:
+        result = _as_json(arguments, gpus, measured, compared, verdict, failure)
+        write_output("--json", arguments.json, json.dumps(result, indent=1) + "\n")
     return failure is None
 
 

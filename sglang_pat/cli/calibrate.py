@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from sglang_pat.cli.gpus import find_gpus
+from sglang_pat.output_file import output_file
 
 DESCRIPTION = "measure on this GPU what planning weighs; servers started later use it"
 
@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="measure and print, but do not keep the result"
     )
     parser.add_argument(
-        "--samples", type=Path, metavar="FILE", help="also write every measured plan, as JSON"
+        "--samples",
+        type=output_file,
+        metavar="FILE",
+        help="also write every measured plan, as JSON",
     )
     parser.set_defaults(run=run)
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 from sglang_pat import support
 from sglang_pat.cli.gpus import Gpu, find_gpus
-from sglang_pat.output_file import output_file
+from sglang_pat.output_file import output_file, write_output
 from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     status = worst(checks)
     if arguments.json is not None:
         report = {"status": status, "checks": [asdict(check) for check in checks]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_output("--json", arguments.json, json.dumps(report, indent=2) + "\n")
     return 1 if status == "failed" else 0
 
 
@@ -146,7 +146,7 @@ def _print_routes(model: str, report: Path | None) -> int:
         print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
     print(_NOT_KNOWN)
     if report is not None:
-        report.write_text(json.dumps(routes.as_json(), indent=2) + "\n")
+        write_output("--json", report, json.dumps(routes.as_json(), indent=2) + "\n")
     return 0
 
 
@@ -171,7 +171,8 @@ def worst(checks: Sequence[Check]) -> Status:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """In one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _checks_by_sglang() -> list[Check]:

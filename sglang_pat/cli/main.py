@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import sglang_pat
 from sglang_pat import support
 from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay
+from sglang_pat.output_file import OutputError
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 
@@ -44,10 +45,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status: 2 for wrong input, 130 after Ctrl-C."""
+    """Run one subcommand and return its exit status: 2 for wrong input, or a file that cannot be
+    written; 130 after Ctrl-C."""
     try:
         arguments = build_parser().parse_args(argv)
         status: int = arguments.run(arguments)
+    except OutputError as error:
+        print(f"sglang-pat: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("sglang-pat: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -58,6 +58,7 @@ _OUTPUTS = ("save", "json", "csv", "html")
 _GENERATED_REQUESTS = 2000
 _SAMPLE_ON_GPU = 256  # a sampled step takes some tenths of a second there
 _MOST_REQUESTS_AT_ONCE = 1 << 20
+_LARGEST_NUMBER = 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,13 +216,15 @@ def _rate(text: str) -> float:
 
 
 def positive_number(text: str) -> float:
-    """The argparse type of a finite number above 0."""
+    """The argparse type of a number above 0, small enough to be counted in integers."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a finite number above 0")
+    if not 0 < value <= _LARGEST_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; allowed: a finite number above 0, up to {_LARGEST_NUMBER:g}"
+        )
     return value
 
 

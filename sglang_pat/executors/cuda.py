@@ -78,12 +78,15 @@ class CudaExecutor:
         self._send(staging, step)
         return plan
 
-    def reuse_plan(self, step: Step) -> None:
-        """The last plan serves this step too: its tensors are read from now on."""
-        if self._in_buffers.executor is self:
+    def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
+        """The last plan serves this step too: its tensors are read from now on. gather: read the
+        slots of shared ranges again, too.
+        """
+        assert self._loaded is not None
+        gather = gather and self._loaded.header.num_gather_spans > 0
+        if self._in_buffers.executor is self and not gather:
             self.step = step
         else:
-            assert self._loaded is not None
             self._send(self._loaded, step)
 
     def sibling(self) -> CudaExecutor:

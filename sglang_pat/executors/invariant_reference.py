@@ -15,7 +15,7 @@ import torch
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV
 from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.executors.reference import add_sinks
+from sglang_pat.executors.reference import add_sinks, check_slots
 from sglang_pat.plan import DecodePlan
 
 
@@ -59,6 +59,7 @@ class InvariantExecution:
         for request, partial_slot, slots in self._chunks:
             if len(slots) == 0:
                 continue
+            check_slots(slots, layer)
             result = _attend(layer, q[request].to(dtype), slots)
             if partial_slot == DIRECT_STORE:
                 out[request], lse[request] = result

@@ -166,6 +166,7 @@ class PlanExecution:
         entry_lse = q.new_empty((len(self._entry_owner), num_qo_heads), dtype=dtype)
         begin = 0
         for group in self._groups:
+            check_slots(group.slots, layer)
             per_segment = group.slots.shape[1] * k_cache.shape[1] * max(head_dim, v_head_dim)
             step = max(1, _MAX_GATHERED_ELEMENTS // per_segment)
             results = [
@@ -230,16 +231,21 @@ class ReferenceExecutor:
         read the tensors of the step.
         """
         self._plan = copy_plan(scheduler)
-        self._shared_slots = gather_slots(self._plan, step.req_to_token, step.req_pool_indices)
-        self.reuse_plan(step)
+        self.reuse_plan(step, gather=True)
         return self._plan
 
     def sibling(self) -> ReferenceExecutor:
         """One for other plans. They share nothing."""
         return ReferenceExecutor(self._device, self._new_execution)
 
-    def reuse_plan(self, step: Step) -> None:
-        """The last plan serves this step too: its tensors are read from now on."""
+    def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
+        """The last plan serves this step too: its tensors are read from now on. gather: read the
+        slots of shared ranges again, too.
+        """
+        assert self._plan is not None
+        _check_rows(step)
+        if gather:
+            self._shared_slots = gather_slots(self._plan, step.req_to_token, step.req_pool_indices)
         self._step = step
         self._execution = None
 
@@ -253,6 +259,29 @@ class ReferenceExecutor:
         layer.out.copy_(out)
         if layer.lse is not None:
             layer.lse.copy_(lse)
+
+
+def _check_rows(step: Step) -> None:
+    """ValueError for a row that is not there. torch would count a negative one from the end."""
+    rows = step.req_pool_indices[torch.from_numpy(step.host_seq_lens > 0)]
+    num_rows = len(step.req_to_token)
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+        raise ValueError(
+            f"req_pool_indices must be rows of req_to_token, 0 to {num_rows - 1}, got "
+            f"{rows[(rows < 0) | (rows >= num_rows)][0]}"
+        )
+
+
+def check_slots(slots: torch.Tensor, layer: LayerInputs) -> None:
+    """ValueError for a slot that is not in the caches. torch would count a negative one from the
+    end.
+    """
+    num_slots = len(layer.k_cache)
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
+        raise ValueError(
+            f"req_to_token must hold slots of the caches, 0 to {num_slots - 1}, got "
+            f"{slots[(slots < 0) | (slots >= num_slots)][0]}"
+        )
 
 
 def _attend(

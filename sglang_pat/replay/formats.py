@@ -300,7 +300,10 @@ def _read_rows(
     A row without generated tokens is a request that failed: it counts in `errors.failed`.
     """
     rows = csv.DictReader(lines)
-    header = rows.fieldnames or ()
+    try:
+        header = rows.fieldnames or ()
+    except csv.Error as error:
+        raise ValueError(f"{file}: no CSV: {error}") from None
     missing = [name for name in columns if name not in header]
     if missing:
         raise ValueError(f"{file}: no column {missing[0]!r}; there are: {', '.join(header)}")
@@ -441,7 +444,7 @@ def _detect(path: Path) -> str:
         raise ValueError(f"{path}: the file is empty")
     if head[0].startswith(_PICKLE_MAGIC):
         return "sglang-dump"
-    header = next(csv.reader([head[0].decode(errors="replace")]), [])
+    header = _header(head[0])
     for format, columns in _CSV_COLUMNS.items():
         if set(columns) <= set(header):
             return format
@@ -465,6 +468,14 @@ def _detect(path: Path) -> str:
         + " or ".join(f"{', '.join(columns)} ({name})" for name, columns in _CSV_COLUMNS.items())
         + "; a pickle (sglang-dump)"
     )
+
+
+def _header(line: bytes) -> list[str]:
+    """The columns that a first line names. None of what is no CSV."""
+    try:
+        return next(csv.reader([line.decode(errors="replace")]), [])
+    except csv.Error:
+        return []
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ class StepLog:
     @property
     def steps_left(self) -> int:
         """How many steps may be added together with the next one, at the latest, for a line."""
-        return self._interval - self._steps - 1
+        return max(self._interval - self._steps - 1, 0)  # SGLang takes -1 for every step
 
     def add_steps(self, count: int = 1) -> None:
         """After that many decode steps that were planned, or whose plan was reused."""

@@ -95,7 +95,7 @@ class RepeatedSteps:
         bool
             Whether the step is a repetition. If not, it must be planned.
         """
-        if self._steps_left == 0 or num_rows != self._num_rows:
+        if self._steps_left <= 0 or num_rows != self._num_rows:
             return False
         self._steps_left -= 1
         if growth is not None:  # before the time, with which the step is there to be counted

@@ -248,6 +248,54 @@ class _Features:
         if mode == "retract":
             assert min(retracted) > 0
 
+    @pytest.mark.nightly
+    def test_everything_at_once(self, engine: Any, workload: Workload, expected: Expected) -> None:
+        """Answers that are continued split the tree; others stop early, come several times or are
+        aborted; and all of them are paused, sent back and started anew."""
+        chooser = random.Random(5)
+        manager = engine.tokenizer_manager
+
+        async def ask(index: int) -> None:
+            await asyncio.sleep(5 * chooser.random())
+            request = chooser.choice(workload.all())
+            answer = expected.of(request)
+            said = chooser.choice([0, chooser.randrange(len(answer) - 1)])
+            rest = answer[said : said + chooser.randint(1, len(answer) - said)]
+            asked = Request(request.prompt + answer[:said], len(rest))
+            if index % 4 == 0:
+                rid = f"storm-{index:03}"  # SGLang aborts all whose names begin with it
+                is_aborted = False
+                async for each in await start(engine, asked, rid=rid):
+                    received = each["output_ids"]
+                    # Of an aborted request that is prefilled again, SGLang sends one token more.
+                    assert is_aborted or received == rest[: len(received)]
+                    is_aborted = 2 * len(received) >= len(rest)
+                    if is_aborted:
+                        manager.abort_request(rid=rid)
+                return
+            if index % 4 == 1:
+                asked = replace(asked, num_answers=3)
+            elif index % 4 == 2:
+                asked = replace(asked, stop=chooser.choice(rest))
+                rest = rest[: rest.index(asked.stop) + 1]
+            answers = await engine.async_generate(
+                input_ids=[asked.prompt], sampling_params=[asked.sampling_params]
+            )
+            assert tokens(answers) == [rest] * asked.num_answers
+
+        async def disturb() -> None:
+            for mode in chooser.choices(["retract", "in_place"], k=10):
+                await asyncio.sleep(chooser.random())
+                await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+                if mode == "retract":
+                    await manager.flush_cache()
+                await manager.continue_generation(ContinueGenerationReqInput())
+
+        async def all_of_them() -> None:
+            await asyncio.gather(disturb(), *map(ask, range(160)))
+
+        run(engine, all_of_them())
+
 
 class _Sessions:
     """What is said in a session is the prompt of its next turn."""

@@ -205,6 +205,8 @@ def test_reading_holds_only_the_reorder_window(tmp_path):
         ),
         ('{"question": 1, "answer": 2}\n', "auto", "JSON object has the keys question, answer"),
         ("[\n1]\n", "auto", r"its first line is b'\[\\n'"),
+        ("a\rb,c\n", "auto", r"its first line is b'a\\rb,c\\n'"),
+        ("a\rb,c\n", "burstgpt", "trace: no CSV: new-line character seen"),
         ("prompt,answer\n1,2\n", "burstgpt", "no column 'Timestamp'; there are: prompt, answer"),
         (mooncake_line(), "csv", "format 'csv'; allowed: auto, mooncake"),
         (mooncake_line(), "sglang-dump", "not a pickle"),

@@ -12,11 +12,11 @@ import pytest
 from sglang_fakes import decode_batch, pat_backend, runner
 
 from sglang_pat.sglang import reports
-from sglang_pat.sglang.log_line import log_line
+from sglang_pat.sglang.log_line import StepLog, log_line
 from sglang_pat.sglang.reader import NO_REQUESTS
 from sglang_pat.sglang.reports import scheduler_labels
 from sglang_pat.sglang.stats_file import read_stats
-from sglang_pat.stats import PlanningTime, PlanningTimes
+from sglang_pat.stats import PlanningTime, PlanningTimes, PlanStats, read_counters
 
 
 def decode(backend: Any, steps: int) -> None:
@@ -68,6 +68,15 @@ def test_a_line_is_logged_at_sglangs_interval(
     assert line.startswith("Pat decode, #plan: 1, #reuse: 3, #step without sharing: 4, kv read ")
     assert ", kv read ratio: 1.00, plan time p50/p99 (us): unchanged " in line
     assert ", cold " in line
+
+
+@pytest.mark.parametrize("interval", [-1, 1])
+def test_no_step_is_left_unplanned_where_each_is_logged(interval: int) -> None:
+    counters = read_counters([PlanStats()], private_steps=[{}])
+    log = StepLog(interval, lambda: counters)
+    for _ in range(3):
+        assert log.steps_left == 0
+        log.add_steps()
 
 
 def test_log_line() -> None:

@@ -124,6 +124,24 @@ def test_without_a_key_a_shorter_shared_range_is_read_as_such() -> None:
     assert plan.kv_tokens.lower_bound == 200 + 110 + 120
 
 
+@pytest.mark.parametrize("moved", ["other rows", "other slots"])
+def test_without_a_key_shared_kv_may_move(moved: str) -> None:
+    """Nobody has promised that equal paths are the same KV: their ids may count from 1 anew."""
+    first, second = (
+        Problem(make_case([(-1, 300)], [(0, 10), (0, 20)], seed=seed), HEADS, torch.float32, seed)
+        for seed in (1, 2)
+    )
+    assert not torch.equal(first.req_to_token, second.req_to_token)
+    if moved == "other rows":
+        second.req_to_token = torch.cat((first.req_to_token, second.req_to_token))
+        second.rows = second.rows + len(first.req_to_token)
+        second.tables = {"req_to_token": second.req_to_token, "req_pool_indices": second.rows}
+    attention = make_attention()
+    first.check(attention)
+    second.check(attention)
+    assert attention.stats.plans_reused == 1
+
+
 def test_token_counts_follow_the_growth() -> None:
     steps = Steps()
     for grown in range(3):
@@ -193,12 +211,31 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
         ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
+        ((8, 2, 64), {"growth_tokens": 1 << 31}, "growth_tokens must fit into int32, got 214748"),
+        ((8, 2, 64), {"max_requests": 2, "max_shared_slots": -1}, "must not be negative, got -1"),
     ],
 )
 def test_unsupported_configurations(
     heads: tuple[int, int, int], kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
+        PackAttention(*heads, **{"dtype": torch.float32, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kwargs", "message"),
+    [
+        ((8, 2, 64.0), {}, "head_dim must be an integer, got 64.0"),
+        (("8", 2, 64), {}, "num_qo_heads must be an integer, got '8'"),
+        ((8, 2, 64), {"num_workers": 1.5}, "num_workers must be an integer, got 1.5"),
+        ((8, 2, 64), {"dtype": "float32"}, "a dtype must be a torch.dtype, got 'float32'"),
+        ((8, 2, 64), {"kv_dtype": "float8_e5m2"}, "a torch.dtype, got 'float8_e5m2'"),
+    ],
+)
+def test_arguments_of_another_type(
+    heads: tuple[Any, Any, Any], kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
         PackAttention(*heads, **{"dtype": torch.float32, **kwargs})
 
 
@@ -254,6 +291,12 @@ def good_step() -> dict[str, Any]:
             "req_to_token must be 2-D torch.int32",
         ),
         ("req_to_token", torch.zeros((3, 4), dtype=torch.int32), "req_to_token's width 4, got 5"),
+        ("req_to_token", None, "req_to_token must be a torch.Tensor, got NoneType"),
+        ("req_pool_indices", np.array([1, 2]), "must be a torch.Tensor, got ndarray"),
+        ("req_pool_indices", torch.tensor([1, 3]), "be rows of req_to_token, 0 to 2, got 3"),
+        ("req_pool_indices", torch.tensor([-1, 2]), "be rows of req_to_token, 0 to 2, got -1"),
+        ("seq_lens", [4, 5], "seq_lens must be a torch.Tensor, got list"),
+        ("batch", None, "batch must be a DecodeBatch, got NoneType"),
         (
             "req_to_token",
             torch.zeros((3, 8), dtype=torch.int32, device="meta"),
@@ -327,6 +370,13 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ),
         ("sinks", torch.zeros(8, device="meta"), "sinks must be on cpu, got meta"),
         ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
+        ("q", np.zeros((2, 8, 64), np.float32), "q must be a torch.Tensor, got ndarray"),
+        ("k_cache", None, "k_cache must be a torch.Tensor, got NoneType"),
+        ("sinks", [0.0] * 8, "sinks must be a torch.Tensor, got list"),
+        ("sm_scale", math.nan, "sm_scale must be positive, got nan"),
+        ("sm_scale", -1.0, "sm_scale must be positive, got -1.0"),
+        ("logit_cap", math.nan, "logit_cap must be 0 .off. or positive, got nan"),
+        ("logit_cap", math.inf, "logit_cap must be 0 .off. or positive, got inf"),
         ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
         ("k_scale", 0.0, "k_scale and v_scale must be positive, got 0.0 and 1.0"),
         ("v_scale", math.inf, "k_scale and v_scale must be positive, got 1.0 and inf"),
@@ -347,9 +397,26 @@ def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
         "v_cache": torch.zeros(9, 2, 64),
         "out": out,
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         attention.run(**{**run, name: value})
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("slot", [-1, 9])
+def test_a_slot_outside_of_the_caches_is_named(slot: int, batch_invariant: bool) -> None:
+    """torch would read the last slot for -1."""
+    attention = make_attention(batch_invariant=batch_invariant)
+    step = good_step()
+    step["req_to_token"][1, 2] = slot
+    attention.plan(**step)
+    caches = torch.zeros(9, 2, 64), torch.zeros(9, 2, 64)
+    with pytest.raises(ValueError, match=f"must hold slots of the caches, 0 to 8, got {slot}"):
+        attention.run(torch.zeros(2, 8, 64), *caches)
+    step["req_to_token"][1, 2] = 0
+    step["req_to_token"][1, 4] = slot  # behind the request's 4 tokens
+    attention.plan(**step)
+    attention.run(torch.zeros(2, 8, 64), *caches)
 
 
 def test_run_needs_a_plan() -> None:

@@ -60,6 +60,25 @@ def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
         PrefixPaths.from_lists([[(1, 0), (5, 2), (5, 9)]])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("path_begin", [0, 0], "list"),
+        ("path_begin", np.zeros(2, np.int64), "1-D int64"),
+        ("path_begin", np.zeros((2, 1), np.int32), "2-D int32"),
+        ("node_id", np.zeros(0, np.int32), "1-D int32"),
+        ("kv_begin", None, "NoneType"),
+        ("kv_end", np.zeros(4, np.int32)[::2], r"strides \(8,\)"),
+    ],
+)
+def test_arrays_of_another_kind_are_named(name: str, value: Any, found: str) -> None:
+    arrays = {each: getattr(PrefixPaths.private(1), each) for each in PrefixPaths.__slots__}
+    dtype = "int64" if name == "node_id" else "int32"
+    message = f"{name} must be a contiguous 1-D {dtype} NumPy array, got {found}$"
+    with pytest.raises(TypeError, match=message):
+        PrefixPaths(**arrays | {name: value})
+
+
 def test_other_paths_are_refused() -> None:
     batch = DecodeBatch(np.zeros(1, np.int32), lambda: PrefixPaths.private(1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"batch.paths must be PrefixPaths, got function"):

@@ -328,7 +328,7 @@ def test_samples_that_cannot_be_written_are_an_error(
 ) -> None:
     _on_a_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr(bench, "measure", lambda _: timed(planned))
-    assert main.main(["calibrate", "--samples", str(tmp_path / "none" / "file")]) == 1
+    assert main.main(["calibrate", "--samples", "/dev/full"]) == 1
     assert "the samples cannot be written" in capsys.readouterr().err
 
 

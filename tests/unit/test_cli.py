@@ -13,7 +13,7 @@ import pytest
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import build, main
+from sglang_pat.cli import build, doctor, main
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.executors import jit
 from sglang_pat.executors.jit import KernelBuildError, KernelConfig
@@ -62,6 +62,11 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("advise --model qwen3-8b --trace /etc/passwd --tp 3", "--tp 3: 32 query heads; allowed: "),
         ("advise --model qwen3-8b --trace /etc/passwd --gpu V100", "'V100' (choose from 'H100', "),
         ("advise --model llama-3.1-70b --generate toolagent", "GB on each of 1 H100 with 80 GB: "),
+        (
+            "advise --model qwen3-8b --generate toolagent --kv-pool-gb 1e300",
+            "--kv-pool-gb: '1e300'; allowed: a finite number above 0, up to 1e+09",
+        ),
+        ("calibrate --samples /no/f", "--samples: '/no/f': its folder /no does not exist"),
         ("support rows", "unknown argument 'rows'; allowed: --help"),
         ("replay", "give a TRACE, --generate NAME or --preset NAME"),
         ("replay --limit x", "--limit: 'x'; allowed: a whole number"),
@@ -133,6 +138,17 @@ def test_ctrl_c_is_no_error(
     monkeypatch.setattr(support, "markdown_table", interrupt)
     assert main.main(["support"]) == 130
     assert capsys.readouterr().err == "sglang-pat: interrupted\n"
+
+
+def test_a_full_disk_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "all_checks", lambda: [doctor.Check("topic", "ok", "found", "do")])
+    for words in ("doctor", "advise --model qwen3-8b --generate toolagent --limit 5"):
+        assert main.main([*words.split(), "--json", "/dev/full"]) == 2
+        told = capsys.readouterr()
+        assert told.err == "sglang-pat: --json /dev/full: No space left on device\n"
+        assert told.out.strip(), "what was found"
 
 
 def _options(command: str) -> list[Any]:

@@ -16,7 +16,7 @@ from sglang_pat.attention import default_workers
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors import cuda
 from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
-from sglang_pat.plan import BufferSizes, copy_plan
+from sglang_pat.plan import BufferSizes, PlanHeader, copy_plan
 
 HEADS, HEAD_DIM = 8, 64
 SMALL = make_case([(-1, 100)], [(0, 10)] * 2)
@@ -36,6 +36,10 @@ class Staging:
         """Asked for where a plan is written."""
         assert not self.is_busy, "the memory is written while it is being copied"
         return self.memory
+
+    @property
+    def header(self) -> PlanHeader:
+        return PlanHeader(*self.memory[: len(PlanHeader._fields)].tolist())
 
     def wait(self) -> None:
         self.is_busy = False
@@ -95,6 +99,18 @@ def test_without_a_reservation_buffers_grow_and_stay(kernels: Kernels) -> None:
     assert len(buffers.partial_lse) >= large.num_partials > 0
     executor.load_plan(planned(SMALL), NO_STEP)
     assert executor.buffers is buffers
+
+
+def test_slots_are_gathered_again_where_they_may_have_moved(kernels: Kernels) -> None:
+    executor = make_executor(kernels, None)
+    executor.load_plan(planned(SMALL), NO_STEP)
+    executor.reuse_plan(NO_STEP)
+    assert len(kernels.loaded) == 1
+    executor.reuse_plan(NO_STEP, gather=True)
+    assert len(kernels.loaded) == 2
+    executor.load_plan(planned(make_case([], [(-1, 10)])), NO_STEP)
+    executor.reuse_plan(NO_STEP, gather=True)
+    assert len(kernels.loaded) == 3, "nothing is shared"
 
 
 def test_pinned_memory_is_written_again_only_after_it_was_copied(kernels: Kernels) -> None:

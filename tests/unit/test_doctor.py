@@ -365,6 +365,21 @@ def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None
 # --- the command ---
 
 
+def test_what_sglang_says_of_a_model_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(model: str) -> None:
+        raise ValueError("num_attention_heads:\n    expected int,\tgot str")
+
+    routes = SimpleNamespace(routes_of_model=refuse)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.model_routes", routes)
+    assert main.main(["doctor", "--model", "m"]) == 1
+    assert capsys.readouterr().err == (
+        "SGLang cannot build m in this process: ValueError: num_attention_heads: expected int, got "
+        "str\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("statuses", "expected", "exit_status"),
     [

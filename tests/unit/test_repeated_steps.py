@@ -27,6 +27,8 @@ def test_as_many_steps_as_expected_with_as_many_rows() -> None:
     steps.begin(4, 2, TOKENS, 3)
     steps.end()
     assert not add(steps)
+    steps.begin(4, -1, TOKENS, 3)
+    assert not add(steps)
 
 
 def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
