@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <limits>
 #include <queue>
 
 #include "check.h"
@@ -52,6 +53,9 @@ constexpr int32_t kAlignedRange = 512;
 // that, or so many tokens.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
+// Without that limit there may be no partials at all. That nothing is merged is worth so many tokens of the slowest
+// worker: 2 us.
+constexpr int64_t kMerging = 284;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int32_t kLongRange = 6144;
@@ -261,7 +265,9 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
                           int64_t room, int64_t budget, Cut& cut) const {
   const bool forced = room == budget;
-  const int64_t most_again = std::max(budget / kCostUnit / kAgainPart, kLittleAgain);
+  const int64_t most_again = is_again_limited_
+                                 ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
+                                 : std::numeric_limits<int64_t>::max();
   const int64_t shortest = least_piece_;
   const int32_t num_requests = tile.num_requests - at.first;
   const int64_t for_tokens = room - item_costs_[num_requests].fixed;
@@ -498,8 +504,24 @@ int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
   return largest;
 }
 
-void KvSplitter::choose_evenly_and_few_partials(const Packing& packing, int64_t total) {
-  const int64_t slowest = choose_evenly(packing, total);
+bool KvSplitter::has_partials(const Choice& choice) {
+  return std::ranges::any_of(choice.parts, [](const Part& part) {
+    return !part.cut.is_end && part.cut.last > part.cut.next.first;
+  });
+}
+
+void KvSplitter::choose_evenly_and_few_partials(const Packing& packing, int32_t num_requests,
+                                                int64_t total) {
+  const bool in_one_pack_each = static_cast<int32_t>(packing.requests.size()) <= num_requests;
+  int64_t slowest = choose_evenly(packing, total);
+  if (in_one_pack_each && num_shared_tiles_ > 0 && has_partials(choice_)) {
+    Choice limited = choice_;
+    is_again_limited_ = false;
+    const int64_t lost = choose_evenly(packing, total) - slowest;
+    is_again_limited_ = true;
+    if (!has_partials(choice_) && lost <= kCostUnit * kMerging) return;
+    std::swap(choice_, limited);
+  }
   if (least_.for_few_partials <= least_.tokens) return;
   Choice few = choice_;
   least_piece_ = least_.tokens;
@@ -667,8 +689,9 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
   return tail_of(ticket_costs_) <= kWorstGuidedTail;
 }
 
-void KvSplitter::split(const Packing& packing, Split& out) {
+void KvSplitter::split(const Packing& packing, int32_t num_requests, Split& out) {
   list_tiles(packing, false);
+  is_again_limited_ = true;
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
@@ -685,7 +708,7 @@ void KvSplitter::split(const Packing& packing, Split& out) {
   }
   if (!is_much) {
     alone_.clear();
-    choose_evenly_and_few_partials(packing, total);
+    choose_evenly_and_few_partials(packing, num_requests, total);
   }
   out.tickets.assign(choice_.num_tickets, {});
   add_pieces(packing, choice_, out);

@@ -75,7 +75,8 @@ class KvSplitter {
   // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
   // share again, if that costs less.
-  void split(const Packing& packing, Split& out);
+  // num_requests: of the batch, whose packs these are.
+  void split(const Packing& packing, int32_t num_requests, Split& out);
 
   // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without
   // work.
@@ -217,7 +218,8 @@ class KvSplitter {
   // Both fill choice_. The cost of the slowest worker.
   int64_t choose_evenly(const Packing& packing, int64_t total);
   // With few partials of each row, unless they keep a worker busy for longer than merging more would take.
-  void choose_evenly_and_few_partials(const Packing& packing, int64_t total);
+  void choose_evenly_and_few_partials(const Packing& packing, int32_t num_requests, int64_t total);
+  static bool has_partials(const Choice& choice);
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
   // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
   Dealt deal(const Packing& packing, int64_t budget, bool aligned, Choice& choice) const;
@@ -249,6 +251,7 @@ class KvSplitter {
   int64_t parted_requests_ = 0;
   LeastPiece least_{};
   int64_t least_piece_ = 0;  // one of them
+  bool is_again_limited_ = true;
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;

@@ -67,7 +67,7 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     packer_.pack(forest, seq_lens, next_.packing);
     times_.packing = stopwatch.lap();
 
-    splitter_.split(next_.packing, next_.split);
+    splitter_.split(next_.packing, static_cast<int32_t>(seq_lens.size()), next_.split);
     times_.split = stopwatch.lap();
   }
 

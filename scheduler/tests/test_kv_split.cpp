@@ -24,7 +24,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   const TileSelection tiles(config.group_size, config.max_block_q);
   Packer(config.policy, config.cost.packing, tiles).pack(forest, batch.seq_lens, made.packing);
   KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
-      .split(made.packing, made.split);
+      .split(made.packing, static_cast<int32_t>(batch.seq_lens.size()), made.split);
   return made;
 }
 
@@ -247,6 +247,17 @@ TEST(kv_split_reads_little_again_where_tickets_are_short) {
   const Made result = split(make_batch(nodes, requests), made);
   check_split(result, made);
   for (const Piece& piece : result.split.pieces) CHECK(piece.num_tokens <= 600);
+}
+
+TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
+  // With little read again, 33 workers make 96 partials; without any, each has 124 tokens more.
+  SchedulerConfig made = config(4, 33);
+  made.max_block_q = 64;
+  made.min_piece_tokens = 256;
+  const std::vector<std::pair<int, int32_t>> requests(256, {0, 32});
+  const Made result = split(make_batch({{-1, 256}}, requests), made);
+  check_split(result, made);
+  CHECK_EQ(result.split.requests.size(), size_t{256});
 }
 
 TEST(kv_split_takes_the_longest_and_largest_input) {
