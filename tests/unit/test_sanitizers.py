@@ -86,9 +86,9 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planted_fault_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch checks indices, and NaN shows."""
+    """The reference checks slots, and NaN shows."""
     case = GRID["wgmma"][0]
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="must hold slots of the caches"):
         run(case, torch.device("cpu"), planted=True)
     checked = []
     monkeypatch.setattr(sanitizer_grid, "_check", lambda *args: checked.append(args))
