@@ -95,8 +95,8 @@ struct WorkItem {
 };
 
 // KV that requests [first, end) of its work item attend to, counted from the item's first; every (request, position)
-// of the batch lies in one segment. Of an item's segments, those of one request ascend in position, or descend. A work item with one segment, of all of its requests, has one softmax over one
-// range.
+// of the batch lies in one segment. Of an item's segments, those of one request ascend in position, or descend. A work
+// item with one segment, of all of its requests, has one softmax over one range.
 struct KvSegment {
   int32_t kv_request;  // request whose own row of req_to_token is read live, or kSharedKv
   int32_t kv_begin;    // position in kv_request, or index into the slot buffer

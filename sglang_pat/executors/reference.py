@@ -262,26 +262,23 @@ class ReferenceExecutor:
 
 
 def _check_rows(step: Step) -> None:
-    """ValueError for a row that is not there. torch would count a negative one from the end."""
+    """ValueError for a row that is not there."""
     rows = step.req_pool_indices[torch.from_numpy(step.host_seq_lens > 0)]
-    num_rows = len(step.req_to_token)
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-        raise ValueError(
-            f"req_pool_indices must be rows of req_to_token, 0 to {num_rows - 1}, got "
-            f"{rows[(rows < 0) | (rows >= num_rows)][0]}"
-        )
+    _check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
 
 
 def check_slots(slots: torch.Tensor, layer: LayerInputs) -> None:
-    """ValueError for a slot that is not in the caches. torch would count a negative one from the
-    end.
+    """ValueError for a slot that is not in the caches."""
+    _check_within("req_to_token must hold slots of the caches", slots, len(layer.k_cache))
+
+
+def _check_within(rule: str, indices: torch.Tensor, size: int) -> None:
+    """ValueError, which begins with the rule, for an index that is not one of so many. torch would
+    count a negative one from the end.
     """
-    num_slots = len(layer.k_cache)
-    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
-        raise ValueError(
-            f"req_to_token must hold slots of the caches, 0 to {num_slots - 1}, got "
-            f"{slots[(slots < 0) | (slots >= num_slots)][0]}"
-        )
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
+        wrong = indices[(indices < 0) | (indices >= size)][0]
+        raise ValueError(f"{rule}, 0 to {size - 1}, got {wrong}")
 
 
 def _attend(
