@@ -139,6 +139,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
     ++num_stages;
   } while (!record.is_last());
 
+  if constexpr (Dims::kOneByte) part.order_columns();
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
     store_item(part, consumer.storage, params, first_row, consumer.warp, lane);

@@ -59,7 +59,8 @@ struct HeadDims {
   static constexpr int kKeyPanels = panels(kKey * kElementBytes);
   static constexpr int kValuePanels = panels(kValue * kElementBytes);
   static constexpr int kKeyBytes = kStageTokens * kKeyPanels * kPanelRowBytes;  // of a stage
-  static constexpr int kStageBytes = kKeyBytes + kStageTokens * kValuePanels * kPanelRowBytes;
+  static constexpr int kValueBytes = kStageTokens * kValuePanels * kPanelRowBytes;
+  static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
 

@@ -15,6 +15,14 @@ namespace pat {
 template <typename T, typename Dims>
 using ComputeType = std::conditional_t<Dims::kOneByte, __half, T>;
 
+// The scale of a lane's row, where all have the same, and where each has its own.
+__device__ __forceinline__ const LogitScale& scale_of(const LogitScale& scale, int) {
+  return scale;
+}
+__device__ __forceinline__ const LogitScale& scale_of(const LogitScale (&scales)[2], int h) {
+  return scales[h];
+}
+
 template <typename T, typename Dims, bool kSoftCap>
 struct WarpAttention {
   using Number = ComputeType<T, Dims>;
@@ -60,6 +68,12 @@ struct WarpAttention {
     clear();
   }
 
+  // Where queries are elsewhere.
+  __device__ __forceinline__ void begin_without_queries() {
+    has_factors = false;
+    clear();
+  }
+
   // For a warp that only takes part in its warpgroup's multiplications.
   __device__ __forceinline__ void begin_without_rows() {
 #pragma unroll
@@ -67,8 +81,7 @@ struct WarpAttention {
 #pragma unroll
       for (int i = 0; i < 4; ++i) queries[step][i] = 0;
     }
-    has_factors = false;
-    clear();
+    begin_without_queries();
   }
 
   // What `out` has to be multiplied with because a row's maximum has risen.
@@ -80,16 +93,17 @@ struct WarpAttention {
   // Scores of kTokens tokens of a stage, from first_token on, to unnormalised probabilities. The stage counts for some
   // row of the warp, whose first is row first_row of the item, and at least one of the tokens does. rescale() must
   // follow before these are multiplied with values: `out` may be in use until then.
-  template <int kTokens>
+  template <int kTokens, typename Scale>
   __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
                                              const StageRecord& stage, int first_row,
-                                             int first_token, const LogitScale& scale,
-                                             uint32_t lane) {
+                                             int first_token, const Scale& scale, uint32_t lane) {
     if constexpr (kSoftCap) {
 #pragma unroll
       for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[tile][i] = ptx::tanh(scores[tile][i] * scale.inner);
+        for (int i = 0; i < 4; ++i) {
+          scores[tile][i] = ptx::tanh(scores[tile][i] * scale_of(scale, i / 2).inner);
+        }
       }
     }
     if (!stage.is_whole(first_row / kUnitRows)) {
@@ -112,7 +126,7 @@ struct WarpAttention {
       for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          scores[tile][i] = ptx::exp2(scores[tile][i] * scale.outer - shift_[h]);
+          scores[tile][i] = ptx::exp2(scores[tile][i] * scale_of(scale, h).outer - shift_[h]);
           sum[h] += scores[tile][i];
         }
       }
@@ -156,23 +170,25 @@ struct WarpAttention {
     }
   }
 
-  // After the last token: sums up over the four lanes of a row, and puts a lane's columns in order.
+  // After the last token: sums up over the four lanes of a row.
   __device__ __forceinline__ void finish() {
-    if constexpr (Dims::kOneByte) {
-#pragma unroll
-      for (int tile = 0; tile < kColumnTiles; tile += 2) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float third = out[tile][2 * h + 1];
-          out[tile][2 * h + 1] = out[tile + 1][2 * h];
-          out[tile + 1][2 * h] = third;
-        }
-      }
-    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 1);
       sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);
+    }
+  }
+
+  // Puts a lane's four columns of every 16 in order, where values were converted in registers.
+  __device__ __forceinline__ void order_columns() {
+#pragma unroll
+    for (int tile = 0; tile < kColumnTiles; tile += 2) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float third = out[tile][2 * h + 1];
+        out[tile][2 * h + 1] = out[tile + 1][2 * h];
+        out[tile + 1][2 * h] = third;
+      }
     }
   }
 
@@ -232,9 +248,9 @@ struct WarpAttention {
     }
   }
 
-  template <int kTokens>
+  template <int kTokens, typename Scale>
   __device__ __forceinline__ Rescaling update_maximum(const float (&scores)[kTokens / 8][4],
-                                                      const LogitScale& scale) {
+                                                      const Scale& scale) {
     float latest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int tile = 0; tile < kTokens / 8; ++tile) {
@@ -252,11 +268,12 @@ struct WarpAttention {
         rescaling.factor[h] = 1.f;
         // Not `> maximum`: what becomes of a row must not depend on the other rows of the warp.
         if (latest[h] > limit_[h]) {
-          rescaling.factor[h] = ptx::exp2((maximum[h] - latest[h]) * scale.outer);
+          const float outer = scale_of(scale, h).outer;
+          rescaling.factor[h] = ptx::exp2((maximum[h] - latest[h]) * outer);
           sum[h] *= rescaling.factor[h];
           maximum[h] = latest[h];
-          shift_[h] = latest[h] * scale.outer - kHeadroom;
-          limit_[h] = latest[h] + kSlack / scale.outer;
+          shift_[h] = latest[h] * outer - kHeadroom;
+          limit_[h] = latest[h] + kSlack / outer;
         }
       }
     }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void start_scores(StageScores& scores,
                                              const WarpAttention<T, Dims, kSoftCap>& part,
                                              uint32_t stage) {
   const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
-  if constexpr (!Dims::kOneByte) wgmma::fence_copies();
+  wgmma::fence_copies();
   wgmma::tie(scores);
   wgmma::begin();
 #pragma unroll
@@ -34,12 +34,11 @@ __device__ __forceinline__ void start_scores(StageScores& scores,
   wgmma::commit();
 }
 
-// Starts the multiplication of a stage's values.
+// Starts the multiplication of a stage's values, which lie at `address`.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& part,
-                                             const StageWeights& weights, uint32_t stage) {
-  const wgmma::Operand<ValueOperand::kPanelBytes, ValueOperand::kGroupBytes> values(
-      stage + Dims::Converted::kKeyBytes);
+                                             const StageWeights& weights, uint32_t address) {
+  const wgmma::Operand<ValueOperand::kPanelBytes, ValueOperand::kGroupBytes> values(address);
   wgmma::tie(part.out);
   wgmma::begin();
 #pragma unroll
@@ -111,7 +110,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
     const uint32_t before = stage;
     stage = consumer.wait_for_following_stage();
     start_scores(scores, part, stage);
-    start_output(part, weights, before);
+    start_output(part, weights, before + Dims::kKeyBytes);
     record = consumer.following_stage_record();
     wgmma::wait<1>();
     wgmma::tie(scores);
@@ -122,7 +121,7 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
     part.rescale(rescaling);
     pack_weights<Attention>(weights, scores);
   }
-  start_output(part, weights, stage);
+  start_output(part, weights, stage + Dims::kKeyBytes);
   wgmma::wait<0>();
   wgmma::tie(part.out);
   consumer.release_stage();

@@ -45,7 +45,7 @@ inline constexpr bool kUsesWgmma = kHasWgmma && !Dims::kOneByte;
 template <typename Dims>
 inline constexpr bool kConvertsTiles =
     kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
-inline constexpr int kFirstConvertingTile = kNumTiles - 1;
+inline constexpr int kFirstConvertingTile = 1;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>
@@ -169,10 +169,11 @@ struct SharedState {
     float2 exchange[kUsesWgmma<Dims> ? 1
                                      : kConsumerWarps * (kConsumerWarps - 1) *
                                            own_tiles<Dims>(kConsumerWarps) * 32];
-    // Stages that consumers convert.
-    alignas(kConvertsTiles<Dims>
-                ? kSharedAlignment
-                : 8) uint8_t converted[2][kConvertsTiles<Dims> ? Dims::Converted::kStageBytes : 1];
+    // Values that consumers convert.
+    alignas(kConvertsTiles<Dims> ? kSharedAlignment
+                                 : 8) uint8_t converted[2][kConvertsTiles<Dims>
+                                                               ? Dims::Converted::kValueBytes
+                                                               : 1];
   };
   float2 row_states[kConsumerWarps][kUnitRows];                         // maximum and sum
   float query_factors[Dims::kOneByte ? kConsumerWarps : 1][kUnitRows];  // WarpAttention

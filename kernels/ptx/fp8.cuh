@@ -54,6 +54,16 @@ __device__ __forceinline__ uint2 convert(uint32_t bytes) {
   return make_uint2(to_half<kType, 0>(bytes), to_half<kType, 1>(bytes));
 }
 
+#if __CUDA_ARCH__ >= 890
+// Four numbers as e4m3, the first in the lowest byte: rounded, and those beyond 448 to 448. NaN stays NaN.
+__device__ __forceinline__ uint32_t pack_e4m3(const float (&numbers)[4]) {
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(numbers[1]), "f"(numbers[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(numbers[3]), "f"(numbers[2]));
+  return low | static_cast<uint32_t>(high) << 16;
+}
+#endif
+
 // A word of two columns (bytes) of two rows (halves), as two rows of two columns.
 __device__ __forceinline__ uint32_t transposed(uint32_t bytes) { return permuted<0x3120>(bytes); }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kv_type.h"
 #include "ptx/ptx.cuh"
 
 namespace pat::wgmma {
@@ -108,6 +109,30 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
   }
 }
 
+// acc[64x32] (+)= a[64x32] * b[32x32], `a` in e4m3 and b being 32 keys in e4m3 or e5m2. Sums keep 13 bits of mantissa from
+// one instruction to the next.
+#define PAT_MULTIPLY_BYTE_KEYS(type)                                                \
+  asm volatile(                                                                     \
+      "{\n"                                                                         \
+      ".reg .pred accumulate;\n"                                                    \
+      "setp.ne.b32 accumulate, %21, 0;\n"                                           \
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3." type " {" PAT_PLACES_4     \
+      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1;\n"                           \
+      "}"                                                                           \
+      : PAT_ACCUMULATOR_4(acc)                                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+
+template <KvType kType>
+__device__ __forceinline__ void multiply_byte_keys(float (&acc)[4][4], const ptx::Fragment& a,
+                                                   uint64_t b, bool accumulate) {
+  if constexpr (kType == KvType::kE4m3) {
+    PAT_MULTIPLY_BYTE_KEYS("e4m3");
+  } else {
+    static_assert(kType == KvType::kE5m2);
+    PAT_MULTIPLY_BYTE_KEYS("e5m2");
+  }
+}
+
 // acc[64 x columns] += a[64x16] * b[16 x columns], b being 16 values. `a` and `b`: their placeholders.
 #define PAT_MULTIPLY_VALUES(type, columns, tiles, left, right)                                     \
   asm volatile(                                                                                    \
@@ -161,6 +186,7 @@ __device__ __forceinline__ void multiply_values(float (&acc)[32][4], const ptx::
 #undef PAT_MULTIPLY_VALUES_128
 #undef PAT_MULTIPLY_VALUES_64
 #undef PAT_MULTIPLY_VALUES
+#undef PAT_MULTIPLY_BYTE_KEYS
 #undef PAT_MULTIPLY_KEYS
 #undef PAT_PLACES_32
 #undef PAT_PLACES_16

@@ -1,0 +1,84 @@
+// Queries as sums of e4m3 numbers, for keys that are multiplied as the cache has them.
+//
+// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. Each term is what is left
+// of a number, rounded to e4m3, which has four significant bits, and the next one starts a bit lower than it ends. So
+// two terms are exact for the eight bits of bf16 within ten binades below a row's largest number, three for the eleven of
+// fp16 within seven. Below, a number is off by at most 2^-10, as much as 2^-17 of the largest one.
+#pragma once
+
+#include <type_traits>
+
+#include "pack_decode/work_queue.cuh"
+#include "ptx/fp8.cuh"
+
+namespace pat {
+
+template <typename T, typename Dims>
+struct QueryTerms {
+  static constexpr int kTerms = std::is_same_v<T, __half> ? 3 : 2;
+  static constexpr int kSteps = Dims::kKey / 32;
+  static_assert(Dims::kKey % 32 == 0);
+
+  ptx::Fragment terms[kTerms][kSteps];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) terms[term][step][i] = 0;
+      }
+    }
+  }
+
+  // `tile` holds tile_rows query rows; this warp's are the 16 from first_row. factors: of the lane's rows, what sums of
+  // products are to be multiplied with. NaN for a row with an infinite number.
+  __device__ __forceinline__ void load(uint32_t tile, int tile_rows, int first_row,
+                                       float (&factors)[2], uint32_t lane) {
+    // Of every 16 columns a lane has four that touch.
+    const uint32_t first =
+        tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
+    const auto four_columns = [&](int step, int h) {
+      const uint2 words =
+          ptx::load_shared_8(step_address(first, tile_rows, step) + h * 8 * kPanelRowBytes);
+      const float2 low = ptx::unpack<T>(words.x), high = ptx::unpack<T>(words.y);
+      return make_float4(low.x, low.y, high.x, high.y);
+    };
+    float inverses[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = 0.f;
+#pragma unroll
+      for (int step = 0; step < Dims::kKey / 16; ++step) {
+        const float4 x = four_columns(step, h);
+        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+      // Both as biased exponents; numbers below 2^-119 are multiplied with 2^126.
+      const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23), 8);
+      inverses[h] = __uint_as_float((261 - exponent) << 23);
+      factors[h] = exponent == 255 ? largest - largest : __uint_as_float((exponent - 7) << 23);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i % 2;
+        const float4 x = four_columns(2 * step + i / 2, h);
+        float rest[4] = {x.x * inverses[h], x.y * inverses[h], x.z * inverses[h], x.w * inverses[h]};
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          const uint32_t packed = fp8::pack_e4m3(rest);
+          terms[term][step][i] = packed;
+          const uint2 rounded = fp8::convert<KvType::kE4m3>(packed);
+          const float2 low = ptx::unpack<__half>(rounded.x), high = ptx::unpack<__half>(rounded.y);
+          rest[0] -= low.x, rest[1] -= low.y, rest[2] -= high.x, rest[3] -= high.y;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace pat
