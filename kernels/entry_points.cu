@@ -28,18 +28,18 @@ using Partial = ComputeType<Element, Dims>;
 extern "C" {
 
 // Read by the host when it loads the kernels.
-__constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads,
+__constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads<Dims>,
                                          .decode_shared_bytes = sizeof(SharedStorage<Dims>),
                                          .merge_threads = kMergeWarps * 32,
                                          .merge_ctas_per_sm = kMergeCtasPerSm,
                                          .gather_threads = kGatherThreads};
 
-__global__ void __launch_bounds__(kDecodeThreads, kCtasPerSm<Dims>)
+__global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
     pack_decode_kernel(const __grid_constant__ DecodeParams params) {
   pack_decode<Element, Dims, false>(params);
 }
 
-__global__ void __launch_bounds__(kDecodeThreads, kCtasPerSm<Dims>)
+__global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
     pack_decode_soft_cap_kernel(const __grid_constant__ DecodeParams params) {
   pack_decode<Element, Dims, true>(params);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace pat {
 
@@ -46,23 +47,36 @@ struct Consumer {
     position.advance(units);
   }
 
-  // Address of the keys of the next stage, once it has arrived; the values follow Dims::kKeyBytes behind.
-  __device__ __forceinline__ uint32_t wait_for_stage() const { return wait_for_stage(ring); }
+  // Address of the keys of the next stage, once it has arrived, and once it is there for wgmma.
+  __device__ __forceinline__ uint32_t wait_for_stage() const {
+    return wait_for_stage(storage.kv_full, ring);
+  }
+  __device__ __forceinline__ uint32_t wait_for_wgmma_stage() const {
+    return wait_for_wgmma_stage(ring);
+  }
 
   // Of that stage.
   __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
 
   // Both of the stage after that one.
-  __device__ __forceinline__ uint32_t wait_for_following_stage() const {
-    return wait_for_stage(following());
+  __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
+    return wait_for_wgmma_stage(following());
   }
   __device__ __forceinline__ StageRecord following_stage_record() const {
     return stage_record(following());
   }
 
+  // Once this lane has read it.
   __device__ __forceinline__ void release_stage() {
-    if (kStageArrivals<Dims> == 32 || threadIdx.x % 32 == 0) {
-      ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
+    ring.advance();
+  }
+
+  // Once wgmma has read it.
+  __device__ __forceinline__ void release_wgmma_stage() {
+    if (threadIdx.x % 32 == 0) {
+      ptx::barrier_arrive<kStageArrivals<Dims>>(
+          ptx::shared_address(&storage.kv_empty[ring.stage]));
     }
     ring.advance();
   }
@@ -81,9 +95,16 @@ struct Consumer {
   }
 
   __device__ __forceinline__ uint32_t
-  wait_for_stage(const RingPosition<Storage::kStages>& at) const {
-    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage]), at.parity);
+  wait_for_stage(const uint64_t* barriers, const RingPosition<Storage::kStages>& at) const {
+    ptx::barrier_wait(ptx::shared_address(&barriers[at.stage]), at.parity);
     return ptx::shared_address(storage.kv[at.stage]);
+  }
+  __device__ __forceinline__ uint32_t
+  wait_for_wgmma_stage(const RingPosition<Storage::kStages>& at) const {
+    if constexpr (kHasConverters<Dims>) return wait_for_stage(storage.kv_ready, at);
+    const uint32_t stage = wait_for_stage(storage.kv_full, at);
+    wgmma::fence_copies();
+    return stage;
   }
 };
 

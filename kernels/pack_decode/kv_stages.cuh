@@ -65,7 +65,7 @@ class KvStages {
                             full, lane_ == 0);
     }
     const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : Dims::kKeyBytes);
+        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : kLandingOffset<Dims>);
     const int num_tokens = record.num_tokens();
     if (num_tokens == kStageTokens) {
       copy_stage<kRowBytes, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
@@ -74,6 +74,18 @@ class KvStages {
     }
     ptx::barrier_arrive_after_copies(full);
     ring_.advance();
+  }
+
+  // Behind the last stage, for those who do not know the items.
+  __device__ __forceinline__ void end() {
+    const int stage = ring_.stage;
+    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
+    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
+    if constexpr (kIsKey) {
+      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]),
+                            StageRecord::end().packed, full, lane_ == 0);
+    }
+    ptx::barrier_arrive(full);
   }
 
  private:

@@ -132,7 +132,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
       part.template undo_factors<kTokens>(scores, query_factors, lane);
       part.rescale(part.template weigh<kTokens>(scores, record, first_row, first_token,
                                                 params.logit_scale, lane));
-      const uint32_t values = keys + Dims::kKeyBytes;
+      const uint32_t values = keys + kLandingOffset<Dims>;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }
     consumer.release_stage();
@@ -163,7 +163,7 @@ __device__ __forceinline__ void execute_tile(const DecodeParams& params, Consume
 
 // Exactly the tiles of the tile table.
 template <typename T, typename Dims, bool kSoftCap>
-  requires(!kUsesWgmma<Dims> && !kConvertsTiles<Dims>)
+  requires(kFirstWgmmaTile<Dims> == kNumTiles)
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
   execute_tile<T, Dims, kSoftCap, 0, kNumTiles>(params, consumer);
 }

@@ -9,13 +9,13 @@
 #include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA
-#include "pack_decode/converting_body.cuh"
+#include "pack_decode/converter.cuh"
 #include "pack_decode/wgmma_body.cuh"
 #endif
 
 namespace pat {
 
-// With kDecodeThreads threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
+// With kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   using Storage = SharedStorage<Dims>;
@@ -32,7 +32,11 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
                       kProducerWarps * 32 + 1);  // copies, record
     ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]),
-                      kConsumerWarps * kStageArrivals<Dims>);
+                      kConsumerWarps * kStageArrivals<Dims> +
+                          (kHasConverters<Dims> ? kConverterWarps : 0));
+    if constexpr (kHasConverters<Dims>) {
+      ptx::barrier_init(ptx::shared_address(&storage.kv_ready[i]), kConverterWarps);
+    }
   }
   if (i < kQueryUnits) {
     ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
@@ -44,16 +48,22 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   }
   __syncthreads();
 
-  if (warp == kConsumerWarps) {
-    Producer<Dims, true>(params, storage, lane).run();
-  } else if (warp == kConsumerWarps + 1) {
-    Producer<Dims, false>(params, storage, lane).run();
-  } else {
+  if (warp < kConsumerWarps) {
+    if constexpr (kHasConverters<Dims>) ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
     Consumer<Dims> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);
+    return;
+  }
+  if constexpr (kHasConverters<Dims>) ptx::leave_registers<kOtherRegisters>();
+  if (warp == kConsumerWarps) {
+    Producer<Dims, true>(params, storage, lane).run();
+  } else if (warp == kConsumerWarps + 1) {
+    Producer<Dims, false>(params, storage, lane).run();
+  } else if constexpr (kHasConverters<Dims>) {
+    Converter<Dims>(storage, warp - kConsumerWarps - kProducerWarps, lane).run();
   }
 }
 

@@ -94,6 +94,7 @@ class Producer {
       } while (++i < batch.count);
       has_stages = next_.count > 0;
     }
+    if constexpr (kHasConverters<Dims>) stages_.end();
     if constexpr (kIsKey) {
       tickets_.end();
     } else {
@@ -176,7 +177,8 @@ class Producer {
     const int group_size = params_.rows.group_size;
     const int first = segment.first_request(), end = segment.end_request();
     record_ =
-        StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size);
+        StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size)
+            .template of_tile<Dims>(item_.tile);
     return true;
   }
 
@@ -189,7 +191,7 @@ class Producer {
       } else if (!is_complete_) {
         // Without any KV, or what follows after the lanes' last segments is empty.
         next_.slots[0] = 0;
-        next_.records[0] = StageRecord::empty();
+        next_.records[0] = StageRecord::empty().template of_tile<Dims>(item_.tile);
         next_.count = 1;
         next_.begins_item = is_new_;
         is_new_ = false;

@@ -60,7 +60,6 @@ struct HeadDims {
   static constexpr int kValuePanels = panels(kValue * kElementBytes);
   static constexpr int kKeyBytes = kStageTokens * kKeyPanels * kPanelRowBytes;  // of a stage
   static constexpr int kValueBytes = kStageTokens * kValuePanels * kPanelRowBytes;
-  static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
 

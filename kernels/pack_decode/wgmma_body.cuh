@@ -8,6 +8,8 @@
 #pragma once
 
 #include "pack_decode/consumer.cuh"
+#include "pack_decode/mma_body.cuh"
+#include "pack_decode/query_terms.cuh"
 #include "pack_decode/row_output.cuh"
 #include "pack_decode/warp_attention.cuh"
 #include "ptx/wgmma.cuh"
@@ -17,22 +19,99 @@ namespace pat {
 using StageScores = float[kStageTokens / 8][4];
 using StageWeights = ptx::Fragment[kStageTokens / 16];
 
-// Starts the multiplication of a stage's keys.
+// A warp's queries, as the left-hand side of the multiplication with keys.
 template <typename T, typename Dims, bool kSoftCap>
-__device__ __forceinline__ void start_scores(StageScores& scores,
-                                             const WarpAttention<T, Dims, kSoftCap>& part,
-                                             uint32_t stage) {
-  const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
-  wgmma::fence_copies();
-  wgmma::tie(scores);
-  wgmma::begin();
-#pragma unroll
-  for (int step = 0; step < Dims::kKey / 16; ++step) {
-    wgmma::multiply_keys<ComputeType<T, Dims>>(scores, part.queries[step],
-                                               keys.at(KeyOperand::address(0, step)), step > 0);
+struct Queries {
+  using Attention = WarpAttention<T, Dims, kSoftCap>;
+
+  __device__ __forceinline__ void load(Attention& part, const Consumer<Dims>& consumer, int units,
+                                       int first_row, const LogitScale&, uint32_t lane) {
+    part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
   }
-  wgmma::commit();
-}
+  // Of a warp that only takes part in its warpgroup's multiplications.
+  __device__ __forceinline__ void clear(Attention& part) { part.begin_without_rows(); }
+
+  // Starts the multiplication with a stage's keys.
+  __device__ __forceinline__ void start_scores(StageScores& scores, const Attention& part,
+                                               uint32_t stage) const {
+    const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+    wgmma::tie(scores);
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < Dims::kKey / 16; ++step) {
+      wgmma::multiply_keys<T>(scores, part.queries[step], keys.at(KeyOperand::address(0, step)),
+                              step > 0);
+    }
+    wgmma::commit();
+  }
+
+  // Of the scores.
+  __device__ __forceinline__ const LogitScale& scale(const LogitScale& scale) const {
+    return scale;
+  }
+  __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
+};
+
+// Where keys have one byte: terms, of which scores are sums, by a row's own scale.
+template <typename T, typename Dims, bool kSoftCap>
+  requires(Dims::kOneByte)
+struct Queries<T, Dims, kSoftCap> {
+  using Attention = WarpAttention<T, Dims, kSoftCap>;
+
+  QueryTerms<T, Dims> terms;
+  LogitScale scales[2];
+
+  __device__ __forceinline__ void load(Attention& part, const Consumer<Dims>& consumer, int units,
+                                       int first_row, const LogitScale& scale, uint32_t lane) {
+    part.begin_without_queries();
+    float factors[2];
+    terms.load(consumer.queries(units), units * kUnitRows, first_row, factors, lane);
+    float* kept = consumer.storage.query_factors[consumer.warp];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scales[h] = scale;
+      (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
+      if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];
+    }
+  }
+  __device__ __forceinline__ void clear(Attention& part) {
+    part.begin_without_queries();
+    terms.clear();
+  }
+
+  __device__ __forceinline__ void start_scores(StageScores& scores, const Attention&,
+                                               uint32_t stage) const {
+    constexpr int kTerms = QueryTerms<T, Dims>::kTerms;
+    const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+    wgmma::tie(scores);
+    wgmma::begin();
+    // Small terms first: the sums are exact for them.
+#pragma unroll
+    for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+      for (int step = 0; step < Dims::kKey / 32; ++step) {
+        wgmma::multiply_byte_keys<Dims::kKv>(scores, terms.terms[term][step],
+                                             keys.at(KeyOperand::address(0, step)),
+                                             term < kTerms - 1 || step > 0);
+      }
+    }
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ const LogitScale (&scale(const LogitScale&) const)[2] {
+    return scales;
+  }
+
+  // Makes the maximum one of scores as they are without factors. A capped one is.
+  __device__ __forceinline__ void finish(Attention& part, const Consumer<Dims>& consumer,
+                                         uint32_t lane) const {
+    if constexpr (!kSoftCap) {
+      const float* kept = consumer.storage.query_factors[consumer.warp];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) part.maximum[h] *= kept[lane / 4 + 8 * h];
+    }
+  }
+};
 
 // Starts the multiplication of a stage's values, which lie at `address`.
 template <typename T, typename Dims, bool kSoftCap>
@@ -68,8 +147,8 @@ __device__ __forceinline__ void clear(StageScores& scores) {
 }
 
 template <typename T, typename Dims, bool kSoftCap>
-  requires kUsesWgmma<Dims>
-__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
+__device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
+                                                   Consumer<Dims>& consumer) {
   static_assert(kConsumerWarps * kUnitRows >= kTileTable[kNumTiles - 1].block_q);
   using Attention = WarpAttention<T, Dims, kSoftCap>;
 
@@ -79,10 +158,11 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   const bool has_rows = first_row < consumer.record().num_rows;
 
   Attention part;
+  Queries<T, Dims, kSoftCap> queries;
   if (has_rows) {
-    part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
+    queries.load(part, consumer, units, first_row, params.logit_scale, lane);
   } else {
-    part.begin_without_rows();
+    queries.clear(part);
   }
   consumer.release_queries(units, first_row, lane);
 
@@ -91,25 +171,25 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
   const auto weigh = [&](const StageRecord& record) {
     typename Attention::Rescaling rescaling{};
     if (record.counts_for(consumer.warp)) {
-      rescaling =
-          part.template weigh<kStageTokens>(scores, record, first_row, 0, params.logit_scale, lane);
+      rescaling = part.template weigh<kStageTokens>(scores, record, first_row, 0,
+                                                    queries.scale(params.logit_scale), lane);
     } else {
       clear(scores);
     }
     return rescaling;
   };
 
-  uint32_t stage = consumer.wait_for_stage();
+  uint32_t stage = consumer.wait_for_wgmma_stage();
   StageRecord record = consumer.stage_record();
-  start_scores(scores, part, stage);
+  queries.start_scores(scores, part, stage);
   wgmma::wait<0>();
   wgmma::tie(scores);
   weigh(record);  // nothing to rescale yet
   pack_weights<Attention>(weights, scores);
   while (!record.is_last()) {
     const uint32_t before = stage;
-    stage = consumer.wait_for_following_stage();
-    start_scores(scores, part, stage);
+    stage = consumer.wait_for_following_wgmma_stage();
+    queries.start_scores(scores, part, stage);
     start_output(part, weights, before + Dims::kKeyBytes);
     record = consumer.following_stage_record();
     wgmma::wait<1>();
@@ -117,19 +197,31 @@ __device__ __forceinline__ void execute_item(const DecodeParams& params, Consume
     const auto rescaling = weigh(record);
     wgmma::wait<0>();
     wgmma::tie(part.out);
-    consumer.release_stage();
+    consumer.release_wgmma_stage();
     part.rescale(rescaling);
     pack_weights<Attention>(weights, scores);
   }
   start_output(part, weights, stage + Dims::kKeyBytes);
   wgmma::wait<0>();
   wgmma::tie(part.out);
-  consumer.release_stage();
+  consumer.release_wgmma_stage();
 
   if (has_rows) {
+    queries.finish(part, consumer, lane);
     part.finish();
     store_item(part, consumer.storage, params, first_row, consumer.warp, lane);
   }
+}
+
+template <typename T, typename Dims, bool kSoftCap>
+  requires(kFirstWgmmaTile<Dims> < kNumTiles)
+__device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {
+  if constexpr (!kUsesWgmma<Dims>) {
+    if (consumer.record().tile < kFirstWgmmaTile<Dims>) {
+      return execute_tile<T, Dims, kSoftCap, 0, kFirstWgmmaTile<Dims>>(params, consumer);
+    }
+  }
+  execute_item_wgmma<T, Dims, kSoftCap>(params, consumer);
 }
 
 }  // namespace pat

@@ -27,7 +27,6 @@ namespace pat {
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr int kConsumerWarps = 4;
 inline constexpr int kProducerWarps = 2;  // one loads K, one V
-inline constexpr int kDecodeThreads = 32 * (kConsumerWarps + kProducerWarps);
 inline constexpr int kQueryUnits = 4;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
 inline constexpr int kDrawsAhead = 2;  // draws that the K producer may be ahead of the V producer
@@ -37,19 +36,39 @@ inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// In all tiles. Numbers of one byte are converted in registers, from where wgmma takes no right-hand side,
+// Whether warps of their own convert one-byte values for wgmma (converter.cuh).
 template <typename Dims>
-inline constexpr bool kUsesWgmma = kHasWgmma && !Dims::kOneByte;
-// except in tiles of many rows: what their warps convert together (converting_body.cuh) is worth its way through shared
-// memory, where two stages of it fit into each of two CTAs.
-template <typename Dims>
-inline constexpr bool kConvertsTiles =
+inline constexpr bool kHasConverters =
     kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
-inline constexpr int kFirstConvertingTile = 1;
+// The first tile, by the number of its rows, that is multiplied by wgmma. In small tiles, consumers convert in registers,
+// each its own tokens.
+template <typename Dims>
+inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
+                                       : !Dims::kOneByte      ? 0
+                                       : kHasConverters<Dims> ? 1
+                                                              : kNumTiles;
+template <typename Dims>
+inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
+
+inline constexpr int kConverterWarps = 2;
+template <typename Dims>
+inline constexpr int kDecodeThreads =
+    32 * (kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
+// Of a thread, where converters leave each with 128.
+inline constexpr int kConsumerRegisters = 168, kOtherRegisters = 88;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>
 inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
+
+// A stage: keys, then values. Where these are converted in place, they land at the end of the room for it.
+template <typename Dims>
+inline constexpr int kValueRoom =
+    kHasConverters<Dims> ? Dims::Converted::kValueBytes : Dims::kValueBytes;
+template <typename Dims>
+inline constexpr int kLandingOffset = Dims::kKeyBytes + kValueRoom<Dims> - Dims::kValueBytes;
+template <typename Dims>
+inline constexpr int kStageBytes = Dims::kKeyBytes + kValueRoom<Dims>;
 
 inline constexpr bool kHas228Kb =
     PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
@@ -68,7 +87,7 @@ inline constexpr int kCtasPerSm =
 // Columns of the accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
 template <typename Dims>
 inline constexpr int kOutColumns =
-    kUsesWgmma<Dims> ? Dims::kValuePanels * kPanelColumns : Dims::kValue;
+    kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue;
 
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
   return row * rows.reciprocal >> 16;
@@ -106,7 +125,9 @@ struct ItemRecord {
 // two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage: the
 // only one of an item without KV is empty.
 struct StageRecord {
-  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kAny = 24, kWhole = 28;  // first bits
+  // First bits.
+  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kWgmma = 21, kEnd = 22, kAny = 24,
+                       kWhole = 28;
 
   uint32_t packed;
 
@@ -120,14 +141,23 @@ struct StageRecord {
             any << kAny | whole << kWhole};
   }
   __device__ __forceinline__ static StageRecord empty() { return {1u << kLast}; }
+  // Behind the last stage.
+  __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
     if (num_tokens == kStageTokens) return *this;
-    constexpr uint32_t kOthers = (1u << kTokens) - 1 | 15u << kAny;
+    constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
     return {packed & kOthers | static_cast<uint32_t>(num_tokens) << kTokens};
   }
   __device__ __forceinline__ StageRecord as_last(bool is_last) const {
     return {packed | uint32_t{is_last} << kLast};
+  }
+
+  // Of an item of a tile.
+  template <typename Dims>
+  __device__ __forceinline__ StageRecord of_tile(int tile) const {
+    if constexpr (!kHasConverters<Dims>) return *this;
+    return {packed | uint32_t{tile >= kFirstWgmmaTile<Dims>} << kWgmma};
   }
 
   __device__ __forceinline__ int first_row() const { return packed & 0x7f; }
@@ -137,6 +167,8 @@ struct StageRecord {
   }
   __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x3f; }
   __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
+  __device__ __forceinline__ bool is_for_wgmma() const { return packed >> kWgmma & 1; }
+  __device__ __forceinline__ bool is_end() const { return packed >> kEnd & 1; }
   __device__ __forceinline__ bool counts_for(int unit) const { return packed >> kAny >> unit & 1; }
   __device__ __forceinline__ bool is_whole(int unit) const { return packed >> kWhole >> unit & 1; }
 
@@ -163,18 +195,11 @@ inline constexpr int kMaxStages = 12;
 template <typename Dims>
 struct SharedState {
   alignas(kSharedAlignment) uint8_t queries[kQueryUnits][Dims::kUnitBytes];
-  union {
-    // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns
-    // that are not its own.
-    float2 exchange[kUsesWgmma<Dims> ? 1
-                                     : kConsumerWarps * (kConsumerWarps - 1) *
-                                           own_tiles<Dims>(kConsumerWarps) * 32];
-    // Values that consumers convert.
-    alignas(kConvertsTiles<Dims> ? kSharedAlignment
-                                 : 8) uint8_t converted[2][kConvertsTiles<Dims>
-                                                               ? Dims::Converted::kValueBytes
-                                                               : 1];
-  };
+  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns
+  // that are not its own.
+  float2 exchange[kUsesWgmma<Dims> ? 1
+                                   : kConsumerWarps * (kConsumerWarps - 1) *
+                                         own_tiles<Dims>(kConsumerWarps) * 32];
   float2 row_states[kConsumerWarps][kUnitRows];                         // maximum and sum
   float query_factors[Dims::kOneByte ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
   RowTarget row_targets[kConsumerWarps][kUnitRows];                     // of the item a warp is at
@@ -183,6 +208,7 @@ struct SharedState {
   StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
+  uint64_t kv_ready[kHasConverters<Dims> ? kMaxStages : 1];  // converted
   uint64_t kv_empty[kMaxStages];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
   uint64_t queries_empty[kQueryUnits];  // per unit
@@ -196,21 +222,21 @@ inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedSta
 template <typename Dims>
 inline constexpr int kKvRoom =
     kCtasPerSm<Dims> == 1 ? kRoom<Dims>
-    : kConvertsTiles<Dims>
+    : kHasConverters<Dims>
         ? kMaxSharedBytes / 2 - 1024 - static_cast<int>(sizeof(SharedState<Dims>))
         : kRingBytes;
 
 template <typename Dims>
 struct SharedStorage : SharedState<Dims> {
   static constexpr int kStages =
-      std::max(1, std::min(kMaxStages, kKvRoom<Dims> / Dims::kStageBytes));
-  static constexpr int kKvBytes = kStages * Dims::kStageBytes;
+      std::max(1, std::min(kMaxStages, kKvRoom<Dims> / kStageBytes<Dims>));
+  static constexpr int kKvBytes = kStages * kStageBytes<Dims>;
   static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
   // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
   static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||
                 2 * (kKvBytes + sizeof(SharedState<Dims>) + 1024) <= kMaxSharedBytes + 1024);
 
-  alignas(kSharedAlignment) uint8_t kv[kStages][Dims::kStageBytes];  // K, then V
+  alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes<Dims>];
 };
 
 // A stage of the KV ring and how often the ring has been passed through.

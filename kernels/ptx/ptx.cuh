@@ -51,6 +51,16 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
 }
 
 #if __CUDA_ARCH__ >= 900
+// From here on, a thread of this warpgroup has so many registers: all its warps must call it.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // What this thread has stored in shared memory is visible to matrix instructions that read it there.
 __device__ __forceinline__ void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -72,12 +82,14 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+template <int kArrivals = 1>
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile(
       "{\n"
       ".reg .b64 state;\n"
-      "mbarrier.arrive.shared.b64 state, [%0];\n"
-      "}" ::"r"(barrier)
+      "mbarrier.arrive.shared.b64 state, [%0], %1;\n"
+      "}" ::"r"(barrier),
+      "n"(kArrivals)
       : "memory");
 }
 
