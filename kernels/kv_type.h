@@ -3,8 +3,8 @@
 
 namespace pat {
 
-// What is not kAsQueries has one byte, lies in shared memory as in the cache, and is converted to fp16 by the consumers
-// (pack_decode/mma_body.cuh, pack_decode/converting_body.cuh).
+// What is not kAsQueries has one byte, and comes into shared memory as the cache has it. What converts it to fp16 is in
+// pack_decode/mma_body.cuh and pack_decode/converter.cuh.
 enum class KvType { kAsQueries, kE4m3, kE5m2 };
 
 }  // namespace pat

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
-#include "ptx/wgmma.cuh"
 
 namespace pat {
 
@@ -75,8 +74,7 @@ struct Consumer {
   // Once wgmma has read it.
   __device__ __forceinline__ void release_wgmma_stage() {
     if (threadIdx.x % 32 == 0) {
-      ptx::barrier_arrive<kStageArrivals<Dims>>(
-          ptx::shared_address(&storage.kv_empty[ring.stage]));
+      ptx::barrier_arrive_for<kStageArrivals<Dims>>(ptx::shared_address(&storage.kv_empty[ring.stage]));
     }
     ring.advance();
   }
@@ -103,7 +101,7 @@ struct Consumer {
   wait_for_wgmma_stage(const RingPosition<Storage::kStages>& at) const {
     if constexpr (kHasConverters<Dims>) return wait_for_stage(storage.kv_ready, at);
     const uint32_t stage = wait_for_stage(storage.kv_full, at);
-    wgmma::fence_copies();
+    ptx::fence_shared_memory();
     return stage;
   }
 };

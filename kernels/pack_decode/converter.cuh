@@ -1,6 +1,6 @@
-// What converter warps do: they make the values of each stage fp16, in place, for wgmma. Keys are multiplied as they are
-// (query_terms.cuh). So a number is converted once, by warps that nobody waits for: they are as many stages ahead of the
-// consumers as the copies are.
+// What the converter warps of pack_decode do over one-byte KV on Hopper: they make the values of each stage fp16, in
+// place, for wgmma. Keys are multiplied as they are (query_terms.cuh). So a number is converted once per tile, and by
+// warps that run ahead of the consumers, as far as the copies do.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -13,7 +13,7 @@ class Converter {
  public:
   using Storage = SharedStorage<Dims>;
 
-  __device__ Converter(Storage& storage, int warp, uint32_t lane)
+  __device__ Converter(Storage& storage, int warp, int lane)
       : storage_(storage), warp_(warp), lane_(lane) {}
 
   __device__ __forceinline__ void run() {
@@ -24,7 +24,7 @@ class Converter {
       if (record.is_end()) return;
       if (record.is_for_wgmma()) {
         convert(ptx::shared_address(storage_.kv[stage]));
-        ptx::fence_shared_writes();  // and for the keys, which others have copied
+        ptx::fence_shared_memory();  // of the keys too, which others have copied
         __syncwarp();
       }
       if (lane_ == 0) {
@@ -35,32 +35,23 @@ class Converter {
   }
 
  private:
-  // This warp's half of a stage's tokens. What a token becomes lies where it was, and in the panels before. The columns of
-  // every 16 get an order in which a lane has four that touch in its accumulators.
+  // This warp's half of a stage's tokens.
   __device__ __forceinline__ void convert(uint32_t stage) {
-    constexpr int kChunks = Dims::kValue / 16;
-    constexpr int kTokens = kStageTokens / kConverterWarps;
-    constexpr int kCopies = kTokens * kChunks / 32;
-    static_assert(32 % kChunks == 0 && kTokens * kChunks % 32 == 0);
-    const uint32_t chunk = lane_ % kChunks;
-    // The second panel's tokens are swapped in pairs: lanes that write at the same time meet in no bank.
-    const uint32_t first_token = warp_ * kTokens + (lane_ / kChunks ^ chunk / 4 % 2);
-    uint4 words[kCopies];
+    using Conversion = ValueConversion<Dims::kValue>;
+    static_assert(Conversion::kFits);
+    const Conversion conversion{.warp = warp_, .lane = lane_};
+    uint4 bytes[Conversion::kCopies];
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      words[i] = ptx::load_shared_16(
-          stage + kLandingOffset<Dims> +
-          swizzled_offset(kStageTokens, first_token + i * (32 / kChunks), chunk));
+    for (int i = 0; i < Conversion::kCopies; ++i) {
+      bytes[i] = ptx::load_shared_16(stage + kLandingOffset<Dims> + conversion.source(i));
     }
     __syncwarp();
-    const auto to_halves = [](uint32_t word) { return fp8::convert<Dims::kKv>(word); };
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const uint2 first = to_halves(words[i].x), second = to_halves(words[i].y);
-      const uint2 third = to_halves(words[i].z), fourth = to_halves(words[i].w);
-      const uint32_t target =
-          stage + Dims::kKeyBytes +
-          swizzled_offset(kStageTokens, first_token + i * (32 / kChunks), 2 * chunk);
+    for (int i = 0; i < Conversion::kCopies; ++i) {
+      const auto halves = [](uint32_t word) { return fp8::convert<Dims::kKv>(word); };
+      const uint2 first = halves(bytes[i].x), second = halves(bytes[i].y);
+      const uint2 third = halves(bytes[i].z), fourth = halves(bytes[i].w);
+      const uint32_t target = stage + Dims::kKeyBytes + conversion.target(i);
       ptx::store_shared_16(target, make_uint4(first.x, second.x, third.x, fourth.x));
       ptx::store_shared_16(target ^ kChunkBytes, make_uint4(first.y, second.y, third.y, fourth.y));
     }
@@ -68,7 +59,7 @@ class Converter {
 
   Storage& storage_;
   const int warp_;  // of the converters
-  const uint32_t lane_;
+  const int lane_;
   RingPosition<Storage::kStages> ring_;
 };
 

@@ -52,7 +52,8 @@ struct QueryTerms {
 #pragma unroll
       for (int step = 0; step < Dims::kKey / 16; ++step) {
         const float4 x = four_columns(step, h);
-        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+        largest =
+            fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
       }
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
@@ -67,7 +68,8 @@ struct QueryTerms {
       for (int i = 0; i < 4; ++i) {
         const int h = i % 2;
         const float4 x = four_columns(2 * step + i / 2, h);
-        float rest[4] = {x.x * inverses[h], x.y * inverses[h], x.z * inverses[h], x.w * inverses[h]};
+        float rest[4] = {x.x * inverses[h], x.y * inverses[h], x.z * inverses[h],
+                         x.w * inverses[h]};
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
           const uint32_t packed = fp8::pack_e4m3(rest);

@@ -87,6 +87,37 @@ struct RowCopy {
   }
 };
 
+// How warps make the one-byte values of a stage fp16, in place. A value lands at the end of what it becomes, so that a
+// token's numbers lie where its bytes did, and in the panels before. A warp reads all of its tokens before it writes.
+//
+// The columns of every 16 change places, so that a lane of an accumulator has four that touch, as in mma_body.cuh: the
+// first of the two chunks that they become has 0, 1, 4, 5, 8, 9, 12 and 13.
+template <int kColumns>
+struct ValueConversion {
+  static constexpr int kWarps = 2;
+  static constexpr int kChunks = kColumns / 16;  // of a token, as bytes
+  static constexpr int kTokens = kStageTokens / kWarps;
+  static constexpr int kCopies = kTokens * kChunks / 32;  // of one chunk each, by every lane
+  static constexpr bool kFits = kColumns % 16 == 0 && 32 % kChunks == 0;
+
+  int warp;
+  int lane;
+
+  PAT_ANYWHERE constexpr uint32_t chunk() const { return lane % kChunks; }
+  // Those of the second panel are swapped in pairs: lanes that write at the same time meet in no bank.
+  PAT_ANYWHERE constexpr uint32_t token(int copy) const {
+    return warp * kTokens + (lane / kChunks ^ chunk() / 4 % 2) + copy * (32 / kChunks);
+  }
+  // From where values land.
+  PAT_ANYWHERE constexpr uint32_t source(int copy) const {
+    return swizzled_offset(kStageTokens, token(copy), chunk());
+  }
+  // Of the first of two chunks, from where values are for wgmma. The second is at ^ kChunkBytes.
+  PAT_ANYWHERE constexpr uint32_t target(int copy) const {
+    return swizzled_offset(kStageTokens, token(copy), 2 * chunk());
+  }
+};
+
 // The right-hand sides of wgmma in a stage, as addresses and the distances that its descriptors hold.
 struct KeyOperand {                                            // 32 tokens, 16 columns
   static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 tokens to the next 8

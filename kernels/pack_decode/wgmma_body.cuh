@@ -1,5 +1,5 @@
-// The body of pack_decode on Hopper, for every tile of up to 64 rows: the four consumer warps are one warpgroup
-// whose instructions always multiply 64 rows. Rows that a tile does not have cost tensor core time that a
+// The body of pack_decode on Hopper, for every tile of up to 64 rows (over one-byte KV, of more than 16): the four consumer
+// warps are one warpgroup whose instructions always multiply 64 rows. Rows that a tile does not have cost tensor core time that a
 // memory-bound item does not miss; in return a KV stage is read from shared memory once, and no warp ever waits
 // for another one's part of a row.
 //

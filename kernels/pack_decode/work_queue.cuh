@@ -50,12 +50,12 @@ inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
 template <typename Dims>
 inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
 
-inline constexpr int kConverterWarps = 2;
+inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
 template <typename Dims>
 inline constexpr int kDecodeThreads =
     32 * (kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
-// Of a thread, where converters leave each with 128.
-inline constexpr int kConsumerRegisters = 168, kOtherRegisters = 88;
+// Of a thread, beside converters: 128 on average.
+inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>

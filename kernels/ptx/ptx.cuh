@@ -50,22 +50,11 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
                : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
-// From here on, a thread of this warpgroup has so many registers: all its warps must call it.
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void leave_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// What this thread has stored in shared memory is visible to matrix instructions that read it there.
-__device__ __forceinline__ void fence_shared_writes() {
+// What is in shared memory, by copies or stores that this thread knows to have ended, is visible to matrix instructions
+// that read it there.
+__device__ __forceinline__ void fence_shared_memory() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-#endif
 
 __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
   uint2 value;
@@ -82,8 +71,18 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-template <int kArrivals = 1>
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 state;\n"
+      "mbarrier.arrive.shared.b64 state, [%0];\n"
+      "}" ::"r"(barrier)
+      : "memory");
+}
+
+// For so many at once. From compute capability 9.0 on.
+template <int kArrivals>
+__device__ __forceinline__ void barrier_arrive_for(uint32_t barrier) {
   asm volatile(
       "{\n"
       ".reg .b64 state;\n"
@@ -149,6 +148,18 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// --- registers ---
+
+// From here on, a thread of this warpgroup has so many registers: all its warps must call it.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // --- programmatic dependent launch ---

@@ -30,11 +30,6 @@ struct Operand {
   }
 };
 
-// Shared memory written by copies is visible to the matrix instructions after this.
-__device__ __forceinline__ void fence_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // Registers written before are visible to the multiplications after this.
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -111,15 +106,15 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
 
 // acc[64x32] (+)= a[64x32] * b[32x32], `a` in e4m3 and b being 32 keys in e4m3 or e5m2. Sums keep 13 bits of mantissa from
 // one instruction to the next.
-#define PAT_MULTIPLY_BYTE_KEYS(type)                                                \
-  asm volatile(                                                                     \
-      "{\n"                                                                         \
-      ".reg .pred accumulate;\n"                                                    \
-      "setp.ne.b32 accumulate, %21, 0;\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3." type " {" PAT_PLACES_4     \
-      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1;\n"                           \
-      "}"                                                                           \
-      : PAT_ACCUMULATOR_4(acc)                                                      \
+#define PAT_MULTIPLY_BYTE_KEYS(type)                                            \
+  asm volatile(                                                                 \
+      "{\n"                                                                     \
+      ".reg .pred accumulate;\n"                                                \
+      "setp.ne.b32 accumulate, %21, 0;\n"                                       \
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3." type " {" PAT_PLACES_4 \
+      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1;\n"                       \
+      "}"                                                                       \
+      : PAT_ACCUMULATOR_4(acc)                                                  \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
 
 template <KvType kType>

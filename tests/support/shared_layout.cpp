@@ -72,13 +72,14 @@ uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; 
 template <int kKey, int kValue>
 void check_bytes() {
   using Dims = HeadDims<kKey, kValue, KvType::kE4m3>;
-  constexpr uint32_t kBase = 3 * 1024, kValueBase = kBase + Dims::kKeyBytes;
-  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kStageBytes % 1024 == 0);
+  constexpr uint32_t kBase = 3 * 1024, kValueBase = kBase + Dims::kKeyBytes,
+                     kEnd = kValueBase + Dims::kValueBytes;
+  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kValueBytes % 1024 == 0);
   static_assert(Dims::kUnitBytes == HeadDims<kKey, kValue>::kUnitBytes);
   const auto keys = copied<kKey, 1>(kStageTokens, kStageTokens, 0, kBase);
   expect(keys.rbegin()->first < kValueBase, "bytes of keys reach into the values", kKey);
   const auto values = copied<kValue, 1>(kStageTokens, kStageTokens, 0, kValueBase);
-  expect(values.rbegin()->first < kBase + Dims::kStageBytes, "bytes of values leave", kValue);
+  expect(values.rbegin()->first < kEnd, "bytes of values leave", kValue);
   for (int lane = 0; lane < 32; ++lane) {
     for (int first_token = 0; first_token < kStageTokens; first_token += 16) {
       const int row = first_token + lane / 16 * 8 + lane % 8;
@@ -93,7 +94,7 @@ void check_bytes() {
       const uint32_t first_value = kValueBase + swizzled_offset(kStageTokens, token, lane / 16);
       for (int chunk = lane / 16; chunk < panels(kValue) * 8; chunk += 2) {
         const uint32_t address = step_address(first_value, kStageTokens, chunk / 2);
-        expect(address + kChunkBytes <= kBase + Dims::kStageBytes, "ldmatrix leaves", kValue);
+        expect(address + kChunkBytes <= kEnd, "ldmatrix leaves", kValue);
         if (chunk >= kValue / 16) continue;
         expect_row<1>(values, address, token, chunk * 16, "ldmatrix of bytes of values", kValue);
       }
@@ -101,18 +102,88 @@ void check_bytes() {
   }
 }
 
+// The canonical layouts of wgmma. What it has of a column of values: element_of(column), -1 for columns that fill the
+// last panel.
+template <typename Dims, typename ElementOf>
+void check_wgmma_values(const std::map<uint32_t, int>& values, uint32_t base, uint32_t end,
+                        ElementOf element_of, const char* what) {
+  for (int step = 0; step < kStageTokens / 16; ++step) {  // MN-major: n is the column
+    for (int n = 0; n < panels(Dims::kValue * 2) * kPanelColumns; ++n) {
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t address =
+            ValueOperand::address(base, step) + n / kPanelColumns * ValueOperand::kPanelBytes +
+            k / 8 * ValueOperand::kGroupBytes + k % 8 * kPanelRowBytes + n % kPanelColumns * 2;
+        const int column = element_of(n);
+        const int element = column < 0 ? -1 : (step * 16 + k) * 1024 + column;
+        expect(at(values, swizzled(address)) == element, what, Dims::kValue);
+        expect(address < end, "wgmma reads beyond the stage", Dims::kValue);
+      }
+    }
+  }
+}
+
+// Keys of one byte as wgmma has them, and values once the converter warps have been there.
+template <int kColumns>
+void check_conversion() {
+  using Dims = HeadDims<kColumns, kColumns, KvType::kE4m3>;
+  using Conversion = ValueConversion<kColumns>;
+  static_assert(Conversion::kFits);
+  constexpr uint32_t kBase = 3 * 1024, kEnd = kBase + Dims::Converted::kValueBytes;
+  const auto keys = copied<kColumns, 1>(kStageTokens, kStageTokens, 0, kBase);
+  for (int step = 0; step < kColumns / 32; ++step) {  // K-major: n is the token
+    for (int n = 0; n < kStageTokens; ++n) {
+      for (int k = 0; k < 32; ++k) {
+        const uint32_t address = KeyOperand::address(kBase, step) +
+                                 n / 8 * KeyOperand::kGroupBytes + n % 8 * kPanelRowBytes + k;
+        expect(at(keys, swizzled(address)) == n * 1024 + step * 32 + k, "wgmma of bytes", kColumns);
+      }
+    }
+  }
+
+  constexpr uint32_t kLanding = kEnd - Dims::kValueBytes;
+  auto memory = copied<kColumns, 1>(kStageTokens, kStageTokens, 0, kLanding);
+  // One warp after the other: what the first writes, the second does not read.
+  for (int warp = 0; warp < Conversion::kWarps; ++warp) {
+    std::map<uint32_t, int> written;
+    std::vector<uint32_t> read;
+    for (int lane = 0; lane < 32; ++lane) {
+      const Conversion conversion{warp, lane};
+      for (int i = 0; i < Conversion::kCopies; ++i) {
+        const uint32_t source = kLanding + conversion.source(i);
+        const int token = conversion.token(i), column = conversion.chunk() * 16;
+        expect_row<1>(memory, source, token, column, "the converters' bytes", kColumns);
+        for (int byte = 0; byte < kChunkBytes; ++byte) {
+          read.push_back(source + byte);
+          const uint32_t target = (kBase + conversion.target(i)) ^ (byte / 2 % 2 * kChunkBytes);
+          const uint32_t half = target + byte / 4 * 4 + byte % 2 * 2;
+          const bool first = written.emplace(half, token * 1024 + column + byte).second;
+          expect(first, "two converted numbers overlap", kColumns);
+        }
+      }
+    }
+    for (const uint32_t address : read) memory.erase(address);
+    for (const auto& [address, element] : written) {
+      expect(at(memory, address) == -1 && at(memory, address + 1) == -1,
+             "a converter overwrites what the other one reads", kColumns);
+    }
+    memory.merge(written);
+  }
+  const auto column = [](int n) { return n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2; };
+  check_wgmma_values<Dims>(memory, kBase, kEnd, column, "wgmma of converted values");
+}
+
 template <int kKey, int kValue>
 void check() {
   using Dims = HeadDims<kKey, kValue>;
   constexpr uint32_t kBase = 3 * 1024;
-  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kStageBytes % 1024 == 0);
+  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kValueBytes % 1024 == 0);
   static_assert(Dims::kUnitBytes % 1024 == 0);
 
   const auto keys = copied<kKey, 2>(kStageTokens, kStageTokens, 0, kBase);
   expect(keys.rbegin()->first < kBase + Dims::kKeyBytes, "keys reach into the values", kKey);
-  const uint32_t value_base = kBase + Dims::kKeyBytes;
+  const uint32_t value_base = kBase + Dims::kKeyBytes, end = value_base + Dims::kValueBytes;
   const auto values = copied<kValue, 2>(kStageTokens, kStageTokens, 0, value_base);
-  expect(values.rbegin()->first < kBase + Dims::kStageBytes, "values leave the stage", kValue);
+  expect(values.rbegin()->first < end, "values leave the stage", kValue);
 
   for (int lane = 0; lane < 32; ++lane) {
     for (int first_token = 0; first_token < kStageTokens; first_token += 16) {
@@ -140,20 +211,8 @@ void check() {
       }
     }
   }
-  for (int step = 0; step < kStageTokens / 16; ++step) {  // MN-major: n is the column
-    for (int n = 0; n < Dims::kValuePanels * kPanelColumns; ++n) {
-      for (int k = 0; k < 16; ++k) {
-        const uint32_t address = ValueOperand::address(value_base, step) +
-                                 n / kPanelColumns * ValueOperand::kPanelBytes +
-                                 k / 8 * ValueOperand::kGroupBytes + k % 8 * kPanelRowBytes +
-                                 n % kPanelColumns * 2;
-        // Columns that fill the last panel: inside of the stage, and nobody's.
-        const int element = n < kValue ? (step * 16 + k) * 1024 + n : -1;
-        expect(at(values, swizzled(address)) == element, "wgmma of values", kValue);
-        expect(address < kBase + Dims::kStageBytes, "wgmma reads beyond the stage", kValue);
-      }
-    }
-  }
+  check_wgmma_values<Dims>(
+      values, value_base, end, [](int n) { return n < kValue ? n : -1; }, "wgmma of values");
 
   for (int units = 1; units <= 4; units *= 2) {
     const int tile_rows = units * kUnitRows;
@@ -185,6 +244,7 @@ void check() {
     }
   }
   check_bytes<kKey, kValue>();
+  if constexpr (kKey == kValue && 128 % kKey == 0) check_conversion<kKey>();
   std::printf("%d/%d\n", kKey, kValue);
 }
 

@@ -55,7 +55,7 @@ def check_resources(config: KernelConfig) -> None:
         "pack_decode",
         "pack_decode_soft_cap",
     ]
-    # Over one-byte KV, only large tiles of some head_dims use wgmma.
+    # Over one-byte KV, some head_dims use wgmma, with registers that warps give one another.
     wgmma = config.arch == (9, 0) and not config.force_mma_sync and config.kv_dtype is None
     two_ctas = config.head_dim + config.v_head_dim <= (320 if wgmma else 256)
     assert max(registers) <= (168 if two_ctas else 255), "CTAs per SM"
