@@ -100,9 +100,7 @@ struct Consumer {
   __device__ __forceinline__ uint32_t
   wait_for_wgmma_stage(const RingPosition<Storage::kStages>& at) const {
     if constexpr (kHasConverters<Dims>) return wait_for_stage(storage.kv_ready, at);
-    const uint32_t stage = wait_for_stage(storage.kv_full, at);
-    ptx::fence_shared_memory();
-    return stage;
+    return wait_for_stage(storage.kv_full, at);
   }
 };
 

@@ -35,6 +35,7 @@ struct Queries {
   __device__ __forceinline__ void start_scores(StageScores& scores, const Attention& part,
                                                uint32_t stage) const {
     const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+    ptx::fence_shared_memory();
     wgmma::tie(scores);
     wgmma::begin();
 #pragma unroll
