@@ -72,6 +72,9 @@ struct Queries<T, Dims, kSoftCap> {
     for (int h = 0; h < 2; ++h) {
       scales[h] = scale;
       (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
+      // Not 0, with which a maximum of -inf would become NaN.
+      constexpr float kLeast = 1.17549435e-38f;
+      if (scales[h].outer < kLeast) scales[h].outer = kLeast;
       if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];
     }
   }

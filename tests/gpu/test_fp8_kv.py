@@ -104,8 +104,9 @@ def logit_errors(
 ) -> tuple[torch.Tensor, int]:
     """What a matrix instruction takes from the exactness of a request's logits where keys are
     multiplied as they are: sums have 13 bits of mantissa on their way. And how many there are."""
-    config = KernelConfig.for_device(heads.dtype, heads.head_dim, tensors.q.device)
-    if config.arch != (9, 0) or config.force_mma_sync or heads.head_dim not in (64, 128):
+    dims = heads.head_dim, heads.v_head_dim or heads.head_dim
+    config = KernelConfig.for_device(heads.dtype, dims[0], tensors.q.device, dims[1])
+    if config.arch != (9, 0) or config.force_mma_sync or dims not in ((64, 64), (128, 128)):
         return torch.zeros((), device=tensors.q.device), 1
     scale = heads.head_dim**-0.5 if sm_scale is None else sm_scale
     terms = 2 if heads.dtype == BF16 else 3
@@ -156,7 +157,7 @@ def test_every_bit_of_a_query_counts(dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     shape = tensors.q.shape
     exponents = torch.randint(-6, 1, shape, generator=generator, device="cuda")
-    numbers = torch.rand(shape, generator=generator, device="cuda") / 2 + 0.5
+    numbers = torch.rand(shape, generator=generator, device="cuda") * 0.499 + 0.5
     tensors.q.copy_(torch.ldexp(numbers, exponents))
     for column in range(0, 128, 9):
         tensors.k_cache.zero_()
