@@ -5,7 +5,7 @@ Each contender is a CUDA graph of 32 layers, timed interleaved with the others. 
 the attention; the same without a write is subtracted, so what is left is what a write adds.
 
 SGLang's own store is compiled by nvcc where it runs. A Triton kernel that copies the same bytes
-stands in for it.
+stands in for it. "16 bits" is that store alone, of numbers that need no conversion.
 
     python benchmarks/bench_kv_write.py --json benchmarks/results/h100/kv-write.json
 """
@@ -60,12 +60,23 @@ def in_torch(divisor: torch.Tensor | None) -> Write:
         if divisor is not None:
             k.div_(divisor)
             v.div_(divisor)
-        k, v = k.to(KV_DTYPE), v.to(KV_DTYPE)
-        width = k.shape[1] * k.shape[2]
-        views = [each.view(torch.uint8) for each in (k, v, k_cache, v_cache)]
-        _store[(len(k),)](*views, slots, k.stride(0), v.stride(0), width, num_warps=4)
+        store(k.to(KV_DTYPE), v.to(KV_DTYPE), slots, k_cache, v_cache)
 
     return write
+
+
+def store(k, v, slots, k_cache, v_cache) -> None:
+    """As the pool's store, of numbers that have the cache's type."""
+    integers = torch.uint8 if k.dtype == KV_DTYPE else torch.int16
+    views = [each.view(integers) for each in (k, v, k_cache, v_cache)]
+    width = k.shape[1] * k.shape[2]
+    _store[(len(k),)](*views, slots, k.stride(0), v.stride(0), width, num_warps=4)
+
+
+def of_16_bits(case: Case) -> Write:
+    """Into caches that attention does not read."""
+    caches = [torch.empty_like(cache, dtype=DTYPE) for cache in case.caches[0]]
+    return lambda k, v, slots, *_: store(k, v, slots, *caches)
 
 
 def by_kernel(writer: KvWriter, divisor: torch.Tensor | None) -> Write:
@@ -140,7 +151,7 @@ def check(case: Case) -> None:
             write(k, v, case.slots, *case.caches[0])
             results.append([cache.view(torch.uint8).clone() for cache in case.caches[0]])
             for cache in case.caches[0]:
-                cache[case.slots] = 0
+                cache.view(torch.uint8)[case.slots] = 0
         if not all(map(torch.equal, *results)):
             raise SystemExit("the kernel writes other bytes than torch")
 
@@ -169,19 +180,25 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[s
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
+def contenders(case: Case, divisor: torch.Tensor | None) -> dict[str, Write]:
+    """By name."""
+    return {
+        "torch": in_torch(divisor),
+        "pat": by_kernel(case.writer, divisor),
+        "16 bits": of_16_bits(case),
+    }
+
+
 def measure(num_tokens: int, num_kv_heads: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Check and time a case, without scales and with them."""
     case = Case(num_tokens, num_kv_heads)
     check(case)
     for scale in (None, torch.tensor(_SCALE, device="cuda")):
-        writes: dict[str, Write | None] = {
-            "torch": in_torch(scale),
-            "pat": by_kernel(case.writer, scale),
-        }
+        writes = contenders(case, scale)
         alone = {name: captured(case.alone, write) for name, write in writes.items()}
         layers = {
             name: captured(case.in_layers, write)
-            for name, write in {**writes, "no write": None}.items()
+            for name, write in (*writes.items(), ("no write", None))
         }
         alone_us, layer_us = microseconds(alone, rounds), microseconds(layers, rounds)
         yield {
@@ -202,18 +219,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     results = []
-    print("us per layer          | alone        | all of it           | added by the write")
-    print("tokens  heads  scaled | torch    pat |  none  torch    pat | torch    pat")
+    print("us per layer           | added by the write     | writes alone")
+    print("tokens  heads  scaled  | torch    pat  16 bits  | torch    pat  16 bits")
     for num_tokens, num_kv_heads in product((128, 8), (8, 1)):
         for result in measure(num_tokens, num_kv_heads, arguments.rounds):
-            alone, layer, added = (result[key] for key in ("alone_us", "layer_us", "added_us"))
-            print(
-                f"{num_tokens:6}  {num_kv_heads:5}  {result['scaled']!s:>6} | "
-                f"{alone['torch']:5.2f} {alone['pat']:6.2f} | "
-                f"{layer['no write']:5.1f} {layer['torch']:6.1f} {layer['pat']:6.1f} | "
-                f"{added['torch']:5.2f} {added['pat']:6.2f}",
-                flush=True,
-            )
+            columns = [
+                "  ".join(f"{result[key][name]:5.2f}" for name in ("torch", "pat", "16 bits"))
+                for key in ("added_us", "alone_us")
+            ]
+            head = f"{num_tokens:6}  {num_kv_heads:5}  {result['scaled']!s:>6}"
+            print(f"{head}  | {columns[0]}    | {columns[1]}", flush=True)
             results.append(result)
     if arguments.json is not None:
         text = json.dumps({"metadata": metadata(), "results": results}, indent=1)
