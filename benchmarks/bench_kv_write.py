@@ -231,7 +231,7 @@ def main() -> None:
             print(f"{head}  | {columns[0]}    | {columns[1]}", flush=True)
             results.append(result)
     if arguments.json is not None:
-        text = json.dumps({"metadata": metadata(), "results": results}, indent=1)
+        text = json.dumps({"meta": metadata(), "results": results}, indent=1)
         arguments.json.write_text(text + "\n")
 
 
