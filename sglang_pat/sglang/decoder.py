@@ -247,10 +247,10 @@ class PatDecoder:
             `[rows, heads * v_head_dim]`.
         """
         pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            self._kv_writes.store(layer, forward_batch, k, v)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        if save_kv_cache and k is not None and v is not None:
-            self._kv_writes.store(layer, forward_batch, k, v, keys, values)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
         trees = None if self._verify is None else self._verify.trees()

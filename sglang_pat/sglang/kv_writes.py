@@ -65,13 +65,7 @@ class KvWrites:
             logger.info("SGLang's pool converts new KV to fp8 itself: %s", "; ".join(reasons))
 
     def store(
-        self,
-        layer: RadixAttention,
-        forward_batch: Any,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        self, layer: RadixAttention, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write the new tokens of a layer to its slots.
 
@@ -83,22 +77,29 @@ class KvWrites:
             Whose `out_cache_loc` are the slots.
         k, v : torch.Tensor
             `[rows, KV heads, head_dim]`. The pool may scale them in place.
-        keys, values : torch.Tensor
-            The layer's buffers in the pool.
         """
         writer = self._writers.get(layer.layer_id)
-        if writer is not None:
-            k_scale, v_scale = writer.scale(layer.k_scale), writer.scale(layer.v_scale)
-            slots = forward_batch.out_cache_loc
-            if (
-                k_scale is not None
-                and v_scale is not None
-                and writer.write(k, v, slots, keys, values, k_scale, v_scale)
-            ):
-                return
+        if writer is not None and self._write(writer, layer, forward_batch, k, v):
+            return
         # SGLang's pools use the scales only if their dtype is not the model's.
         scales = (layer.k_scale, layer.v_scale) if self._are_scaled else ()
         self._pool.set_kv_buffer(layer, _write_location(forward_batch), k, v, *scales)
+
+    def _write(
+        self,
+        writer: KvWriter,
+        layer: RadixAttention,
+        forward_batch: Any,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> bool:
+        """Whether the kernel has written what store() is given."""
+        k_scale, v_scale = writer.scale(layer.k_scale), writer.scale(layer.v_scale)
+        if k_scale is None or v_scale is None:
+            return False
+        keys = self._pool.get_key_buffer(layer.layer_id)
+        values = self._pool.get_value_buffer(layer.layer_id)
+        return writer.write(k, v, forward_batch.out_cache_loc, keys, values, k_scale, v_scale)
 
 
 def pool_reason(pool: Any, layer_id: int) -> str | None:

@@ -88,7 +88,7 @@ def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tenso
     keys, values = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
     k, v = torch.full((2, 1, KV_HEADS, HEAD_DIM), 3.0, dtype=BF16)
     batch = decode_batch([1], [1], [9])
-    writes.store(model_runner.model[layer_id], batch, k, v, keys, values)
+    writes.store(model_runner.model[layer_id], batch, k, v)
     return torch.stack([keys.view(torch.uint8)[9], values.view(torch.uint8)[9]])
 
 
