@@ -113,16 +113,16 @@ void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int3
   params.sinks = {pointer<const void>(sinks), sink_type};
 }
 
-template <pat::NewRows pat::WriteParams::* kRows>
+template <int kIndex>
 void set_rows(WriteArgument& self, uintptr_t source, int64_t token_stride, int64_t head_stride,
               uintptr_t cache, int64_t slot_bytes, uintptr_t scale, pat::ScaleUse scale_use) {
-  self.params.*kRows = {.source = pointer<const void>(source),
-                        .token_stride = token_stride,
-                        .head_stride = head_stride,
-                        .cache = pointer<void>(cache),
-                        .slot_bytes = slot_bytes,
-                        .scale = pointer<const float>(scale),
-                        .scale_use = scale_use};
+  self.params.rows[kIndex] = {.source = pointer<const void>(source),
+                              .token_stride = token_stride,
+                              .head_stride = head_stride,
+                              .cache = pointer<void>(cache),
+                              .slot_bytes = slot_bytes,
+                              .scale = pointer<const float>(scale),
+                              .scale_use = scale_use};
 }
 
 void set_slots(WriteArgument& self, uintptr_t slots, bool slots_are_int64, int32_t num_tokens,
@@ -166,7 +166,7 @@ PYBIND11_MODULE(_launch_params, module) {
   py::class_<WriteArgument>(module, "WriteArgument", "The argument of write_kv_kernel.")
       .def(py::init<>())
       .def_property_readonly("address", &WriteArgument::address)
-      .def("set_keys", &set_rows<&pat::WriteParams::keys>)
-      .def("set_values", &set_rows<&pat::WriteParams::values>)
+      .def("set_keys", &set_rows<0>)
+      .def("set_values", &set_rows<1>)
       .def("set_slots", &set_slots);
 }

@@ -73,8 +73,7 @@ inline constexpr int64_t kPaddingSlot = 0;
 
 // Of write_kv.
 struct WriteParams {
-  NewRows keys;
-  NewRows values;
+  NewRows rows[2];   // keys, values
   IndexArray slots;  // [num_tokens]
   int64_t num_slots;
   int32_t num_tokens;
