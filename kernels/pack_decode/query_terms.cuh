@@ -72,7 +72,8 @@ struct QueryTerms {
                          x.w * inverses[h]};
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
-          const uint32_t packed = fp8::pack_e4m3(rest);
+          const uint32_t packed = fp8::round_pair<KvType::kE4m3>(rest[0], rest[1]) |
+                                  fp8::round_pair<KvType::kE4m3>(rest[2], rest[3]) << 16;
           terms[term][step][i] = packed;
           const uint2 rounded = fp8::convert<KvType::kE4m3>(packed);
           const float2 low = ptx::unpack<__half>(rounded.x), high = ptx::unpack<__half>(rounded.y);

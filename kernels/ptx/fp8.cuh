@@ -1,5 +1,5 @@
-// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included. With ptx.cuh and
-// wgmma.cuh the only file with inline PTX.
+// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included; and of floats to them. With
+// ptx.cuh and wgmma.cuh the only file with inline PTX.
 #pragma once
 
 #include <cstdint>
@@ -55,12 +55,22 @@ __device__ __forceinline__ uint2 convert(uint32_t bytes) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// Four numbers as e4m3, the first in the lowest byte: rounded, and those beyond 448 to 448. NaN stays NaN.
-__device__ __forceinline__ uint32_t pack_e4m3(const float (&numbers)[4]) {
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(numbers[1]), "f"(numbers[0]));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(numbers[3]), "f"(numbers[2]));
-  return low | static_cast<uint32_t>(high) << 16;
+// Two numbers as bytes, `low` in the lower one, rounded to nearest. Right for magnitudes up to kLargestRounded alone: the
+// instruction makes the largest number of those beyond, and loses the sign of NaN.
+template <KvType kType>
+inline constexpr uint32_t kLargestRounded =  // 464, and the last float below 61440
+    kType == KvType::kE4m3 ? 0x43e80000 : 0x476fffff;
+
+template <KvType kType>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  uint16_t pair;
+  if constexpr (kType == KvType::kE4m3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    static_assert(kType == KvType::kE5m2);
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
 }
 #endif
 
