@@ -74,7 +74,8 @@ struct Consumer {
   // Once wgmma has read it.
   __device__ __forceinline__ void release_wgmma_stage() {
     if (threadIdx.x % 32 == 0) {
-      ptx::barrier_arrive_for<kStageArrivals<Dims>>(ptx::shared_address(&storage.kv_empty[ring.stage]));
+      ptx::barrier_arrive_for<kStageArrivals<Dims>>(
+          ptx::shared_address(&storage.kv_empty[ring.stage]));
     }
     ring.advance();
   }
