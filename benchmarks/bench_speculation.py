@@ -9,10 +9,12 @@ What is timed are the steps in which all requests decode (sglang_pat/bench/decod
 a step is the median of a round's, and what is reported is the median of the rounds, per token that
 a request gains: each was accepted. All prompts are in the prefix cache before the clock starts.
 
-Draft models run on FA3 on both servers, so that one as large as the model leaves pat a fifth of the
-attention. Answers are greedy: each token must be the one that the model finds most probable, up to
-rounding, when all of the answer is given to it as a prompt. So must answers that stop tokens end,
-of twice as many requests as run at once.
+Draft models decode by pat on pat's server, and read what was accepted by FA3 on both: one as large
+as the model leaves FA3 a fourth of the attention there.
+
+Answers are greedy: each token must be the one that the model finds most probable, up to rounding,
+when all of the answer is given to it as a prompt. So must answers that stop tokens end, of twice as
+many requests as run at once.
 
 --quick: three rounds, all servers at once, some 150 s on an H100.
 --model tiny: on a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it shows
@@ -290,7 +292,7 @@ def run(pair: Pair, case: Case, vocab_size: int, rounds: int, begun: float, pati
         about = pair.about()
         measured = measure(pair.servers, case, vocab_size, rounds)
         stats = measured["pat_stats"]
-        shown = ("verify", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
+        shown = ("verify", "draft", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
         console.print({name: stats[name] for name in shown if name in stats})
     except Exception as error:  # the other drafts are measured all the same
         tails = "\n".join(server.process.tail() for server in pair.servers.values())
