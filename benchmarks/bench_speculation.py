@@ -10,7 +10,8 @@ a step is the median of a round's, and what is reported is the median of the rou
 a request gains: each was accepted. All prompts are in the prefix cache before the clock starts.
 
 Draft models decode by pat on pat's server, and read what was accepted by FA3 on both: one as large
-as the model leaves FA3 a fourth of the attention there.
+as the model leaves FA3 a fourth of the attention there. The servers of NGRAM copy of a prompt what
+SGLang 0.5.23 copies (ngram_tails/): the GPU waits for the copies of 0.5.17, whatever the backend.
 
 Answers are greedy: each token must be the one that the model finds most probable, up to rounding,
 when all of the answer is given to it as a prompt. So must answers that stop tokens end, of twice as
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -49,7 +51,8 @@ DRAFTS = ("small", "ngram", "same")
 NONE = "none"
 # Of the models that are served, which fit on 80 GB together. NGRAM waits for the host, and `same`
 # for its drafts.
-LAYERS = {"small": 16, "ngram": 8, "same": 4, NONE: 4}
+LAYERS = {"small": 15, "ngram": 10, "same": 4, NONE: 4}
+NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
 # pat's time per accepted token over FA3's, and how far acceptance may be apart.
@@ -225,6 +228,10 @@ class Pair:
     ) -> None:
         """target: the folder of the model. folder: for logs."""
         self.drafts = drafts
+        environment = {}
+        if drafts == "ngram":
+            paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._up = contextlib.ExitStack()
         self.servers = {
             backend: self._up.enter_context(
@@ -234,6 +241,7 @@ class Pair:
                     folder,
                     name=f"{drafts}-{backend}",
                     wait=False,
+                    environment=environment,
                     **(arguments | more),
                 )
             )

@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.decoder import PatDecoder
 from sglang_pat.sglang.draft_backend import await_draft_model
+from sglang_pat.sglang.draft_trees import choose_masks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.mixins import can_become, with_mixin
 from sglang_pat.sglang.options import Reason, batch_invariant, resolved
@@ -66,6 +67,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         decoder = PatDecoder(model_runner, environment, routes)
         default.__class__ = pat_class
         default.take(decoder, strict=environment.strict)
+    if decoder is not None and decoder.verifies_trees:
+        choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
     await_draft_model(decoder if decoder is not None and decoder.verifies else None)
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
@@ -231,6 +234,12 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             raise reason.refusal(f" (layer {layer.layer_id})")
         routes = self._pat.routes
         if not routes.delegated:  # the default backend is not prepared for this step
+            if self._pat.verifies_trees:
+                choose_masks(square=False)
+                if forward_batch.forward_mode is _VERIFY and not self._pat_is_captured:
+                    raise RuntimeError(
+                        f"{reason} came too late: a mask of this step is pat's alone"
+                    )
             self._catch_up(forward_batch)
         routes.delegate(layer.layer_id, reason)
         report_routes(routes)

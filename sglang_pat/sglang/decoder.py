@@ -62,6 +62,11 @@ class PatDecoder(LayerAttention):
         """Whether there are steps that verify drafts."""
         return self._verify is not None
 
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether those drafts may branch."""
+        return self._verify is not None and not self._verify.drafts.are_chains
+
     def report_drafting(self, drafting: DraftDecoder) -> None:
         """Report what is counted by the decoder of the draft model, too."""
         self._drafting = drafting
