@@ -214,7 +214,7 @@ def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager
             speculative_num_draft_tokens=5,
             cuda_graph_capture_batch_size=REPLAYED,
             head_dim=64,
-            dtype=DTYPE,
+            dtype=torch.float16,  # draft tokens are compared, which tie more easily in bfloat16
         )
     # Three steps, in which it is captured at the least.
     assert decoded.layers >= 3 * (2 if eager else 1)
