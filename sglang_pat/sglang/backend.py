@@ -237,9 +237,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             if self._pat.verifies_trees:
                 choose_masks(square=False)
                 if forward_batch.forward_mode is _VERIFY and not self._pat_is_captured:
-                    raise RuntimeError(
-                        f"{reason} came too late: a mask of this step is pat's alone"
-                    )
+                    raise RuntimeError(f"{reason} came too late: this step's mask is pat's alone")
             self._catch_up(forward_batch)
         routes.delegate(layer.layer_id, reason)
         report_routes(routes)
