@@ -4,6 +4,7 @@ backend, and pat decodes the layers that it claims.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,31 @@ def test_speculation(
     tokens = speculation["speculative_num_draft_tokens"]
     # The first prompt is answered once more.
     assert verified["rows"] == tokens * (sum(found.verify_steps) + found.first_verify_steps)
+
+
+@pytest.mark.nightly
+def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
+    """One layer, which reads the model's hidden states, and a tree of pairs of tokens. It has
+    learnt nothing, so that hardly a draft is accepted."""
+    small = FAMILIES["llama"]
+    draft = small.write(tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (draft / "config.json").write_text(json.dumps(config))
+    speculation = CHAINS | {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(draft),
+    }
+    alone = engines.run(small, None)
+    expected = engines.run(small, None, **speculation)
+    found = engines.run(small, "pat", **speculation)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    assert_routes(found, small)
+    assert found.routes is not None
+    assert found.routes["draft_model"]["pat_layers"] == 1
+    assert found.draft_calls == {("pat", 0): 2 * found.stats["verify"]["steps"]}
+    assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
 
 
 @pytest.mark.nightly
