@@ -47,6 +47,7 @@ struct Argument {
 
 using GatherArgument = Argument<pat::GatherParams>;
 using DecodeArgument = Argument<pat::DecodeParams>;
+using WriteArgument = Argument<pat::WriteParams>;
 
 void set_gather(GatherArgument& self, uintptr_t plan, const std::vector<int64_t>& capacity,
                 uintptr_t shared_slots, uintptr_t req_to_token, int64_t req_to_token_stride,
@@ -112,6 +113,28 @@ void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int3
   params.sinks = {pointer<const void>(sinks), sink_type};
 }
 
+template <int kIndex>
+void set_rows(WriteArgument& self, uintptr_t source, int64_t token_stride, int64_t head_stride,
+              uintptr_t cache, int64_t slot_bytes, uintptr_t scale, pat::ScaleUse scale_use) {
+  self.params.rows[kIndex] = {.source = pointer<const void>(source),
+                              .token_stride = token_stride,
+                              .head_stride = head_stride,
+                              .cache = pointer<void>(cache),
+                              .slot_bytes = slot_bytes,
+                              .scale = pointer<const float>(scale),
+                              .scale_use = scale_use};
+}
+
+void set_slots(WriteArgument& self, uintptr_t slots, bool slots_are_int64, int32_t num_tokens,
+               int32_t num_kv_heads, int64_t num_slots, uint32_t overflow) {
+  pat::WriteParams& params = self.params;
+  params.slots = {pointer<const void>(slots), slots_are_int64};
+  params.num_tokens = num_tokens;
+  params.num_kv_heads = num_kv_heads;
+  params.num_slots = num_slots;
+  params.overflow = overflow;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_launch_params, module) {
@@ -122,6 +145,11 @@ PYBIND11_MODULE(_launch_params, module) {
       .value("FLOAT32", pat::SinkType::kFloat32)
       .value("BFLOAT16", pat::SinkType::kBfloat16)
       .value("FLOAT16", pat::SinkType::kFloat16);
+
+  py::enum_<pat::ScaleUse>(module, "ScaleUse", "What is done with a scale of new keys or values.")
+      .value("NONE", pat::ScaleUse::kNone)
+      .value("MULTIPLY", pat::ScaleUse::kMultiply)
+      .value("DIVIDE", pat::ScaleUse::kDivide);
 
   py::class_<GatherArgument>(module, "GatherArgument", "The argument of gather_slots_kernel.")
       .def(py::init<>())
@@ -135,4 +163,10 @@ PYBIND11_MODULE(_launch_params, module) {
       .def("set_step", &set_step)
       .def("set_launch", &set_launch)
       .def("set_layer", &set_layer);
+  py::class_<WriteArgument>(module, "WriteArgument", "The argument of write_kv_kernel.")
+      .def(py::init<>())
+      .def_property_readonly("address", &WriteArgument::address)
+      .def("set_keys", &set_rows<0>)
+      .def("set_values", &set_rows<1>)
+      .def("set_slots", &set_slots);
 }

@@ -53,6 +53,34 @@ struct GatherParams {
   int32_t* shared_slots;        // [num_shared_slots], written
 };
 
+// What is done to keys or values before they are rounded to one byte, as torch does it in their type: nothing, a
+// multiplication (torch's division by a number of the host), or a division (torch's by a tensor of the device).
+enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
+
+// Keys or values of new tokens, and the cache that they go to. D: their head_dim.
+struct NewRows {
+  const void* source;    // [num_tokens, num_kv_heads, D]
+  int64_t token_stride;  // in elements
+  int64_t head_stride;
+  void* cache;         // [num_slots, num_kv_heads, D], one byte each
+  int64_t slot_bytes;  // bytes between slots
+  const float* scale;  // nullptr with ScaleUse::kNone
+  ScaleUse scale_use;
+};
+
+// Where SGLang's padding goes: never written.
+inline constexpr int64_t kPaddingSlot = 0;
+
+// Of write_kv.
+struct WriteParams {
+  NewRows rows[2];   // keys, values
+  IndexArray slots;  // [num_tokens]
+  int64_t num_slots;
+  int32_t num_tokens;
+  int32_t num_kv_heads;
+  uint32_t overflow;  // the byte that numbers beyond the largest one become (fp8_rounding.h)
+};
+
 // Who draws which ticket. One per captured graph, and one for all launches outside of graphs, which follow one
 // another. pack_decode finds it zero and leaves it zero.
 struct TicketCounter {

@@ -9,6 +9,7 @@
 #include "gather_slots.cuh"
 #include "merge_partials.cuh"
 #include "pack_decode/pack_decode.cuh"
+#include "write_kv.cuh"
 
 #if !defined(PAT_ELEMENT) || !defined(PAT_KV_TYPE) || !defined(PAT_HEAD_DIM) || \
     !defined(PAT_V_HEAD_DIM)
@@ -32,7 +33,8 @@ __constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads,
                                          .decode_shared_bytes = sizeof(SharedStorage<Dims>),
                                          .merge_threads = kMergeWarps * 32,
                                          .merge_ctas_per_sm = kMergeCtasPerSm,
-                                         .gather_threads = kGatherThreads};
+                                         .gather_threads = kGatherThreads,
+                                         .write_threads = kWriteThreads};
 
 __global__ void __launch_bounds__(kDecodeThreads, kCtasPerSm<Dims>)
     pack_decode_kernel(const __grid_constant__ DecodeParams params) {
@@ -57,6 +59,12 @@ __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
 __global__ void __launch_bounds__(kGatherThreads)
     gather_slots_kernel(const __grid_constant__ GatherParams params) {
   gather_slots(params);
+}
+
+// Of a cache that has the model's type, nothing: to store it takes SGLang one kernel.
+__global__ void __launch_bounds__(kWriteThreads)
+    write_kv_kernel(const __grid_constant__ WriteParams params) {
+  if constexpr (Dims::kOneByte) write_kv<Element, Dims>(params);
 }
 
 }  // extern "C"

@@ -77,3 +77,49 @@ class DecodeArgument:
         sink_type: SinkType,
         /,
     ) -> None: ...
+
+class ScaleUse(Enum):
+    """What is done with a scale of new keys or values."""
+
+    NONE = ...
+    MULTIPLY = ...
+    DIVIDE = ...
+
+class WriteArgument:
+    """The argument of write_kv_kernel."""
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def set_keys(
+        self,
+        source: int,
+        token_stride: int,
+        head_stride: int,
+        cache: int,
+        slot_bytes: int,
+        scale: int,
+        scale_use: ScaleUse,
+        /,
+    ) -> None: ...
+    def set_values(
+        self,
+        source: int,
+        token_stride: int,
+        head_stride: int,
+        cache: int,
+        slot_bytes: int,
+        scale: int,
+        scale_use: ScaleUse,
+        /,
+    ) -> None: ...
+    def set_slots(
+        self,
+        slots: int,
+        slots_are_int64: bool,
+        num_tokens: int,
+        num_kv_heads: int,
+        num_slots: int,
+        overflow: int,
+        /,
+    ) -> None: ...

@@ -11,6 +11,7 @@ struct LaunchFacts {
   int32_t merge_threads;
   int32_t merge_ctas_per_sm;
   int32_t gather_threads;
+  int32_t write_threads;
 };
 
 }  // namespace pat

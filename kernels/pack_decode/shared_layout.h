@@ -5,13 +5,8 @@
 #include <cstdint>
 #include <numeric>
 
+#include "anywhere.h"
 #include "kv_type.h"
-
-#ifdef __CUDACC__
-#define PAT_ANYWHERE __host__ __device__ __forceinline__
-#else
-#define PAT_ANYWHERE inline
-#endif
 
 namespace pat {
 

@@ -1,5 +1,5 @@
-// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included. With ptx.cuh and
-// wgmma.cuh the only file with inline PTX.
+// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included; and of floats to them. With
+// ptx.cuh and wgmma.cuh the only file with inline PTX.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +53,26 @@ template <KvType kType>
 __device__ __forceinline__ uint2 convert(uint32_t bytes) {
   return make_uint2(to_half<kType, 0>(bytes), to_half<kType, 1>(bytes));
 }
+
+#if __CUDA_ARCH__ >= 890
+// Two numbers as bytes, `low` in the lower one, rounded to nearest. Right for magnitudes up to kLargestRounded alone: the
+// instruction makes the largest number of those beyond, and loses the sign of NaN.
+template <KvType kType>
+inline constexpr uint32_t kLargestRounded =  // 464, and the last float below 61440
+    kType == KvType::kE4m3 ? 0x43e80000 : 0x476fffff;
+
+template <KvType kType>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  uint16_t pair;
+  if constexpr (kType == KvType::kE4m3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    static_assert(kType == KvType::kE5m2);
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+#endif
 
 // A word of two columns (bytes) of two rows (halves), as two rows of two columns.
 __device__ __forceinline__ uint32_t transposed(uint32_t bytes) { return permuted<0x3120>(bytes); }

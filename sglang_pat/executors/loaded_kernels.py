@@ -27,6 +27,7 @@ class LaunchFacts(NamedTuple):
     merge_threads: int
     merge_ctas_per_sm: int
     gather_threads: int
+    write_threads: int
 
 
 class Launcher:
@@ -99,6 +100,8 @@ class LoadedKernels:
     merge_partials : tuple of Launcher
         Without sinks and with them.
     gather_slots : Launcher
+    write_kv : Launcher
+        Does nothing in variants whose KV cache has the model's type.
     """
 
     def __init__(self, image: bytes, config: KernelConfig) -> None:
@@ -140,6 +143,9 @@ class LoadedKernels:
         )
         self.gather_slots = Launcher(
             _function(library, "gather_slots_kernel"), facts.gather_threads, overlap=False
+        )
+        self.write_kv = Launcher(
+            _function(library, "write_kv_kernel"), facts.write_threads, overlap=overlap
         )
 
 

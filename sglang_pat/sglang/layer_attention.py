@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch
@@ -19,6 +18,7 @@ from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.kv_scales import read_scales
+from sglang_pat.sglang.kv_writes import KvWrites
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
 from sglang_pat.sglang.options import batch_invariant
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
@@ -33,6 +33,7 @@ class LayerAttention:
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.routes = routes
         self._layer_id = min(routes.shapes)
+        self._kv_writes = KvWrites(model_runner, routes)
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(_new_plans, routes, model_runner, environment),
@@ -108,9 +109,7 @@ class LayerAttention:
         """
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            # SGLang's pools use the scales only if their dtype is not the model's.
-            stored = (layer.k_scale, layer.v_scale) if self.routes.are_scaled else ()
-            pool.set_kv_buffer(layer, _write_location(forward_batch), k, v, *stored)
+            self._kv_writes.store(layer, forward_batch, k, v)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -166,13 +165,6 @@ def _new_plans(
         for shape in sorted(set(routes.shapes.values()))
     }
     return StepPlans(attentions, routes.shapes)
-
-
-def _write_location(forward_batch: Any) -> KVWriteLoc:
-    """Where the new tokens go."""
-    if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
-        return KVWriteLoc.for_batch(forward_batch)
-    return KVWriteLoc(forward_batch.out_cache_loc)
 
 
 def _num_microbatches(server_args: Any) -> int:

@@ -1,5 +1,5 @@
 """What must not go wrong silently: plans of other batches, several streams and graphs, lengths
-beyond the table.
+beyond the table, slots that are not there.
 """
 
 from __future__ import annotations
@@ -256,3 +256,23 @@ def test_workers_are_the_ctas_that_the_device_holds() -> None:
     ctas_per_sm = 1 if torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0)) else 2
     assert kernels.num_ctas(device) == ctas_per_sm * num_sms
     assert default_workers(kernels, device, 8) == ctas_per_sm * num_sms // 8
+
+
+@pytest.mark.parametrize("slot", [-1, 9])
+def test_a_write_stops_at_a_slot_that_is_not_there(slot: int) -> None:
+    assert_stopped(
+        run_apart(f"""
+            from sglang_pat.executors.jit import KernelConfig
+            from sglang_pat.executors.kv_writer import KvWriter
+
+            device = torch.device("cuda", 0)
+            kv_dtype = torch.float8_e4m3fn
+            config = KernelConfig.for_device(torch.bfloat16, 128, device, 0, kv_dtype)
+            k = torch.zeros(2, 1, 128, device=device, dtype=torch.bfloat16)
+            caches = [torch.zeros(9, 1, 128, device=device).to(kv_dtype) for _ in range(2)]
+            writer, slots = KvWriter(config, device), torch.tensor([1, {slot}], device=device)
+            print("prepared", flush=True)
+            writer.write(k, k, slots, *caches)
+            torch.cuda.synchronize()
+        """)
+    )

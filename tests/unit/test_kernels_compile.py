@@ -54,6 +54,7 @@ def check_resources(config: KernelConfig) -> None:
         "merge_partials_sinks",
         "pack_decode",
         "pack_decode_soft_cap",
+        "write_kv",
     ]
     # Over one-byte KV, only large tiles of some head_dims use wgmma.
     wgmma = config.arch == (9, 0) and not config.force_mma_sync and config.kv_dtype is None

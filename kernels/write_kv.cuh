@@ -1,0 +1,117 @@
+// write_kv: keys and values of a step's new tokens into a KV cache of one-byte numbers: scaled, rounded and scattered. The
+// bytes are those of SGLang's pool, which does the same with torch and a store, in up to five kernels.
+//
+// What such a small kernel costs is its start. So the code that runs is short: keys and values share it where they have as
+// many columns, and what is rare (numbers too large, NaN) is behind a branch.
+#pragma once
+
+#include "decode_params.h"
+#include "fp8_rounding.h"
+#include "index_array.cuh"
+#include "ptx/fp8.cuh"
+#include "ptx/ptx.cuh"
+
+namespace pat {
+
+inline constexpr int kWriteThreads = 128;
+inline constexpr int kWriteColumns = 8;  // of a thread: 16 bytes in, 8 out
+
+// Scaled, and rounded to T again, in which torch computes.
+template <typename T>
+__device__ __forceinline__ void apply_scale(float (&numbers)[kWriteColumns], ScaleUse use,
+                                            float scale) {
+  if (use == ScaleUse::kNone) return;
+  if (use == ScaleUse::kDivide) {
+    scale =
+        ptx::unpack<T>(ptx::pack<T>(scale, 0.f)).x;  // so does torch with a divisor of the device
+#pragma unroll
+    for (float& number : numbers) number /= scale;
+  } else {
+#pragma unroll
+    for (float& number : numbers) number *= scale;
+  }
+#pragma unroll
+  for (int i = 0; i < kWriteColumns; i += 2) {
+    const float2 pair = ptx::unpack<T>(ptx::pack<T>(numbers[i], numbers[i + 1]));
+    numbers[i] = pair.x;
+    numbers[i + 1] = pair.y;
+  }
+}
+
+template <KvType kType>
+__device__ __forceinline__ uint2 to_bytes(const float (&numbers)[kWriteColumns],
+                                          uint32_t overflow) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t largest = 0;
+#pragma unroll
+  for (const float number : numbers) {
+    largest = max(largest, __float_as_uint(number) & 0x7fffffff);
+  }
+  if (largest <= fp8::kLargestRounded<kType>) {
+    uint32_t pairs[kWriteColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kWriteColumns / 2; ++i) {
+      pairs[i] = fp8::round_pair<kType>(numbers[2 * i], numbers[2 * i + 1]);
+    }
+    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+  }
+#endif
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < kWriteColumns; ++i) {
+    words[i / 4] |= to_byte<kType>(numbers[i], overflow) << 8 * (i % 4);
+  }
+  return make_uint2(words[0], words[1]);
+}
+
+// Chunk `chunk` of a token's heads, into its slot.
+template <typename T, KvType kType, int kColumns>
+__device__ __forceinline__ void write_chunk(const WriteParams& params, const NewRows& rows,
+                                            int token, int chunk) {
+  constexpr int kChunks = kColumns / kWriteColumns;
+  static_assert(kChunks * kWriteColumns == kColumns);
+  // Past L1, as all that the predecessor may have written: it may still have been running when this kernel was launched.
+  const int64_t slot = load_index_past_l1(params.slots, token);
+  const T* const source = static_cast<const T*>(rows.source) + token * rows.token_stride +
+                          chunk / kChunks * rows.head_stride + chunk % kChunks * kWriteColumns;
+  const uint4 columns = __ldcg(reinterpret_cast<const uint4*>(source));
+  const float scale = rows.scale_use == ScaleUse::kNone ? 1.f : __ldcg(rows.scale);
+  if (slot < 0 || slot >= params.num_slots) __trap();  // as SGLang's store does
+  if (slot == kPaddingSlot) return;
+  const uint32_t pairs[] = {columns.x, columns.y, columns.z, columns.w};
+  float numbers[kWriteColumns];
+#pragma unroll
+  for (int i = 0; i < kWriteColumns; i += 2) {
+    const float2 pair = ptx::unpack<T>(pairs[i / 2]);
+    numbers[i] = pair.x;
+    numbers[i + 1] = pair.y;
+  }
+  apply_scale<T>(numbers, rows.scale_use, scale);
+  uint8_t* const target =
+      static_cast<uint8_t*>(rows.cache) + slot * rows.slot_bytes + chunk * kWriteColumns;
+  *reinterpret_cast<uint2*>(target) = to_bytes<kType>(numbers, params.overflow);
+}
+
+// With kWriteThreads threads, one per chunk of a token's keys and values.
+template <typename T, typename Dims>
+__device__ __forceinline__ void write_kv(const WriteParams& params) {
+  const int key_chunks = params.num_kv_heads * (Dims::kKey / kWriteColumns);
+  const int token_chunks = key_chunks + params.num_kv_heads * (Dims::kValue / kWriteColumns);
+  const int index = blockIdx.x * kWriteThreads + threadIdx.x;
+  const int token = index / token_chunks;
+  const int is_value = index % token_chunks >= key_chunks;
+  const int chunk = index % token_chunks - is_value * key_chunks;
+  // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that came
+  // before this kernel has ended.
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+  if (token >= params.num_tokens) return;
+  const NewRows& rows = params.rows[is_value];
+  if (Dims::kKey == Dims::kValue || !is_value) {
+    write_chunk<T, Dims::kKv, Dims::kKey>(params, rows, token, chunk);
+  } else {
+    write_chunk<T, Dims::kKv, Dims::kValue>(params, rows, token, chunk);
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,207 @@
+"""KvWriter: stores new tokens in a KV cache of one-byte numbers, by one kernel.
+
+The bytes are those that torch makes of the same numbers, in four kernels more: a division in place
+by a scale, and a conversion, of keys and of values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from sglang_pat._launch_params import ScaleUse, WriteArgument
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.loaded_kernels import load_kernels
+
+_COLUMNS = 8  # of a thread
+_ALIGNMENT = 16  # bytes that a thread loads
+_MAX_INT32 = 2**31 - 1
+
+
+class KvScale(NamedTuple):
+    """What keys or values are divided by before they are rounded, as the kernel reads it."""
+
+    address: int
+    use: ScaleUse
+
+
+UNSCALED = KvScale(0, ScaleUse.NONE)
+
+
+class KvWriter:
+    """Writes keys and values of new tokens, of one KernelConfig on one device.
+
+    Parameters
+    ----------
+    config : KernelConfig
+        With a `kv_dtype`.
+    device : torch.device
+        Its kernels are loaded here, compiled if need be (`jit.py`).
+    """
+
+    def __init__(self, config: KernelConfig, device: torch.device) -> None:
+        if config.kv_dtype is None:
+            raise ValueError(f"the KV cache must be of one-byte numbers, got {config.dtype}")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.config = config
+        self._device = device
+        self._argument = WriteArgument()
+        self._factors: dict[float, torch.Tensor] = {}
+        # What this torch makes of numbers that the type has not got: it differs between versions.
+        infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
+        self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # the first launch may be in a capture
+                load_kernels(config, torch.cuda.current_device())
+
+    def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
+        """How to divide by what `torch.Tensor.div_` would be given. A tensor is read at each write.
+
+        None: the kernel cannot. In a capture, it cannot divide by a number that is new to it.
+        """
+        if divisor is None:
+            return UNSCALED
+        if isinstance(divisor, torch.Tensor):
+            # torch rounds such a one to the dividends' type, others it does not.
+            if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
+                return None
+            return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)
+        factor = self._factors.get(divisor)
+        if factor is None:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
+            # What torch multiplies by, instead of a division, as this version of it computes it.
+            factor = torch.ones((), dtype=torch.float32, device=self._device).div_(divisor)
+            self._factors[divisor] = factor
+        return KvScale(factor.data_ptr(), ScaleUse.MULTIPLY)
+
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: KvScale = UNSCALED,
+        v_scale: KvScale = UNSCALED,
+    ) -> bool:
+        """Write `k` and `v`, which stay as they are, on the current stream.
+
+        Slot 0, where SGLang's padding goes, is not written. A slot that the caches do not have
+        stops the kernel with an error.
+
+        Parameters
+        ----------
+        k, v : torch.Tensor
+            `[num_tokens, num_kv_heads, head_dim]` and `[.., v_head_dim]`. Tokens and heads may lie
+            apart.
+        slots : torch.Tensor
+            int32 or int64 `[num_tokens]`.
+        k_cache, v_cache : torch.Tensor
+            `[num_slots, num_kv_heads, head_dim]` and `[.., v_head_dim]`; written.
+        k_scale, v_scale : KvScale
+            Of `scale()`.
+
+        Returns
+        -------
+        bool
+            False: the kernel does not take such tensors. Nothing is written.
+        """
+        is_scaled = (k_scale.use, v_scale.use) != (ScaleUse.NONE, ScaleUse.NONE)
+        if is_scaled and k.data_ptr() == v.data_ptr():
+            return False  # torch divides in place: twice
+        if not (
+            self._takes(k, k_cache, self.config.head_dim)
+            and self._takes(v, v_cache, self.config.v_head_dim)
+            and k.shape[:2] == v.shape[:2]
+            and k_cache.shape[0] == v_cache.shape[0]
+            and slots.dtype in (torch.int32, torch.int64)
+            and slots.device == self._device
+            and slots.shape == k.shape[:1]
+            and slots.is_contiguous()
+        ):
+            return False
+        num_tokens, num_heads = k.shape[0], k.shape[1]
+        columns = num_heads * (self.config.head_dim + self.config.v_head_dim)
+        num_threads = num_tokens * (columns // _COLUMNS)
+        if num_threads > _MAX_INT32:
+            return False
+        if num_threads == 0:
+            return True
+        argument = self._argument
+        for set_rows, source, cache, scale in (
+            (argument.set_keys, k, k_cache, k_scale),
+            (argument.set_values, v, v_cache, v_scale),
+        ):
+            strides = source.stride()
+            set_rows(
+                source.data_ptr(), strides[0], strides[1], cache.data_ptr(), cache.stride(0), *scale
+            )
+        argument.set_slots(
+            slots.data_ptr(),
+            slots.dtype == torch.int64,
+            num_tokens,
+            num_heads,
+            k_cache.shape[0],
+            self._overflow,
+        )
+        with torch.cuda.device(self._device):
+            kernels = load_kernels(self.config, torch.cuda.current_device())
+            stream = torch.cuda.current_stream().cuda_stream
+            grid = -(-num_threads // kernels.facts.write_threads), 1
+            kernels.write_kv(argument.address, stream, grid)
+        return True
+
+    def _takes(self, rows: torch.Tensor, cache: torch.Tensor, head_dim: int) -> bool:
+        """Whether the kernel can read rows, `[tokens, heads, head_dim]`, and write to a cache."""
+        if rows.dim() != 3 or cache.dim() != 3 or rows.shape[1:] != cache.shape[1:]:
+            return False
+        strides = rows.stride()
+        element_bytes = rows.element_size()
+        return (
+            rows.shape[2] == head_dim
+            and rows.dtype == self.config.dtype
+            and cache.dtype == self.config.cache_dtype
+            and rows.device == cache.device == self._device
+            and strides[2] == 1
+            and cache.stride()[1:] == (head_dim, 1)
+            and rows.data_ptr() % _ALIGNMENT == 0
+            and cache.data_ptr() % _ALIGNMENT == 0
+            and strides[0] * element_bytes % _ALIGNMENT == 0
+            and strides[1] * element_bytes % _ALIGNMENT == 0
+            and cache.stride(0) % _ALIGNMENT == 0
+        )
+
+    def agrees_with_torch(self) -> bool:
+        """Whether kernel and torch write the same bytes, of all numbers that the model's dtype has.
+        Waits for the device."""
+        columns = self.config.head_dim, self.config.v_head_dim
+        num_tokens = -(-(2**16) // min(columns))
+        slots = torch.arange(1, num_tokens + 1, device=self._device)
+        divisor = torch.tensor(0.3137, dtype=torch.float32, device=self._device)
+        for given in (None, float(divisor), divisor):
+            scale = self.scale(given)
+            if scale is None:
+                return False
+            k, v = (self._all_numbers(num_tokens, each) for each in columns)
+            k_cache, v_cache = (
+                torch.zeros(num_tokens + 1, 1, each, dtype=torch.uint8, device=self._device)
+                for each in columns
+            )
+            kv_dtype = self.config.cache_dtype
+            views = k_cache.view(kv_dtype), v_cache.view(kv_dtype)
+            if not self.write(k, v, slots, *views, scale, scale):
+                return False
+            for rows, cache in ((k, k_cache), (v, v_cache)):
+                expected = rows if given is None else rows.div_(given)
+                if not expected.to(kv_dtype).view(torch.uint8).equal(cache[1:]):
+                    return False
+        return True
+
+    def _all_numbers(self, num_tokens: int, columns: int) -> torch.Tensor:
+        """Keys or values of one head: each bit pattern at least once."""
+        patterns = torch.arange(num_tokens * columns, device=self._device).to(torch.int16)
+        return patterns.view(self.config.dtype).view(num_tokens, 1, columns)

@@ -1,0 +1,145 @@
+"""KvWrites: how the new tokens of the layers that pat decodes get into the KV pool.
+
+By the pool itself, or over an fp8 pool of a kind that is known here, by one kernel that leaves the
+same bytes (`executors/kv_writer.py`). Which one is decided at start.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import KvWriter
+from sglang_pat.sglang import reports
+from sglang_pat.sglang.routes import Routes, Shape, attention_layers
+
+logger = logging.getLogger(__name__)
+
+
+class KvWrites:
+    """Stores the new tokens' keys and values of a decode step.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+        With the model and the KV pool.
+    routes : Routes
+        Which layers pat decodes.
+    """
+
+    def __init__(self, model_runner: Any, routes: Routes) -> None:
+        self._pool = model_runner.token_to_kv_pool
+        self._are_scaled = routes.are_scaled
+        self._writers: dict[int, KvWriter] = {}  # by layer id
+        # Not where numbers are stored as they are, which few default backends do: some pools scale
+        # them by 1 then.
+        if not routes.are_scaled or model_runner.device != "cuda":
+            return
+        writers: dict[Shape, KvWriter | str] = {}
+        reasons: dict[str, None] = {}
+        for layer_id, shape in routes.shapes.items():
+            reason = pool_reason(self._pool, layer_id)
+            if reason is None:
+                if shape not in writers:
+                    writers[shape] = _writer(model_runner, shape)
+                writer = writers[shape]
+                if isinstance(writer, KvWriter):
+                    self._writers[layer_id] = writer
+                else:
+                    reason = writer
+            if reason is not None:
+                reasons[reason] = None
+        for layer in attention_layers(model_runner.model):
+            known = self._writers.get(layer.layer_id)
+            if known is not None:  # before a capture, in which a number cannot be prepared
+                known.scale(layer.k_scale)
+                known.scale(layer.v_scale)
+        if reasons and reports.rank_speaks():
+            logger.info("SGLang's pool converts new KV to fp8 itself: %s", "; ".join(reasons))
+
+    def store(
+        self, layer: RadixAttention, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write the new tokens of a layer to its slots.
+
+        Parameters
+        ----------
+        layer : RadixAttention
+            One that pat decodes.
+        forward_batch : ForwardBatch
+            Whose `out_cache_loc` are the slots.
+        k, v : torch.Tensor
+            `[rows, KV heads, head_dim]`. The pool may scale them in place.
+        """
+        writer = self._writers.get(layer.layer_id)
+        if writer is not None and self._write(writer, layer, forward_batch, k, v):
+            return
+        # SGLang's pools use the scales only if their dtype is not the model's.
+        scales = (layer.k_scale, layer.v_scale) if self._are_scaled else ()
+        self._pool.set_kv_buffer(layer, _write_location(forward_batch), k, v, *scales)
+
+    def _write(
+        self,
+        writer: KvWriter,
+        layer: RadixAttention,
+        forward_batch: Any,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> bool:
+        """Whether the kernel has written what store() is given."""
+        k_scale, v_scale = writer.scale(layer.k_scale), writer.scale(layer.v_scale)
+        if k_scale is None or v_scale is None:
+            return False
+        keys = self._pool.get_key_buffer(layer.layer_id)
+        values = self._pool.get_value_buffer(layer.layer_id)
+        return writer.write(k, v, forward_batch.out_cache_loc, keys, values, k_scale, v_scale)
+
+
+def pool_reason(pool: Any, layer_id: int) -> str | None:
+    """Why the kernel does not write a layer's KV to an fp8 pool.
+
+    What is not known here may do more than to divide, to convert and to store. Subclasses count as
+    not known.
+    """
+    if envs.SGLANG_ENABLE_ASYNC_ASSERT.get():
+        return "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"
+    if type(pool) is SWAKVPool:
+        _, is_window = pool.layers_mapping[layer_id]
+        if is_window:  # of other slots
+            return "a layer of a window's pool"
+        pool = pool.full_kv_pool
+    elif type(pool) is HybridLinearKVPool:
+        pool = pool.full_kv_pool
+    if type(pool) is not MHATokenToKVPool:
+        return f"it is a {type(pool).__name__}"
+    if pool.is_quantized_kv_cache:
+        return "it quantizes by a method of its own"
+    if pool.kv_cache_layout != "nhd":
+        return f"its layout is {pool.kv_cache_layout}"
+    return None
+
+
+def _writer(model_runner: Any, shape: Shape) -> KvWriter | str:
+    """Of layers of a shape; or why there is none."""
+    device = model_runner.req_to_token_pool.req_to_token.device
+    config = KernelConfig.for_device(
+        model_runner.dtype, shape.head_dim, device, shape.v_head_dim, model_runner.kv_cache_dtype
+    )
+    writer = KvWriter(config, device)
+    if writer.agrees_with_torch():
+        return writer
+    return f"torch {torch.__version__} converts {model_runner.dtype} in another way than pat"
+
+
+def _write_location(forward_batch: Any) -> KVWriteLoc:
+    """Where the new tokens go."""
+    if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
+        return KVWriteLoc.for_batch(forward_batch)
+    return KVWriteLoc(forward_batch.out_cache_loc)

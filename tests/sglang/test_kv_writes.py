@@ -1,0 +1,246 @@
+"""Which kernel stores the new tokens' KV: pat's, or those of SGLang's pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang_fakes import HEAD_DIM, KV_HEADS, QO_HEADS, SLOTS, decode_batch, layers, runner
+
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import UNSCALED, KvScale
+from sglang_pat.sglang import kv_writes
+from sglang_pat.sglang.kv_writes import KvWrites, pool_reason
+from sglang_pat.sglang.routes import Routes
+
+pytestmark = pytest.mark.usefixtures("server_context")
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Writer:
+    """In place of KvWriter: writes 7s, if it takes what it is given."""
+
+    agrees = True
+
+    def __init__(self, config: KernelConfig, device: torch.device) -> None:
+        self.config = config
+        self.takes = True
+        self.prepared: list[Any] = []
+        self.given: list[tuple[Any, ...]] = []
+
+    def agrees_with_torch(self) -> bool:
+        return self.agrees
+
+    def scale(self, divisor: Any) -> KvScale | None:
+        self.prepared.append(divisor)
+        return None if divisor == math.pi else UNSCALED
+
+    def write(self, k: Any, v: Any, slots: Any, keys: Any, values: Any, *scales: Any) -> bool:
+        self.given.append((k, v, slots, keys, values, *scales))
+        for cache in (keys, values):
+            if self.takes:
+                cache.view(torch.uint8)[slots] = 7
+        return self.takes
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_writes, "KvWriter", Writer)
+    monkeypatch.setattr(
+        KernelConfig,
+        "for_device",
+        lambda dtype, head_dim, device, *more: KernelConfig(dtype, head_dim, (9, 0), *more),
+    )
+
+
+def plain_pool(dtype: torch.dtype = E4M3) -> MHATokenToKVPool:
+    return MHATokenToKVPool(SLOTS, 1, dtype, KV_HEADS, HEAD_DIM, 2, "cpu", False)
+
+
+def fp8_runner(**change: Any) -> Any:
+    fields = {
+        "device": "cuda",
+        "dtype": BF16,
+        "kv_cache_dtype": E4M3,
+        "kv_cache_dtype_str": "fp8_e4m3",
+        "token_to_kv_pool": plain_pool(),
+    }
+    return runner(**(fields | change))
+
+
+def writes_of(model_runner: Any, default: str = "triton", *, scaled: bool = True) -> KvWrites:
+    routes = Routes.of_model(model_runner.model, default, None, lambda layer: None)
+    routes.are_scaled = scaled
+    return KvWrites(model_runner, routes)
+
+
+def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tensor:
+    """What lies in the pool then, of a token that goes to slot 9: bytes of keys and values."""
+    pool = model_runner.token_to_kv_pool
+    keys, values = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+    k, v = torch.full((2, 1, KV_HEADS, HEAD_DIM), 3.0, dtype=BF16)
+    batch = decode_batch([1], [1], [9])
+    writes.store(model_runner.model[layer_id], batch, k, v)
+    return torch.stack([keys.view(torch.uint8)[9], values.view(torch.uint8)[9]])
+
+
+BY_TORCH = int(torch.tensor([3.0]).to(E4M3).view(torch.uint8))
+
+
+def test_the_kernel_writes_to_a_plain_pool(caplog: pytest.LogCaptureFixture) -> None:
+    model_runner = fp8_runner()
+    with caplog.at_level("INFO"):
+        writes = writes_of(model_runner)
+    assert (store(writes, model_runner) == 7).all()
+    writer = writes._writers[1]
+    assert writes._writers == {0: writer, 1: writer}
+    config = KernelConfig(BF16, HEAD_DIM, (9, 0), HEAD_DIM, E4M3)
+    assert writer.config == config
+    (given,) = writer.given
+    assert given[2].tolist() == [9]
+    assert caplog.messages == []
+
+
+def test_scales_are_those_of_the_layer() -> None:
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": 3.0}
+    model_runner = fp8_runner(model=layers(**scales))
+    writes = writes_of(model_runner)
+    writer: Any = writes._writers[1]
+    # Before the first step, which may be captured.
+    assert writer.prepared == [None, None, scales["k_scale"], 3.0]
+    store(writes, model_runner)
+    assert writer.prepared[4:] == [scales["k_scale"], 3.0]
+
+
+def test_the_pool_stores_what_the_kernel_does_not_take() -> None:
+    model_runner = fp8_runner()
+    writes = writes_of(model_runner)
+    writer: Any = writes._writers[1]
+    writer.takes = False
+    assert (store(writes, model_runner) == BY_TORCH).all()
+    assert len(writer.given) == 1
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_the_pool_scales_by_what_the_kernel_cannot(name: str) -> None:
+    model_runner = fp8_runner(model=layers(**{name: math.pi}))
+    writes = writes_of(model_runner)
+    stored = store(writes, model_runner)
+    scaled = (torch.tensor([3.0], dtype=BF16) / math.pi).to(E4M3).view(torch.uint8)
+    expected = {"k_scale": (scaled, BY_TORCH), "v_scale": (BY_TORCH, scaled)}[name]
+    assert (stored[0] == expected[0]).all()
+    assert (stored[1] == expected[1]).all()
+    assert writes._writers[1].given == []
+
+
+@pytest.mark.parametrize(
+    ("change", "scaled"),
+    [({"device": "cpu"}, True), ({}, False)],
+    ids=["on a CPU", "under a default backend that does not scale"],
+)
+def test_the_pool_stores_without_a_word(
+    change: dict[str, Any], scaled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_runner = fp8_runner(**change)
+    with caplog.at_level("INFO"):
+        writes = writes_of(model_runner, scaled=scaled)
+    assert (store(writes, model_runner) == BY_TORCH).all()
+    assert caplog.messages == []
+
+
+def test_another_arithmetic_than_torchs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Writer, "agrees", False)
+    model_runner = fp8_runner()
+    with caplog.at_level("INFO"):
+        writes = writes_of(model_runner)
+    assert (store(writes, model_runner) == BY_TORCH).all()
+    assert caplog.messages == [
+        f"SGLang's pool converts new KV to fp8 itself: torch {torch.__version__} converts "
+        "torch.bfloat16 in another way than pat"
+    ]
+
+
+class Special(MHATokenToKVPool):
+    """May do anything."""
+
+
+def around(kind: type, pool: Any, **fields: Any) -> Any:
+    """A pool over others, as far as it is looked at."""
+    made = object.__new__(kind)
+    made.__dict__.update(full_kv_pool=pool, **fields)
+    return made
+
+
+def changed(name: str, value: Any) -> Any:
+    pool = plain_pool()
+    setattr(pool, name, value)
+    return pool
+
+
+OVER_WINDOWS = {"layers_mapping": {0: (0, True), 1: (0, False)}}
+POOLS: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "plain": (plain_pool, None),
+    "beside windows": (lambda: around(SWAKVPool, plain_pool(), **OVER_WINDOWS), None),
+    "beside states": (lambda: around(HybridLinearKVPool, plain_pool()), None),
+    "a subclass": (
+        lambda: Special(SLOTS, 1, E4M3, KV_HEADS, HEAD_DIM, 2, "cpu", False),
+        "it is a Special",
+    ),
+    "a subclass beside states": (
+        lambda: around(HybridLinearKVPool, changed("__class__", Special)),
+        "it is a Special",
+    ),
+    "a subclass of hybrids": (
+        lambda: around(type("Unified", (SWAKVPool,), {}), plain_pool(), **OVER_WINDOWS),
+        "it is a Unified",
+    ),
+    "quantized": (
+        lambda: changed("quant_method", SimpleNamespace(name="nvfp4")),
+        "it quantizes by a method of its own",
+    ),
+    "heads first": (lambda: changed("kv_cache_layout", "hnd"), "its layout is hnd"),
+    "pages first": (lambda: changed("kv_cache_layout", "page_major"), "its layout is page_major"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), POOLS.values(), ids=POOLS.keys())
+def test_pools(make: Callable[[], Any], reason: str | None) -> None:
+    assert pool_reason(make(), 1) == reason
+
+
+def test_a_layer_of_a_windows_pool_is_not_written() -> None:
+    pool = around(SWAKVPool, plain_pool(), **OVER_WINDOWS)
+    assert pool_reason(pool, 0) == "a layer of a window's pool"
+
+
+def test_the_pool_checks_slots_where_it_is_asked_to() -> None:
+    with envs.SGLANG_ENABLE_ASYNC_ASSERT.override(True):
+        assert pool_reason(plain_pool(), 1) == (
+            "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"
+        )
+
+
+def test_layers_are_asked_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    model_runner = fp8_runner(token_to_kv_pool=around(SWAKVPool, plain_pool(), **OVER_WINDOWS))
+    with caplog.at_level("INFO"):
+        writes = writes_of(model_runner)
+    assert list(writes._writers) == [1]
+    assert caplog.messages == [
+        "SGLang's pool converts new KV to fp8 itself: a layer of a window's pool"
+    ]
+
+
+def test_shapes_have_a_writer_each() -> None:
+    model = layers(3, tp_q_head_num=QO_HEADS * 2)
+    writes = writes_of(fp8_runner(model=model))
+    assert writes._writers[0] is writes._writers[1] is not writes._writers[2]

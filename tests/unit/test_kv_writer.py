@@ -1,0 +1,275 @@
+"""KvWriter without a GPU: what it takes, and what the kernel is given. The device is a fake."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang_pat._launch_params import ScaleUse, WriteArgument
+from sglang_pat.executors import kv_writer
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import UNSCALED, KvScale, KvWriter
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+CPU = torch.device("cpu")
+TOKENS, HEADS, DIM, V_DIM, SLOTS = 5, 2, 192, 128, 20
+
+
+class Rows(ctypes.Structure):
+    """`NewRows` of kernels/decode_params.h."""
+
+    _fields_: ClassVar = [
+        ("source", ctypes.c_uint64),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("cache", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_int64),
+        ("scale", ctypes.c_uint64),
+        ("scale_use", ctypes.c_int32),
+    ]
+
+
+class Params(ctypes.Structure):
+    """`WriteParams`."""
+
+    _fields_: ClassVar = [
+        ("keys", Rows),
+        ("values", Rows),
+        ("slots", ctypes.c_uint64),
+        ("slots_are_int64", ctypes.c_bool),
+        ("num_slots", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("overflow", ctypes.c_uint32),
+    ]
+
+
+def strided(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype):
+    """A tensor that lies at an address."""
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
+
+
+def as_on_a_gpu(numbers: torch.Tensor, use: ScaleUse, scale: torch.Tensor) -> torch.Tensor:
+    """A division by a tensor of the device, or by a number of the host. torch's on a CPU differ."""
+    if use == ScaleUse.DIVIDE:
+        return (numbers.float() / scale.to(numbers.dtype).float()).to(numbers.dtype)
+    assert use == ScaleUse.MULTIPLY
+    return (numbers.float() * scale).to(numbers.dtype)
+
+
+class Device:
+    """Runs write_kv in torch: on the host, of what the kernel's argument says."""
+
+    def __init__(self, config: KernelConfig) -> None:
+        self.launches: list[tuple[int, int]] = []
+        self.params: list[Params] = []
+        self._config = config
+        self.write_kv = self._launch
+        self.facts = SimpleNamespace(write_threads=128)
+        self.scaled = as_on_a_gpu
+
+    def _launch(self, argument: int, stream: int, grid: tuple[int, int]) -> None:
+        self.launches.append(grid)
+        (address,) = (ctypes.c_void_p * 1).from_address(argument)
+        params = Params.from_buffer_copy(Params.from_address(address))
+        self.params.append(params)
+        index_dtype = torch.int64 if params.slots_are_int64 else torch.int32
+        slots = strided(params.slots, (params.num_tokens,), (1,), index_dtype).long()
+        config = self._config
+        for rows, columns in ((params.keys, config.head_dim), (params.values, config.v_head_dim)):
+            shape = params.num_tokens, params.num_kv_heads, columns
+            strides = rows.token_stride, rows.head_stride, 1
+            numbers = strided(rows.source, shape, strides, config.dtype)
+            if rows.scale_use:
+                scale = strided(rows.scale, (1,), (1,), torch.float32)
+                numbers = self.scaled(numbers, ScaleUse(rows.scale_use), scale)
+            cache = strided(
+                rows.cache,
+                (params.num_slots, params.num_kv_heads, columns),
+                (rows.slot_bytes, columns, 1),
+                torch.uint8,
+            )
+            kept = slots != 0
+            cache[slots[kept]] = numbers.to(config.cache_dtype).view(torch.uint8)[kept]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    fake = Device(KernelConfig(BF16, DIM, (9, 0), V_DIM, E4M3))
+    for owner, name, value in (
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        (torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)),
+        (torch.cuda, "current_device", lambda: 0),
+        (kv_writer, "load_kernels", lambda config, index: fake),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return fake
+
+
+@pytest.fixture
+def writer(device: Device) -> KvWriter:
+    return KvWriter(device._config, CPU)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Of one write, in parts of a fused qkv."""
+    qkv = torch.randn(TOKENS, 4 * HEADS * DIM + HEADS * (DIM + V_DIM)).to(BF16)
+    _, k, v = qkv.split([4 * HEADS * DIM, HEADS * DIM, HEADS * V_DIM], dim=1)
+    return {
+        "k": k.view(TOKENS, HEADS, DIM),
+        "v": v.view(TOKENS, HEADS, V_DIM),
+        "slots": torch.tensor([3, 19, 0, 7, 1]),
+        "k_cache": torch.zeros(SLOTS, HEADS, DIM, dtype=torch.uint8).view(E4M3),
+        "v_cache": torch.zeros(SLOTS, HEADS, V_DIM, dtype=torch.uint8).view(E4M3),
+    }
+
+
+def test_the_struct_is_the_kernels() -> None:
+    """Each field at its place: a mistake here would make the other tests mean nothing."""
+    argument = WriteArgument()
+    argument.set_keys(11, 12, 13, 14, 15, 16, ScaleUse.MULTIPLY)
+    argument.set_values(21, 22, 23, 24, 25, 26, ScaleUse.DIVIDE)
+    argument.set_slots(31, True, 32, 33, 34, 35)
+    (address,) = (ctypes.c_void_p * 1).from_address(argument.address)
+    params = Params.from_address(address)
+    keys, values = (
+        [getattr(rows, name) for name, _ in Rows._fields_] for rows in (params.keys, params.values)
+    )
+    assert keys == [11, 12, 13, 14, 15, 16, 1]
+    assert values == [21, 22, 23, 24, 25, 26, 2]
+    rest = [getattr(params, name) for name, _ in Params._fields_[2:]]
+    assert rest == [31, True, 34, 32, 33, 35]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_what_is_written(writer: KvWriter, device: Device, index_dtype: torch.dtype) -> None:
+    given = tensors()
+    given["slots"] = given["slots"].to(index_dtype)
+    divisor = torch.tensor(0.217)
+    on_device, number = writer.scale(divisor), writer.scale(1.7)
+    assert on_device is not None
+    assert number is not None
+    assert writer.write(**given, k_scale=on_device, v_scale=number)
+    factor = torch.tensor(1 / 1.7)
+    for name, scaled in (
+        ("k", as_on_a_gpu(given["k"], ScaleUse.DIVIDE, divisor)),
+        ("v", as_on_a_gpu(given["v"], ScaleUse.MULTIPLY, factor)),
+    ):
+        cache = given[f"{name}_cache"].view(torch.uint8)
+        expected = torch.zeros_like(cache)
+        expected[[3, 19, 7, 1]] = scaled[[0, 1, 3, 4]].to(E4M3).view(torch.uint8)
+        assert cache.equal(expected)
+    threads = TOKENS * HEADS * (DIM + V_DIM) // 8
+    assert device.launches == [(-(-threads // 128), 1)]
+    infinity = torch.tensor([torch.inf], dtype=BF16).to(E4M3).view(torch.uint8)
+    assert device.params[0].overflow == int(infinity)
+
+
+def misaligned(rows: torch.Tensor) -> torch.Tensor:
+    shifted = torch.zeros(rows.numel() + 8, dtype=rows.dtype)
+    first = next(i for i in range(8) if (shifted.data_ptr() + 2 * i) % 16 == 2)
+    return shifted[first : first + rows.numel()].view(rows.shape)
+
+
+MISFITS = {
+    "k of another type": lambda t: {"k": t["k"].half()},
+    "v in fp8 already": lambda t: {"v": t["v"].to(E4M3)},
+    "a cache of another type": lambda t: {"k_cache": t["k_cache"].view(torch.uint8).view(E5M2)},
+    "a cache of bytes": lambda t: {"v_cache": t["v_cache"].view(torch.uint8)},
+    "k in rows": lambda t: {"k": t["k"].reshape(TOKENS, -1)},
+    "more heads than the cache": lambda t: {
+        "k": t["k"].repeat(1, 2, 1),
+        "v": t["v"].repeat(1, 2, 1),
+    },
+    "other columns": lambda t: {"k": t["k"][..., :128], "k_cache": t["k_cache"][..., :128]},
+    "columns that lie apart": lambda t: {"v": torch.zeros(TOKENS, HEADS, 256).to(BF16)[..., ::2]},
+    "k that is not aligned": lambda t: {"k": misaligned(t["k"])},
+    "rows that are not aligned": lambda t: {
+        "v": torch.zeros(TOKENS, HEADS * V_DIM + 4).to(BF16)[:, :-4].unflatten(1, (HEADS, V_DIM))
+    },
+    "heads of the cache that lie apart": lambda t: {
+        "k_cache": torch.zeros(SLOTS, HEADS, 256, dtype=torch.uint8).view(E4M3)[..., :DIM]
+    },
+    "caches of different sizes": lambda t: {"v_cache": t["v_cache"][:-1]},
+    "fewer slots than tokens": lambda t: {"slots": t["slots"][:-1]},
+    "slots that lie apart": lambda t: {"slots": torch.arange(2 * TOKENS)[::2]},
+    "slots of another type": lambda t: {"slots": t["slots"].to(torch.int16)},
+    "fewer values than keys": lambda t: {"v": t["v"][:-1]},
+}
+
+
+@pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS.keys())
+def test_what_it_does_not_take(writer: KvWriter, device: Device, change: Any) -> None:
+    given = tensors()
+    assert writer.write(**(given | change(given))) is False
+    assert device.launches == []
+    for name in ("k_cache", "v_cache"):
+        assert not given[name].view(torch.uint8).any()
+
+
+def test_values_that_are_the_keys_are_scaled_twice_by_torch(device: Device) -> None:
+    device._config = KernelConfig(BF16, V_DIM, (9, 0), 0, E4M3)
+    writer, given = KvWriter(device._config, CPU), tensors()
+    given |= {"k": given["v"], "k_cache": torch.zeros_like(given["v_cache"])}
+    scale = writer.scale(0.5)
+    assert scale is not None
+    assert writer.write(**given, k_scale=scale) is False
+    assert writer.write(**given, v_scale=scale) is False
+    assert device.launches == []
+    assert writer.write(**given)
+
+
+def test_no_tokens_are_no_launch(writer: KvWriter, device: Device) -> None:
+    given = tensors()
+    assert writer.write(**(given | {name: given[name][:0] for name in ("k", "v", "slots")}))
+    assert device.launches == []
+
+
+def test_scales(writer: KvWriter) -> None:
+    assert writer.scale(None) == UNSCALED
+    parameter = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+    assert writer.scale(parameter) == KvScale(parameter.data_ptr(), ScaleUse.DIVIDE)
+    number = writer.scale(0.3)
+    assert number is not None
+    assert number.use == ScaleUse.MULTIPLY
+    assert strided(number.address, (1,), (1,), torch.float32).item() == torch.tensor(1 / 0.3).item()
+    assert writer.scale(0.3) == number != writer.scale(0.4)
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [torch.tensor([0.5]), torch.tensor(0.5, dtype=BF16), torch.empty((), device="meta")],
+    ids=["of one dimension", "of another type", "elsewhere"],
+)
+def test_tensors_that_torch_does_not_round(writer: KvWriter, divisor: torch.Tensor) -> None:
+    assert writer.scale(divisor) is None
+
+
+def test_kernel_and_torch_are_compared(writer: KvWriter, device: Device) -> None:
+    divisor = torch.tensor(0.3137)
+
+    def as_on_this_cpu(numbers: torch.Tensor, use: ScaleUse, _: torch.Tensor) -> torch.Tensor:
+        return numbers / (divisor if use == ScaleUse.DIVIDE else float(divisor))
+
+    device.scaled = as_on_this_cpu
+    assert writer.agrees_with_torch()
+    # All numbers, of keys and of values: unscaled, scaled by a number and by a tensor.
+    assert [params.keys.scale_use for params in device.params] == [0, 1, 2]
+    assert all(params.num_tokens * V_DIM >= 2**16 for params in device.params)
+    for wrong in (ScaleUse.MULTIPLY, ScaleUse.DIVIDE):
+        device.scaled = lambda numbers, use, scale, wrong=wrong: (
+            -numbers if use == wrong else as_on_this_cpu(numbers, use, scale)
+        )
+        assert not writer.agrees_with_torch()
+
+
+def test_a_cache_of_the_models_type_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be of one-byte numbers, got torch\.bfloat16"):
+        KvWriter(KernelConfig(BF16, 128, (9, 0)), CPU)
