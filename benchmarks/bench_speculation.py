@@ -9,10 +9,13 @@ What is timed are the steps in which all requests decode (sglang_pat/bench/decod
 a step is the median of a round's, and what is reported is the median of the rounds, per token that
 a request gains: each was accepted. All prompts are in the prefix cache before the clock starts.
 
-Draft models run on FA3 on both servers, so that one as large as the model leaves pat a fifth of the
-attention. Answers are greedy: each token must be the one that the model finds most probable, up to
-rounding, when all of the answer is given to it as a prompt. So must answers that stop tokens end,
-of twice as many requests as run at once.
+Draft models decode by pat on pat's server, and read what was accepted by FA3 on both: one as large
+as the model leaves FA3 a fourth of the attention there. The servers of NGRAM copy of a prompt what
+SGLang 0.5.23 copies (ngram_tails/): the GPU waits for the copies of 0.5.17, whatever the backend.
+
+Answers are greedy: each token must be the one that the model finds most probable, up to rounding,
+when all of the answer is given to it as a prompt. So must answers that stop tokens end, of twice as
+many requests as run at once.
 
 --quick: three rounds, all servers at once, some 150 s on an H100.
 --model tiny: on a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it shows
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -47,7 +51,8 @@ DRAFTS = ("small", "ngram", "same")
 NONE = "none"
 # Of the models that are served, which fit on 80 GB together. NGRAM waits for the host, and `same`
 # for its drafts.
-LAYERS = {"small": 16, "ngram": 8, "same": 4, NONE: 4}
+LAYERS = {"small": 15, "ngram": 10, "same": 4, NONE: 4}
+NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
 # pat's time per accepted token over FA3's, and how far acceptance may be apart.
@@ -223,6 +228,10 @@ class Pair:
     ) -> None:
         """target: the folder of the model. folder: for logs."""
         self.drafts = drafts
+        environment = {}
+        if drafts == "ngram":
+            paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._up = contextlib.ExitStack()
         self.servers = {
             backend: self._up.enter_context(
@@ -232,6 +241,7 @@ class Pair:
                     folder,
                     name=f"{drafts}-{backend}",
                     wait=False,
+                    environment=environment,
                     **(arguments | more),
                 )
             )
@@ -290,7 +300,7 @@ def run(pair: Pair, case: Case, vocab_size: int, rounds: int, begun: float, pati
         about = pair.about()
         measured = measure(pair.servers, case, vocab_size, rounds)
         stats = measured["pat_stats"]
-        shown = ("verify", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
+        shown = ("verify", "draft", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
         console.print({name: stats[name] for name in shown if name in stats})
     except Exception as error:  # the other drafts are measured all the same
         tails = "\n".join(server.process.tail() for server in pair.servers.values())

@@ -169,6 +169,7 @@ class PackAttention:
         self.kv_dtype = kv_dtype
         self.device = _canonical_device(device)
         self.policy = policy
+        self._batch_invariant = batch_invariant
         kernels = self._load_kernels(executor)
         if num_workers is None:
             num_workers = default_workers(kernels, self.device, num_kv_heads)
@@ -210,6 +211,7 @@ class PackAttention:
         self.stats = PlanStats()
         self._scheduler = self._new_scheduler()
         self._plan: DecodePlan | None = None
+        self._step: Step | None = None  # of the last plan()
         self._num_requests = 0  # of the plan
         self._key: Hashable = None
         # Of the last step.
@@ -284,6 +286,7 @@ class PackAttention:
             stats.plans_built += 1
             stats.causes[cause] += 1
         assert self._plan is not None
+        self._step = step
         planned = self._plan.kv_tokens
         growth = total - planned.query_centric
         self.step_tokens = KvTokens(total, planned.planned + growth, planned.lower_bound + growth)
@@ -292,6 +295,42 @@ class PackAttention:
         self.step_time = PlanningTime(kind, time.perf_counter_ns() - begun_ns)
         stats.planning_ns.record(*self.step_time)
         return self._plan
+
+    def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
+        """Let the next run()s read later lengths than those of the last plan(), under its plan: for
+        a few steps of which no length is known to the host but by its distance. Nothing is counted.
+
+        Parameters
+        ----------
+        seq_lens : torch.Tensor
+            As in plan(), on the device.
+        tokens : int
+            By how many tokens each request, padding aside, is longer than in plan().
+
+        Raises
+        ------
+        ValueError, TypeError
+            On bad input, and in batch-invariant mode, where a plan depends on the lengths. The last
+            step stays in force.
+        RuntimeError
+            Without a plan.
+        """
+        if self._step is None or self._plan is None:
+            raise RuntimeError("advance() needs a plan: call plan() first")
+        if self._batch_invariant:
+            raise ValueError("advance() is not batch-invariant; call plan() for each step")
+        if tokens < 0:
+            raise ValueError(f"tokens must not be negative, got {tokens}")
+        planned = self.seq_lens
+        self._check_per_request("seq_lens", seq_lens, planned)
+        lens = np.where(planned > 0, planned + np.int32(tokens), 0)
+        longest = int(lens.max(initial=0))
+        if longest > self._table_width:
+            raise ValueError(
+                f"requests must be at most as long as req_to_token's width {self._table_width}, "
+                f"got {longest}"
+            )
+        self._executor.reuse_plan(self._step._replace(seq_lens=seq_lens, host_seq_lens=lens))
 
     @overload
     def run(

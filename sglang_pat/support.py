@@ -89,7 +89,11 @@ _MATRIX = (
     ),
     SupportRow("default backend", _any_of(DEFAULT_BACKENDS), MODEL),
     SupportRow("CUDA graphs", "captured and replayed", MODEL),
-    SupportRow("forward mode", "decode; verify steps of speculative decoding", DEFAULT_DECODES),
+    SupportRow(
+        "forward mode",
+        "decode; in speculative decoding, verify steps and the decode steps of draft models",
+        DEFAULT_DECODES,
+    ),
     SupportRow(
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "

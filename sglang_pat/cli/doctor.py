@@ -127,6 +127,11 @@ _NOT_KNOWN = (
     "options, its KV cache, and arguments that the model passes in its first step."
 )
 
+_AS_A_DRAFT_MODEL = (
+    "As a draft model of speculative decoding (--speculative-eagle-topk 1), pat decodes the same "
+    "layers; what was accepted, and prompts, it reads by {}."
+)
+
 
 def _print_routes(model: str, report: Path | None) -> int:
     """Print the routes of a model. The exit status is 1 if SGLang cannot build it here."""
@@ -145,6 +150,8 @@ def _print_routes(model: str, report: Path | None) -> int:
     for layers, route, reason in routes.table():
         print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
     print(_NOT_KNOWN)
+    if routes.shapes:
+        print(_AS_A_DRAFT_MODEL.format(routes.default))
     if report is not None:
         write_output("--json", report, json.dumps(routes.as_json(), indent=2) + "\n")
     return 0

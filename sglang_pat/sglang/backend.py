@@ -16,7 +16,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.decoder import PatDecoder
+from sglang_pat.sglang.draft_backend import await_draft_model
+from sglang_pat.sglang.draft_trees import choose_masks
 from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.mixins import can_become, with_mixin
 from sglang_pat.sglang.options import Reason, batch_invariant, resolved
 from sglang_pat.sglang.route_reports import report_routes
 from sglang_pat.sglang.routes import Routes
@@ -54,15 +57,19 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     routes = Routes.of_runner(model_runner, name)
     arguments = model_runner.server_args
     routes.batch_invariant = batch_invariant(arguments, environment)
-    pat_class = _subclass(type(default))
-    if routes.shapes and not _can_become(default, pat_class):
+    pat_class = with_mixin(PatMixin, type(default))
+    if routes.shapes and not can_become(default, pat_class):
         routes.delegate_all(Reason("default backend", f"{type(default).__name__}, which is closed"))
     if environment.strict:
         routes.check_strict()
+    decoder = None
     if routes.shapes:
         decoder = PatDecoder(model_runner, environment, routes)
         default.__class__ = pat_class
         default.take(decoder, strict=environment.strict)
+    if decoder is not None and decoder.verifies_trees:
+        choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
+    await_draft_model(decoder if decoder is not None and decoder.verifies else None)
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
@@ -70,21 +77,6 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
             "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
         )
     return default
-
-
-def _subclass(kind: type[AttentionBackend]) -> type[AttentionBackend]:
-    return type(f"Pat{kind.__name__}", (PatMixin, kind), {})
-
-
-def _can_become(backend: AttentionBackend, kind: type[AttentionBackend]) -> bool:
-    """Whether Python lets the object change to a subclass of its class."""
-    before = type(backend)
-    try:
-        backend.__class__ = kind
-    except TypeError:  # the layouts of the objects differ
-        return False
-    backend.__class__ = before
-    return True
 
 
 class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
@@ -242,6 +234,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             raise reason.refusal(f" (layer {layer.layer_id})")
         routes = self._pat.routes
         if not routes.delegated:  # the default backend is not prepared for this step
+            if self._pat.verifies_trees:
+                choose_masks(square=False)
+                if forward_batch.forward_mode is _VERIFY and not self._pat_is_captured:
+                    raise RuntimeError(f"{reason} came too late: this step's mask is pat's alone")
             self._catch_up(forward_batch)
         routes.delegate(layer.layer_id, reason)
         report_routes(routes)

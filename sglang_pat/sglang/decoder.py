@@ -11,24 +11,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_pat.attention import PackAttention
-from sglang_pat.executors.cuda import PlanOverflowError
-from sglang_pat.sglang.debug import DebugChecks
+from sglang_pat.sglang.draft_decoder import DraftDecoder
 from sglang_pat.sglang.draft_rows import Drafts
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import CHANNEL, VERIFY_HOOKS, StepRequests, install_hooks
-from sglang_pat.sglang.kv_scales import read_scales
-from sglang_pat.sglang.kv_writes import KvWrites
-from sglang_pat.sglang.microbatches import Microbatches, StepPlans
-from sglang_pat.sglang.options import batch_invariant, drafts_of
-from sglang_pat.sglang.reader import OVERFLOW, BatchReader
+from sglang_pat.sglang.layer_attention import LayerAttention
+from sglang_pat.sglang.microbatches import StepPlans
+from sglang_pat.sglang.options import drafts_of
+from sglang_pat.sglang.reader import BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.routes import Routes
@@ -39,7 +35,7 @@ from sglang_pat.stats import Counters, read_counters
 logger = logging.getLogger(__name__)
 
 
-class PatDecoder:
+class PatDecoder(LayerAttention):
     """Plans a decode step, and computes the attention of its layers.
 
     Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move. A
@@ -47,26 +43,16 @@ class PatDecoder:
     """
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.req_to_token_pool = model_runner.req_to_token_pool
-        self.routes = routes
-        self._layer_id = min(routes.shapes)
+        super().__init__(model_runner, environment, routes)
         install_hooks()
         self._verify: VerifySteps | None = None
+        self._drafting: DraftDecoder | None = None
         drafts = drafts_of(model_runner.server_args)
         if drafts is not None:
             install_hooks(VERIFY_HOOKS)
             device = self.req_to_token_pool.req_to_token.device
             self._verify = VerifySteps(Drafts(*drafts), device)
         check_version()
-        self._microbatches = Microbatches(
-            _num_microbatches(model_runner.server_args),
-            partial(_new_plans, routes, model_runner, environment),
-            strict=environment.debug,
-        )
-        self._use(self._microbatches.current.eager)
-        self._kv_writes = KvWrites(model_runner, routes)
-        self._checks = DebugChecks.of_sglang() if environment.debug else None
         self._reports = StepReports(environment, model_runner, self._counters)
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
@@ -75,6 +61,15 @@ class PatDecoder:
     def verifies(self) -> bool:
         """Whether there are steps that verify drafts."""
         return self._verify is not None
+
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether those drafts may branch."""
+        return self._verify is not None and not self._verify.drafts.are_chains
+
+    def report_drafting(self, drafting: DraftDecoder) -> None:
+        """Report what is counted by the decoder of the draft model, too."""
+        self._drafting = drafting
 
     # --- once per step ---
 
@@ -133,7 +128,6 @@ class PatDecoder:
         in_capture: bool = False,
     ) -> bool:
         """Read the step's paths, and plan it. Returns whether it verifies drafts."""
-        self._use(plans)
         req_pool_indices, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         drafts, verify = None, self._verify
         if verify is not None and forward_batch.forward_mode.is_target_verify():
@@ -146,25 +140,8 @@ class PatDecoder:
         batch = reader.read(step, forward_batch, drafts)
         if verify is not None and drafts is not None and step is not None:
             verify.count(int(np.count_nonzero(batch.seq_lens)))
-        tensors = {
-            "req_to_token": self.req_to_token_pool.req_to_token,
-            "req_pool_indices": req_pool_indices,
-            "seq_lens": seq_lens,
-        }
-        try:
-            made = plans.plan(batch, **tensors)
-        except PlanOverflowError:
-            made = plans.plan(reader.without_sharing(batch, OVERFLOW), **tensors)
-        if self._checks is not None:
-            for attention, plan in made:
-                self._checks.check(
-                    attention, plan, reader, tensors["req_to_token"], tensors["req_pool_indices"]
-                )
+        self._plan_batch(reader, plans, batch, req_pool_indices, seq_lens)
         return drafts is not None
-
-    def _use(self, plans: StepPlans) -> None:
-        """Let the layers run the plans of this step."""
-        self._attention_of = plans.of_layer
 
     def _expect_repeats(
         self, reader: BatchReader, plans: StepPlans, forward_batch: Any, *, verifies: bool
@@ -205,75 +182,28 @@ class PatDecoder:
         if self._verify is not None:
             self._verify.reserve(max_requests)
             max_requests *= self._verify.drafts.per_request
-        num_slots = len(self.token_to_kv_pool.get_key_buffer(self._layer_id))
-        # A slot may be in several shared ranges, where packs read their parents' ranges themselves.
-        self._microbatches.reserve(
-            max_requests=max_requests,
-            max_shared_slots=2 * num_slots,
-            max_seq_len=self.req_to_token_pool.req_to_token.shape[1],
-        )
+        self._reserve(max_requests)
 
     # --- once per layer ---
 
-    def attend(
+    def _run(
         self,
+        run: Callable[..., Any],
         q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        caches: tuple[torch.Tensor, torch.Tensor],
         layer: RadixAttention,
         forward_batch: Any,
-        save_kv_cache: bool,
-        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Store the new tokens' KV, then attend.
-
-        Parameters
-        ----------
-        q : torch.Tensor
-            `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
-        k, v : torch.Tensor or None
-            The new tokens' keys and values. None: they are in the pool already.
-        layer : RadixAttention
-            One that pat decodes.
-        forward_batch : ForwardBatch
-        save_kv_cache : bool
-            Whether to write `k` and `v` to the pool.
-        sinks : torch.Tensor or None
-            Attention sinks: see `PackAttention.run`.
-
-        Returns
-        -------
-        torch.Tensor
-            `[rows, heads * v_head_dim]`.
-        """
-        pool = self.token_to_kv_pool
-        if save_kv_cache and k is not None and v is not None:
-            self._kv_writes.store(layer, forward_batch, k, v)
-        # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
-        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
         trees = None if self._verify is None else self._verify.trees()
-        run: Callable[..., Any] = partial(
-            self._attention_of[layer.layer_id].run,
-            q,
-            keys,
-            values,
-            sm_scale=layer.scaling,
-            logit_cap=layer.logit_cap,
-            sinks=sinks,
-            k_scale=scales[0],
-            v_scale=scales[1],
-        )
         if trees is None:
-            out: torch.Tensor = run()
-        else:
-            # As the pool has them, which may be rounded to a smaller type.
-            slots = forward_batch.out_cache_loc
-            k = keys[slots].to(q.dtype) * scales[0]
-            v = values[slots].to(q.dtype) * scales[1]
-            out = trees.merge(q, k, v, layer, run(return_lse=True))
-        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+            return super()._run(run, q, caches, layer, forward_batch)
+        # As the pool has them, which may be rounded to a smaller type.
+        slots = forward_batch.out_cache_loc
+        k, v = (
+            cache[slots].to(q.dtype) * scale
+            for cache, scale in zip(caches, self._scales(layer), strict=True)
+        )
+        return trees.merge(q, k, v, layer, run(q, return_lse=True))
 
     # --- statistics ---
 
@@ -287,6 +217,9 @@ class PatDecoder:
             more["ranks_alike"] = [self._checks.ranks_alike]
         if self._verify is not None:
             more["verify"] = [self._verify.counts]
+        if self._drafting is not None:
+            more["draft"] = [self._drafting.counts, self._drafting.plan_counts()]
+            more["draft_kv_tokens"] = [self._drafting.kv_tokens]
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
@@ -296,31 +229,3 @@ class PatDecoder:
             batch_changes=[each.changes for each in readers],
             **more,
         )
-
-
-def _new_plans(
-    routes: Routes, model_runner: Any, environment: Environment, **reservation: Any
-) -> StepPlans:
-    """A PackAttention for each shape of layers that pat decodes."""
-    attentions = {
-        shape: PackAttention(
-            shape.num_qo_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            v_head_dim=shape.v_head_dim,
-            dtype=model_runner.dtype,
-            kv_dtype=model_runner.kv_cache_dtype,
-            device=model_runner.req_to_token_pool.req_to_token.device,
-            policy=environment.policy,
-            growth_tokens=environment.growth_tokens,
-            batch_invariant=batch_invariant(model_runner.server_args, environment),
-            **reservation,
-        )
-        for shape in sorted(set(routes.shapes.values()))
-    }
-    return StepPlans(attentions, routes.shapes)
-
-
-def _num_microbatches(server_args: Any) -> int:
-    """How many batches take turns: pipeline parallelism runs several at once."""
-    return int(server_args.pp_size) + int(server_args.pp_async_batch_depth)

@@ -96,17 +96,30 @@ def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) ->
     ----------
     mask : torch.Tensor
         SGLang's: for each request its rows one after the other, over all that it has before the
-        step and the draft tokens; or over the draft tokens alone, as on a CPU.
+        step and the draft tokens; or over the draft tokens alone, as on a CPU and where
+        `choose_masks()` has been told so.
     seq_lens : torch.Tensor
         What each request has before the step.
     num_drafts : int
         Draft tokens per request.
     """
     count = len(seq_lens)
-    if mask.is_cpu:
+    if mask.is_cpu or mask.numel() == count * num_drafts**2:
         return mask[: count * num_drafts**2].view(count, num_drafts, num_drafts).bool()
     widths = seq_lens.long() + num_drafts
     begins = (torch.cumsum(widths, 0) - widths) * num_drafts
     offsets = torch.arange(num_drafts, device=mask.device)
     rows = begins[:, None] + offsets * widths[:, None] + seq_lens[:, None]
     return mask[rows[:, :, None] + offsets].bool()
+
+
+def choose_masks(*, square: bool) -> None:
+    """Tell SGLang's n-gram worker which masks to make.
+
+    square: over the draft tokens alone. Those over all that requests have it makes one request
+    after the other, with some five calls of torch for each, while the GPU waits. A backend other
+    than pat may need them.
+    """
+    from sglang.srt.speculative import ngram_worker
+
+    ngram_worker.USE_FULL_MASK = not square

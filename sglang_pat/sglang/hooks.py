@@ -65,6 +65,7 @@ class StepChannel:
         self._acknowledged: StepRequests | None = None  # the last one
         # Of the last batch, if pat decoded it: equal lists of later steps become this one.
         self._last_reqs: list[Request] = []
+        self._last_drafting: list[Request] = []  # of the last batch that a draft model decodes
         self._keepers: WeakSet[PathKeeper] = WeakSet()
 
     @property
@@ -96,10 +97,18 @@ class StepChannel:
             decoding = set(map(id, getattr(batch, "decoding_reqs", None) or ()))
             self.note_moved(req for req in batch.reqs if id(req) not in decoding)
 
+    def note_drafting(self, forward_batch: Any, batch: Any) -> None:
+        """SGLang has made `forward_batch` of the scheduler's `batch` for its draft model."""
+        if batch.reqs and forward_batch.forward_mode.is_decode():
+            if not same_objects(self._last_drafting, batch.reqs):
+                self._last_drafting = list(batch.reqs)
+            step = StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
+            setattr(forward_batch, _NOTE, step)
+
     def enter(self, forward_batch: Any) -> StepRequests | None:
         """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
         outer = self._step
-        self._step = getattr(forward_batch, _NOTE, None)
+        self._step = requests_of(forward_batch)
         # A batch may be planned first, and run in a call of its own.
         self._is_acknowledged = self._step is not None and self._step is self._acknowledged
         return outer
@@ -128,6 +137,12 @@ class StepChannel:
             keeper.forget()
 
 
+def requests_of(forward_batch: Any) -> StepRequests | None:
+    """Of a batch that was noted when it was made, or of a copy of it."""
+    step: StepRequests | None = getattr(forward_batch, _NOTE, None)
+    return step
+
+
 CHANNEL = StepChannel()
 
 
@@ -135,7 +150,9 @@ def _after_init_new(
     result: Any, cls: type, batch: Any, model_runner: Any, *args: object, **kwargs: object
 ) -> None:
     """AFTER ForwardBatch.init_new."""
-    if not model_runner.is_draft_worker:  # a draft model runs the same batches
+    if model_runner.is_draft_worker:  # runs the same batches, in which nobody moves
+        CHANNEL.note_drafting(result, batch)
+    else:
         CHANNEL.note(result, batch)
 
 

@@ -54,14 +54,14 @@ def log_line(before: Counters, counters: Counters) -> str:
     # Without any KV, of idle ranks under data parallelism, nothing was saved.
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     private = sum(counters["private_steps"].values()) - sum(before["private_steps"].values())
-    verified = ""
-    if "verify" in counters:  # with speculative decoding
-        steps, rows = (
-            counters["verify"][name] - before["verify"][name] for name in ("steps", "rows")
-        )
-        verified = f"#verify step: {steps}, #verified token: {rows}, "
+    speculation = ""
+    for name, token in (("verify", "verified"), ("draft", "draft")):  # if there are any
+        now, then = counters.get(name), before.get(name, {})
+        if now is not None:
+            steps, rows = (now[each] - then.get(each, 0) for each in ("steps", "rows"))
+            speculation += f"#{name} step: {steps}, #{token} token: {rows}, "
     return (
-        f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {verified}"
+        f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {speculation}"
         f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
         f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
     )

@@ -65,6 +65,12 @@ _COUNTERS = (
         "Steps of speculative decoding in which drafts were verified, and draft tokens in them.",
         "kind",
     ),
+    _CounterSpec(
+        "draft_total",
+        "draft",
+        "Decode steps of the draft model, draft tokens in them, and plans of a round's steps.",
+        "kind",
+    ),
     _CounterSpec("tree_events_total", "tree_events", "Changes of the radix tree, by kind.", "kind"),
     _CounterSpec(
         "batch_changes_total",

@@ -41,6 +41,11 @@ class StepPlans:
         """Prepare the step: see `PackAttention.plan`."""
         return [(attention, attention.plan(batch, **tensors)) for attention in self._attentions]
 
+    def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
+        """Let the plans serve a later step: see `PackAttention.advance`."""
+        for attention in self._attentions:
+            attention.advance(seq_lens, tokens)
+
     def steps_left(self) -> int:
         """How many more steps all plans serve: see `PackAttention.steps_left`."""
         return min(attention.steps_left() for attention in self._attentions)

@@ -133,7 +133,11 @@ class BatchReader:
         return batch.growth(lens if drafts.are_chains else lens - 1)  # as rows go beyond
 
     def read(
-        self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
+        self,
+        step: StepRequests | None,
+        forward_batch: Any,
+        drafts: Drafts | None = None,
+        ahead: int = 0,
     ) -> DecodeBatch:
         """Read a step as host data.
 
@@ -147,6 +151,9 @@ class BatchReader:
         drafts : Drafts or None
             What the step verifies: then the DecodeBatch has a row for each draft token. None: a
             decode step.
+        ahead : int
+            Tokens by which the rows of a decode step are longer than the batch says. Such steps
+            follow each other with any growth.
 
         Returns
         -------
@@ -159,12 +166,15 @@ class BatchReader:
             In strict mode, if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
-        self.repeats_last = self.is_unchanged(step)
+        self.repeats_last = ahead == 0 and self.is_unchanged(step)
         num_requests: int = forward_batch.batch_size
         reason = self._private_reason(step, num_requests)
         if reason is not None or step is None:
             lens = _host_seq_lens(
-                forward_batch, num_requests - getattr(forward_batch, "num_padding", 0), drafts
+                forward_batch,
+                num_requests - getattr(forward_batch, "num_padding", 0),
+                drafts,
+                ahead,
             )
             if step is not None:
                 self.forget()
@@ -172,7 +182,7 @@ class BatchReader:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
-        lens = _host_seq_lens(forward_batch, len(step.reqs), drafts)
+        lens = _host_seq_lens(forward_batch, len(step.reqs), drafts, ahead)
         if drafts is not None:
             self._update_rows(step.reqs, drafts.per_request, lens)
         else:
@@ -279,11 +289,15 @@ def _is_idle(forward_batch: Any) -> bool:
     return any(mode is not None and mode.is_idle() for mode in modes)
 
 
-def _host_seq_lens(forward_batch: Any, num_requests: int, drafts: Drafts | None) -> IntArray:
+def _host_seq_lens(
+    forward_batch: Any, num_requests: int, drafts: Drafts | None, ahead: int
+) -> IntArray:
     """The lengths of the rows on the host, 0 behind the requests. A copy: SGLang may write to its
     own."""
     on_host = forward_batch.seq_lens_cpu
     if on_host is None:  # only where no requests are known either: this waits for the device
         on_host = forward_batch.seq_lens.cpu()
     lens: IntArray = row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)
+    if ahead:
+        lens[lens > 0] += ahead
     return lens if drafts is None else drafts.lengths(lens)

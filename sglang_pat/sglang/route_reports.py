@@ -23,6 +23,7 @@ class _Told:
     """What this process has told last. SGLang may build its backend several times."""
 
     routes: dict[str, Any] | None = None
+    draft_routes: dict[str, Any] | None = None  # if there is a draft model
     line: str = ""
     metrics: LayerMetrics | None = None
 
@@ -43,6 +44,7 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
         logger.info(line)
     _Told.line = line
     if model_runner is not None:
+        _Told.draft_routes = None  # SGLang builds its backend after that of the model
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
@@ -52,9 +54,19 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
         _Told.metrics.set(routes.counts())
 
 
+def report_draft_routes(routes: Routes) -> None:
+    """Tell the routes of the draft model, when its backend has been built and when they change."""
+    _Told.draft_routes = routes.as_json()
+    if reports.rank_speaks():
+        logger.info("draft model: %s", routes)
+
+
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info: SGLang's arguments name the default backend."""
-    return result | {SERVER_INFO_KEY: _Told.routes}
+    told = _Told.routes
+    if told is not None and _Told.draft_routes is not None:
+        told = told | {"draft_model": _Told.draft_routes}
+    return result | {SERVER_INFO_KEY: told}
 
 
 _SERVER_INFO_HOOK = Hook(

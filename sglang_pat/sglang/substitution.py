@@ -69,8 +69,8 @@ def _substitute(arguments: Any) -> None:
     chosen = {each: getattr(arguments, each) for each in (_ALL_MODES, _PREFILL, _DECODE)}
     if getattr(arguments, _DRAFT) == BACKEND:
         raise ValueError(
-            f"--speculative-draft-attention-backend {BACKEND}: pat does not serve draft models; "
-            "leave the option out, and SGLang chooses"
+            f"--speculative-draft-attention-backend {BACKEND}: leave the option out: "
+            "pat decodes draft models where it can, beside the backend that SGLang chooses"
         )
     decode = chosen[_DECODE] or chosen[_ALL_MODES]
     if decode != BACKEND:

@@ -4,6 +4,7 @@ backend, and pat decodes the layers that it claims.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def test_speculation(
     assert found.verify_steps == expected.verify_steps
     assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
     assert_routes(found, small)
+    assert_drafts(found, expected, speculation)
     assert found.stats["private_steps"] == {}
     assert found.stats["plans_reused"] > found.stats["plans_built"]
     assert found.stats["kv_tokens_planned"] < 0.4 * found.stats["kv_tokens_query_centric"]
@@ -104,6 +106,31 @@ def test_speculation(
     tokens = speculation["speculative_num_draft_tokens"]
     # The first prompt is answered once more.
     assert verified["rows"] == tokens * (sum(found.verify_steps) + found.first_verify_steps)
+
+
+@pytest.mark.nightly
+def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
+    """One layer, which reads the model's hidden states, and a tree of pairs of tokens. It has
+    learnt nothing, so that hardly a draft is accepted."""
+    small = FAMILIES["llama"]
+    draft = small.write(tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (draft / "config.json").write_text(json.dumps(config))
+    speculation = CHAINS | {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(draft),
+    }
+    alone = engines.run(small, None)
+    expected = engines.run(small, None, **speculation)
+    found = engines.run(small, "pat", **speculation)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    assert_routes(found, small)
+    assert found.routes is not None
+    assert found.routes["draft_model"]["pat_layers"] == 1
+    assert found.draft_calls == {("pat", 0): 2 * found.stats["verify"]["steps"]}
+    assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
 
 
 @pytest.mark.nightly
@@ -140,12 +167,37 @@ def assert_telling(run: Run) -> None:
     assert len({tuple(answer) for answer in run.tokens}) == len(run.tokens)
 
 
+def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> None:
+    """A draft model, which is the same one, has the same routes and decodes as often."""
+    if speculation["speculative_algorithm"] == "NGRAM":
+        assert "draft" not in found.stats
+        return
+    assert found.routes is not None
+    routes = dict(found.routes)
+    assert routes.pop("draft_model") == routes
+    steps = speculation["speculative_num_steps"] - 1
+    layers = {layer for _, layer in found.calls}
+    verified, drafted = found.stats["verify"], found.stats["draft"]
+    assert found.draft_calls == dict.fromkeys(found.calls, steps * verified["steps"])
+    assert found.draft_calls.keys() == found.calls.keys()
+    assert {layer for _, layer in expected.draft_calls} == layers
+    assert {who for who, _ in expected.draft_calls} == {"default"}
+    assert drafted["steps"] == steps * verified["steps"]
+    rows = verified["rows"] // speculation["speculative_num_draft_tokens"]
+    assert drafted["rows"] == steps * rows
+    assert drafted["plans_built"] + drafted["plans_reused"] == verified["steps"]
+    assert drafted["plans_reused"] > drafted["plans_built"]
+    tokens = found.stats["draft_kv_tokens"]
+    assert tokens["lower_bound"] <= tokens["planned"] < 0.5 * tokens["query_centric"]
+
+
 def assert_routes(run: Run, family: Family) -> None:
     """What was called, and what SGLang's server info says."""
     delegated = sorted(layer for layers in family.default.values() for layer in layers)
     assert run.layers_of("pat") == family.pat
     assert run.layers_of("default") == tuple(delegated)
-    assert run.routes == {
+    assert run.routes is not None
+    assert {name: each for name, each in run.routes.items() if name != "draft_model"} == {
         "default_backend": "torch_native",
         "pat_layers": len(family.pat),
         "default_layers": {reason: len(layers) for reason, layers in family.default.items()},

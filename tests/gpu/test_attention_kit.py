@@ -3,7 +3,7 @@
     python -m pytest -m cuda tests/gpu/test_attention_kit.py
 
 Eager steps, the steps around a CUDA graph (capture and padded replay, after which the kit checks
-the metadata), prefill in pieces, and the verification of drafts.
+the metadata), prefill in pieces, the verification of drafts, and rounds of a draft model.
 
 FlashInfer compiles by nvcc what its packages lack. Without nvcc the cases that need such a kernel
 are skipped, and say which.
@@ -25,7 +25,13 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
     make_swa_prefix_input_config_cases,
     run_dense_attention_case,
 )
-from sglang_attention_kit import KitTestCase, is_decoded_by_pat, pat_over, windowed_decode_case
+from sglang_attention_kit import (
+    KitTestCase,
+    drafting_by_pat,
+    is_decoded_by_pat,
+    pat_over,
+    windowed_decode_case,
+)
 
 pytestmark = [
     pytest.mark.cuda,
@@ -177,3 +183,38 @@ def test_verification_of_trees_of_drafts(case: DenseAttentionCase, topk: int) ->
             KitTestCase(), case, topk=topk, spec_kind="ngram", head_dim=64, dtype=DTYPE
         )
     assert decoded.layers > 0
+
+
+def draft_case(backend: str, page_size: int) -> DenseAttentionCase:
+    return DenseAttentionCase(
+        name="draft",
+        backend=backend,
+        forward_mode=ForwardMode.DECODE,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=page_size,
+        prefix_lens=(5, 9, 11),
+    )
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["against the default", "against itself"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("case", [draft_case(name, 1) for name in BACKENDS], ids=name_of)
+def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager: bool) -> None:
+    """SGLang's runner captures all steps of a round in one graph, and replays it padded."""
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_draft_runner as runner,
+    )
+
+    with kernels_of_default(), drafting_by_pat(head_dim=64, eager=eager) as decoded:
+        runner.run_dense_eagle_draft_cuda_graph_runner_case(
+            KitTestCase(),
+            draft_case(case.backend, page_size),
+            speculative_num_steps=4,
+            speculative_num_draft_tokens=5,
+            cuda_graph_capture_batch_size=REPLAYED,
+            head_dim=64,
+            dtype=torch.float16,  # draft tokens are compared, which tie more easily in bfloat16
+        )
+    # Three steps, in which it is captured at the least.
+    assert decoded.layers >= 3 * (2 if eager else 1)

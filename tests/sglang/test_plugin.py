@@ -137,7 +137,7 @@ def test_others_are_not_touched(tiny_model: Path) -> None:
         ),
         (
             {"attention_backend": "pat", "speculative_draft_attention_backend": "pat"},
-            "--speculative-draft-attention-backend pat: pat does not serve draft models",
+            "--speculative-draft-attention-backend pat: leave the option out: pat decodes draft ",
         ),
     ],
 )

@@ -110,6 +110,13 @@ def test_log_line() -> None:
         for counters, steps in ((before, 3), (after, 43))
     )
     assert "#reuse: 37, #verify step: 40, #verified token: 320, #step" in log_line(before, after)
+    # And with a draft model.
+    before, after = (
+        counters | {"draft": {"steps": 2 * steps, "rows": 4 * steps}}
+        for counters, steps in ((before, 3), (after, 43))
+    )
+    line = log_line(before, after)
+    assert "#verified token: 320, #draft step: 80, #draft token: 160, #step" in line
     # Idle ranks read nothing.
     assert "kv read ratio: 1.00" in log_line(after, after)
 

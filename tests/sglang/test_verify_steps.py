@@ -5,6 +5,7 @@ Without a GPU and so without graphs: torch executes the plans, in the same order
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang_fakes import (
     QO_HEADS,
     decode_batch,
     dense,
+    layers,
     pat_backend,
     replay_view,
     runner,
@@ -26,7 +28,7 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import hooks
+from sglang_pat.sglang import hooks, routes
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.draft_rows import MAX_READ_APART, Drafts
 from sglang_pat.sglang.draft_trees import square_masks
@@ -410,13 +412,74 @@ def test_prefill_is_the_default_backends(server: Server) -> None:
     assert server.backend.calls == ["extend"]
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_masks_of_both_layouts(full: bool) -> None:
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_masks_over_the_drafts_alone(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lens = torch.tensor([2, 4])
     trees = torch.stack([BRANCHES, CHAIN])
-    if not full:  # as on a CPU
-        assert torch.equal(square_masks(trees.flatten(), lens, DRAFTS), trees)
-        return
+    more = torch.zeros(7 if on_cpu else 0, dtype=torch.bool)  # of a buffer
+    monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
+    assert torch.equal(square_masks(torch.cat([trees.flatten(), more]), lens, DRAFTS), trees)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In place of SGLang's module."""
+    module = SimpleNamespace(USE_FULL_MASK=True)
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative.ngram_worker", module)
+    monkeypatch.setattr("sglang.srt.speculative.ngram_worker", module, raising=False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "is_full"),
+    [
+        ("NGRAM", {}, False),
+        ("EAGLE", {}, True),
+        ("NGRAM", {"device": "cpu"}, True),
+        # The default backend of a delegated layer may read them.
+        ("NGRAM", {"model": layers(sliding_window_size=128)}, True),
+    ],
+)
+def test_full_masks_are_made_for_other_backends_alone(
+    algorithm: str,
+    changes: dict[str, Any],
+    is_full: bool,
+    worker: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    server_context: Any,
+) -> None:
+    monkeypatch.setattr(routes, "_device_reason", lambda *_: None)
+    arguments = server_arguments(
+        speculative_algorithm=algorithm, speculative_num_draft_tokens=DRAFTS
+    )
+    backend = pat_backend(runner(server_args=arguments, **({"device": "cuda"} | changes)))
+    assert backend._pat.verifies_trees is (algorithm == "NGRAM")
+    assert worker.USE_FULL_MASK is is_full
+
+
+def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
+    worker: Any, branching: Server
+) -> None:
+    worker.USE_FULL_MASK = False
+    q = torch.zeros(2 * DRAFTS, QO_HEADS * HEAD_DIM)
+    layer = branching.runner.model[0]
+    view = branching.view([25, 31], 0, torch.cat([BRANCHES.flatten()] * 2))
+    branching.backend.init_forward_metadata(view)
+    with pytest.raises(RuntimeError, match="the argument rope came too late: this step's mask"):
+        branching.backend.forward_extend(q, None, None, layer, view, rope=1)
+    assert worker.USE_FULL_MASK
+    # In a capture no mask is there yet.
+    worker.USE_FULL_MASK = False
+    view = branching.view([25, 31], 2, torch.zeros(0, dtype=torch.bool))
+    branching.backend.init_forward_metadata_out_graph(view, in_capture=True)
+    branching.backend.forward_extend(q, None, None, layer, view, rope=1)
+    assert worker.USE_FULL_MASK
+    assert 0 in branching.backend._pat.routes.delegated
+
+
+def test_masks_over_all_that_a_request_has() -> None:
+    lens = torch.tensor([2, 4])
+    trees = torch.stack([BRANCHES, CHAIN])
     rows = [
         torch.cat([torch.ones(DRAFTS, int(n), dtype=torch.bool), tree], dim=1).flatten()
         for n, tree in zip(lens, trees, strict=True)

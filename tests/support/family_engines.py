@@ -53,6 +53,8 @@ class Run:
         In log-probability, between the best and the second token of any step.
     calls : Counter
         (who decoded, or verified drafts: "pat" or "default", layer id) -> how often.
+    draft_calls : Counter
+        As `calls`, of the decode steps of a draft model.
     routes : dict or None
         What pat says of its routes in the server's info. None without pat.
     stats : dict
@@ -67,6 +69,7 @@ class Run:
     retractions: int
     smallest_gap: float
     calls: Counter[tuple[str, int]]
+    draft_calls: Counter[tuple[str, int]]
     routes: dict[str, Any] | None
     stats: dict[str, Any]
     log: str
@@ -147,10 +150,15 @@ class FamilyEngines:
         found = json.loads((folder / "run.json").read_text())
         stats = folder / "stats.json"
         lines = (folder / "calls").read_text().splitlines()
-        calls = Counter((who, int(layer)) for who, layer in map(str.split, lines))
+        noted = Counter((what, who, int(layer)) for what, who, layer in map(str.split, lines))
+        calls, draft_calls = (
+            Counter({(who, layer): n for (of, who, layer), n in noted.items() if of == what})
+            for what in ("model", "draft")
+        )
         return Run(
             **found,
             calls=calls,
+            draft_calls=draft_calls,
             stats=json.loads(stats.read_text()) if stats.exists() else {},
             log=log,
         )
@@ -235,6 +243,7 @@ def _import_sglang() -> None:
     assert package.submodule_search_locations is not None
     models = Path(package.submodule_search_locations[0]) / "srt" / "models"
     needed = {module for family in FAMILIES.values() for module in family.modules}
+    needed.add("llama_eagle")  # a head that drafts
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
@@ -265,23 +274,23 @@ def _record_calls() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     from sglang_pat.sglang.decoder import PatDecoder
+    from sglang_pat.sglang.layer_attention import LayerAttention
 
-    attend, forward_decode = PatDecoder.attend, TorchNativeAttnBackend.forward_decode
+    attend, forward_decode = LayerAttention.attend, TorchNativeAttnBackend.forward_decode
     forward_extend = TorchNativeAttnBackend.forward_extend
 
-    def note(who: str, layer: Any) -> None:
+    def note(who: str, layer: Any, *, is_draft: bool = False) -> None:
         with Path(os.environ[_CALLS]).open("a") as file:
-            file.write(f"{who} {layer.layer_id}\n")
+            file.write(f"{'draft' if is_draft else 'model'} {who} {layer.layer_id}\n")
 
     def attend_and_note(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any) -> Any:
-        note("pat", layer)
+        note("pat", layer, is_draft=not isinstance(self, PatDecoder))
         return attend(self, q, k, v, layer, *rest)
 
     def decode_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
     ) -> Any:
-        if not sglang_speculation.is_draft_step(self):
-            note("default", layer)
+        note("default", layer, is_draft=sglang_speculation.is_draft_step(self))
         return forward_decode(self, q, k, v, layer, *rest, **more)
 
     def extend_and_note(
@@ -291,7 +300,7 @@ def _record_calls() -> None:
             note("default", layer)
         return forward_extend(self, q, k, v, layer, batch, *rest, **more)
 
-    PatDecoder.attend = attend_and_note  # type: ignore[assignment]
+    LayerAttention.attend = attend_and_note  # type: ignore[assignment]
     TorchNativeAttnBackend.forward_decode = decode_and_note
     TorchNativeAttnBackend.forward_extend = extend_and_note
 

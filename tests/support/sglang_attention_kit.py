@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import unittest
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
     DenseAttentionCase,
 )
@@ -24,6 +26,7 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 from sglang_pat import PackAttention
 from sglang_pat.sglang import decoder
 from sglang_pat.sglang.backend import with_pat
+from sglang_pat.sglang.draft_backend import with_pat_drafts
 
 # Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1
@@ -35,6 +38,21 @@ class Decoded:
     def __init__(self) -> None:
         self.layers = 0
 
+    def count(self, patch: pytest.MonkeyPatch) -> None:
+        """From now on."""
+        run = PackAttention.run
+
+        def counted(attention: PackAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.layers += 1
+            return run(attention, *args, **kwargs)
+
+        patch.setattr(PackAttention, "run", counted)
+
+
+def _alone() -> Any:
+    """The kit lets some of its modules say this, whatever is run first. FlashInfer asks for it."""
+    return get_parallel().override(attn_cp_size=1, attn_cp_rank=0)
+
 
 @contextlib.contextmanager
 def pat_over(
@@ -43,7 +61,7 @@ def pat_over(
     """Lets the kit's runners have pat over SGLang's backend `name`. drafts: how many draft tokens a
     request has in a verify step, and whether they are a chain; None: verify steps are not pat's."""
     decoded = Decoded()
-    build, run = ATTENTION_BACKENDS[name], PackAttention.run
+    build = ATTENTION_BACKENDS[name]
 
     def build_with_pat(runner: Any) -> Any:
         # Of a window the kit says in 0.5.17 that it is a chunk, which fa3 takes at its word.
@@ -52,16 +70,37 @@ def pat_over(
         runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
         return with_pat(build(runner), name, runner)
 
-    def counted(self: PackAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        decoded.layers += 1
-        return run(self, *args, **kwargs)
-
-    # The kit lets some of its modules say this, whatever is run first. FlashInfer asks for it.
-    ranks = get_parallel().override(attn_cp_size=1, attn_cp_rank=0)
-    with pytest.MonkeyPatch.context() as patch, ranks:
+    with pytest.MonkeyPatch.context() as patch, _alone():
         patch.setitem(ATTENTION_BACKENDS, name, build_with_pat)
-        patch.setattr(PackAttention, "run", counted)
+        decoded.count(patch)
         patch.setattr(decoder, "drafts_of", lambda arguments: drafts)
+        yield decoded
+
+
+@contextlib.contextmanager
+def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
+    """Lets the kit's runner for draft models have pat in its graph.
+
+    eager: also in the round without a graph, with which the kit compares it.
+    """
+    decoded = Decoded()
+    build = DraftBackendFactory.create_decode_backend
+    built: list[Any] = []
+
+    def build_with_pat(factory: Any) -> Any:
+        steps = build(factory)
+        built.append(steps)
+        if eager or len(built) == 2:
+            runner = factory.draft_model_runner
+            runner.model_config.is_local_attention_model = False
+            model, runner.model = runner.model, torch.nn.ModuleList([_layer_of(runner, head_dim)])
+            with_pat_drafts(steps, runner, SimpleNamespace(report_drafting=lambda drafting: None))
+            runner.model = model
+        return steps
+
+    with pytest.MonkeyPatch.context() as patch, _alone():
+        patch.setattr(DraftBackendFactory, "create_decode_backend", build_with_pat)
+        decoded.count(patch)
         yield decoded
 
 

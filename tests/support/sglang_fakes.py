@@ -114,6 +114,7 @@ def server_arguments(**change: Any) -> Any:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": None,
         "speculative_adaptive": False,
+        "speculative_draft_attention_backend": None,
         "speculative_attention_mode": "prefill",
     }
     return SimpleNamespace(**(defaults | change))

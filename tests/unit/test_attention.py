@@ -15,6 +15,7 @@ from problems import Problem
 
 from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
 from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.executors.reference import dense_attention
 
 HEADS = (8, 2, 64)
 
@@ -422,3 +423,75 @@ def test_a_slot_outside_of_the_caches_is_named(slot: int, batch_invariant: bool)
 def test_run_needs_a_plan() -> None:
     with pytest.raises(RuntimeError, match="call plan"):
         make_attention().run(torch.zeros(1, 8, 64), torch.zeros(1, 2, 64), torch.zeros(1, 2, 64))
+
+
+# --- later steps under one plan ---
+
+
+def _caches(steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = int(steps.tables["req_to_token"].max()) + 1
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(slots, 2, 64, generator=generator) for _ in range(2))
+    return k, v
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 101])  # a plan serves 100 more
+def test_a_later_step_reads_its_own_lengths_under_the_same_plan(tokens: int) -> None:
+    steps = Steps(growth_tokens=100)
+    steps.step(3)
+    attention, q = steps.attention, torch.randn(3, 8, 64)
+    before = dataclasses.replace(attention.stats)
+    lens = torch.from_numpy(steps.lens) + 3
+    attention.advance(lens + tokens, tokens)
+    k, v = _caches(steps)
+    expected, _ = dense_attention(q, k, v, **steps.tables, seq_lens=lens + tokens)
+    torch.testing.assert_close(attention.run(q, k, v).double(), expected, atol=2e-6, rtol=2e-6)
+    attention.advance(lens, 0)  # and back
+    expected, _ = dense_attention(q, k, v, **steps.tables, seq_lens=lens)
+    torch.testing.assert_close(attention.run(q, k, v).double(), expected, atol=2e-6, rtol=2e-6)
+    assert attention.stats == before
+    assert attention.seq_lens.tolist() == lens.tolist()
+
+
+def test_padding_stays_padding_in_a_later_step() -> None:
+    steps = Steps()
+    steps.lens = np.array([*steps.lens[:2], 0], dtype=np.int32)
+    steps.paths = PrefixPaths.from_lists([[], [], []])
+    steps.step(0)
+    # On the device padding has any length.
+    steps.attention.advance(torch.from_numpy(steps.lens) + 2, 2)
+    out = steps.attention.run(torch.randn(3, 8, 64), *_caches(steps))
+    assert (out[2] == 0).all()
+    assert (out[:2] != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("lens", "tokens", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), 1, "seq_lens must have one entry per request, 3, got 2"),
+        (torch.ones(3), 1, "seq_lens must be 1-D torch.int64 or torch.int32, got 1-D torch.float"),
+        (None, 1, "seq_lens must be a torch.Tensor, got NoneType"),
+        (torch.ones(3, dtype=torch.int64), -1, "tokens must not be negative, got -1"),
+        (torch.ones(3, dtype=torch.int64), 1000, r"as long as req_to_token's width \d+, got \d+"),
+    ],
+)
+def test_a_bad_later_step_leaves_the_last_one_in_force(
+    lens: Any, tokens: int, message: str
+) -> None:
+    steps = Steps()
+    steps.step(0)
+    q, caches = torch.randn(3, 8, 64), _caches(steps)
+    expected = steps.attention.run(q, *caches)
+    with pytest.raises((ValueError, TypeError), match=message):
+        steps.attention.advance(lens, tokens)
+    assert torch.equal(steps.attention.run(q, *caches), expected)
+
+
+def test_a_later_step_needs_a_plan_that_does_not_depend_on_lengths() -> None:
+    lens = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"advance\(\) needs a plan: call plan"):
+        make_attention().advance(lens, 1)
+    steps = Steps(batch_invariant=True)
+    steps.step(0)
+    with pytest.raises(ValueError, match=r"advance\(\) is not batch-invariant; call plan\(\) for"):
+        steps.attention.advance(lens, 1)

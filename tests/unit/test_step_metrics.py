@@ -74,7 +74,7 @@ counters |= {
     "causes": {"first": 1, "tail_growth": 2}, "plans_reused": 7, "kv_tokens_lower_bound": 40,
     "kv_tokens_query_centric": 300, "kv_tokens_planned": 110, "private_steps": {"no tree": 2},
     "tree_events": {"insert": 5, "evict": 0}, "batch_changes": {"join": 4, "leave": 1},
-    "verify": {"steps": 3, "rows": 24},
+    "verify": {"steps": 3, "rows": 24}, "draft": {"steps": 6, "plans_built": 1},
 }
 for nanoseconds in (3_000, 5_000, 1_000_000_000):
     metrics.add_step(PlanningTime("unchanged", nanoseconds))
@@ -99,6 +99,8 @@ print(page())
         "batch_changes_total leave": 1,
         "verify_total steps": 3,
         "verify_total rows": 24,
+        "draft_total steps": 6,
+        "draft_total plans_built": 1,
         "plan_seconds_count unchanged": 3,
         "plan_seconds_bucket unchanged 4e-06": 1,
         "plan_seconds_bucket unchanged 8e-06": 2,

@@ -1,0 +1,198 @@
+"""Gives the steps of a draft model the decode attention of pat.
+
+SGLang has an attention backend for each step of a round, and a container that prepares them all
+together. As in `backend.py`, each becomes an instance of a subclass of its own class. What a draft
+model does besides, reading what was accepted, is the default backend's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_pat.sglang.decoder import PatDecoder
+from sglang_pat.sglang.draft_decoder import DraftDecoder
+from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.hooks import Hook, install_hooks
+from sglang_pat.sglang.mixins import can_become, with_mixin
+from sglang_pat.sglang.options import Reason, resolved
+from sglang_pat.sglang.route_reports import report_draft_routes
+from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.substitution import is_asked_for
+
+_NAMED = "speculative_draft_attention_backend"
+
+
+class _Served:
+    """The decoder of the model that this process serves, if pat verifies drafts of another one."""
+
+    decoder: PatDecoder | None = None
+
+
+def await_draft_model(decoder: PatDecoder | None) -> None:
+    """Let the draft model that SGLang builds next decode by pat where it can.
+
+    decoder: of the model that is served. None: pat does not decode it, and no draft model either.
+    """
+    _Served.decoder = decoder
+    if decoder is not None:
+        install_hooks([_HOOK])
+
+
+def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
+    """AFTER DraftBackendFactory.create_decode_backend."""
+    runner, decoder = factory.draft_model_runner, _Served.decoder
+    if steps is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_drafts(steps, runner, decoder)
+    return steps
+
+
+_HOOK = Hook(
+    "sglang.srt.speculative.draft_utils:DraftBackendFactory",
+    "create_decode_backend",
+    _after_create_decode_backend,
+    HookType.AFTER,
+)
+
+
+def with_pat_drafts(steps: Any, model_runner: Any, decoder: PatDecoder) -> None:
+    """Let the steps of a draft model attend by pat where it can.
+
+    Parameters
+    ----------
+    steps
+        SGLang's container of the backends of all steps. Its class is changed, and theirs.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, which reports what is counted here.
+    """
+    routes = _routes(steps, model_runner)
+    backends = list(getattr(steps, "attn_backends", ()))
+    kinds = [(each, with_mixin(PatDraftStep, type(each))) for each in backends]
+    kinds.append((steps, with_mixin(PatDraftSteps, type(steps))))
+    closed = [type(each).__name__ for each, kind in kinds if not can_become(each, kind)]
+    if routes.shapes and (closed or not backends):
+        name = closed[0] if closed else type(steps).__name__
+        routes.delegate_all(Reason("default backend", f"{name}, which is closed"))
+    if routes.shapes:
+        drafting = DraftDecoder(model_runner, Environment.read(), routes, len(backends))
+        for step, (backend, kind) in enumerate(kinds[:-1]):
+            backend.__class__ = kind
+            backend.take(drafting, step)
+        steps.__class__ = kinds[-1][1]
+        steps.take(drafting)
+        decoder.report_drafting(drafting)
+    report_draft_routes(routes)
+
+
+def _routes(steps: Any, model_runner: Any) -> Routes:
+    arguments = model_runner.server_args
+    named = getattr(model_runner, "draft_attention_backend", None) or resolved(arguments, _NAMED)
+    name = named or resolved(arguments, "decode_attention_backend")
+    name = name or resolved(arguments, "attention_backend")
+    routes = Routes.of_runner(model_runner, name)
+    if named is not None:
+        flag = _NAMED.replace("_", "-")
+        routes.delegate_all(Reason("speculative decoding", f"--{flag} {named}"))
+    return routes
+
+
+class PatDraftSteps:
+    """What the container of all steps does otherwise with pat. Before its class in the order of
+    methods.
+
+    Where pat attends in all layers, the default backend is not prepared for the steps.
+    """
+
+    _drafting: DraftDecoder
+    needs_cpu_seq_lens: bool
+
+    def take(self, drafting: DraftDecoder) -> None:
+        """Decode with it from now on."""
+        self._drafting = drafting
+        self.needs_cpu_seq_lens = True  # plans are made on the host
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Of a round without a graph."""
+        if self._drafting.needs_default:
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        self._drafting.plan_eager(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before the CUDA graph of a round is captured or replayed."""
+        if self._drafting.needs_default:
+            super().init_forward_metadata_out_graph(  # type: ignore[misc]
+                forward_batch, in_capture=in_capture
+            )
+        self._drafting.plan_captured(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """What the graph does before its layers."""
+        if self._drafting.needs_default:
+            super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        self._drafting.record_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Before the first capture."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
+        self._drafting.reserve(max_bs)
+
+
+class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """What the backend of one step does otherwise with pat."""
+
+    _drafting: DraftDecoder
+    _step: int
+
+    def take(self, drafting: DraftDecoder, step: int) -> None:
+        """Decode with it from now on. step: counted from 0."""
+        self._drafting = drafting
+        self._step = step
+
+    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
+        """Where a model may store a layer's KV itself; None: nowhere. Not asked for in 0.5.17."""
+        if layer.layer_id in self._drafting.routes.shapes:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """By pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`."""
+        drafting = self._drafting
+        if kwargs:
+            self._see_arguments(kwargs, layer)
+        if layer.layer_id not in drafting.routes.shapes:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        drafting.go_to(self._step, layer)
+        sinks = kwargs.get("sinks")
+        return drafting.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def _see_arguments(self, arguments: dict[str, Any], layer: RadixAttention) -> None:
+        """Leave a layer to the default backend, if its model passes it what pat would ignore. The
+        default backend is prepared for the round in which a layer runs first."""
+        given = sorted(name for name, value in arguments.items() if value is not None)
+        given = [name for name in given if name != "sinks"]
+        routes = self._drafting.routes
+        if not given or layer.layer_id not in routes.shapes:
+            return
+        if not self._drafting.needs_default:
+            raise RuntimeError(
+                f"layer {layer.layer_id} of the draft model is passed {', '.join(given)}, which it "
+                "was not before; use --speculative-draft-attention-backend to leave the draft "
+                "model to another backend"
+            )
+        routes.delegate(layer.layer_id, Reason("attention", f"the argument {', '.join(given)}"))
+        report_draft_routes(routes)
