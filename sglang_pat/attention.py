@@ -254,7 +254,8 @@ class PackAttention:
         Raises
         ------
         ValueError, TypeError
-            On bad input. The last plan stays in force.
+            On bad input. The last plan stays in force, unless the executor refuses the step: a row
+            that `req_to_token` does not have, a stride. There is no plan then.
         PlanOverflowError
             If a reservation is too small. There is no plan then.
         """

@@ -108,11 +108,12 @@ def read_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models keep the decoder one level down. What GPT-2 named otherwise, and StarCoder
-    with it, gets the names that all others use."""
+    """Multimodal models keep the decoder one level down, but not how it is quantised. What GPT-2
+    named otherwise, and StarCoder with it, gets the names that all others use."""
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
-        config = {"model_type": config.get("model_type"), **inner}
+        outer = {key: config.get(key) for key in ("model_type", "quantization_config")}
+        config = {**outer, **inner}
     older = {new: config[old] for old, new in _GPT2_NAMES.items() if config.get(old) is not None}
     if not older:
         return config
@@ -283,9 +284,23 @@ def _refusal(
     return None
 
 
-def has_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint asks for it. SGLang's `--kv-cache-dtype auto` then obeys."""
+def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The checkpoint's `quantization_config`; empty without one."""
     quantisation = config.get("quantization_config")
-    if not isinstance(quantisation, Mapping):
+    return quantisation if isinstance(quantisation, Mapping) else {}
+
+
+def has_float8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint asks for it. `--kv-cache-dtype auto` of the newest SGLang then obeys;
+    older ones do not for compressed-tensors.
+    """
+    quantisation = quantisation_of(config)
+    scheme = quantisation.get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping):
+        return str(quantisation.get("kv_cache_quant_algo")).upper() == "FP8"
+    if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
         return False
-    return str(quantisation.get("kv_cache_quant_algo")).upper() == "FP8"
+    if quantisation.get("quant_method") != "compressed-tensors":
+        return True
+    is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
+    return scheme.get("strategy") == "tensor" and bool(is_static)

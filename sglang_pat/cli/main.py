@@ -7,6 +7,7 @@ above all, is imported when it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay
 from sglang_pat.output_file import OutputError
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,16 +48,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status: 2 for wrong input, or a file that cannot be
-    written; 130 after Ctrl-C."""
+    written; 130 after Ctrl-C; 141 if nobody reads on, as behind `| head`."""
     try:
         arguments = build_parser().parse_args(argv)
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except OutputError as error:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("sglang-pat: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes at its end once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     return status
 
 

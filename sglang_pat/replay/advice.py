@@ -173,8 +173,10 @@ def unchecked(time: StepTime) -> tuple[str, ...]:
         reasons.append(f"communication between {time.tp} GPUs was never measured")
     if time.weights.experts:
         reasons.append("no mixture of experts was recorded")
-    if time.weight_bytes != 2:
+    if time.quantisation:
         reasons.append("no quantised model was recorded")
+        if time.weight_bytes == 2:
+            reasons.append(f"weights of {time.quantisation} are counted as 2 bytes each")
     if any(layer.kind != FULL for layer in time.layers):
         reasons.append("no hybrid model was recorded")
     return tuple(reasons)

@@ -21,6 +21,7 @@ from sglang_pat.model_layers import (
     Layer,
     decoder_config,
     positive,
+    quantisation_of,
     read_layers,
 )
 from sglang_pat.support import KERNEL_DTYPES
@@ -245,6 +246,20 @@ def _shape(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 # --- weights ---
 
+# By quant_method, or by the quant_algo of modelopt: bytes of one parameter, with the scales of its
+# block.
+_QUANTISED_BYTES = {
+    "fp8": 1.0,
+    "fbgemm_fp8": 1.0,
+    "w8a8_fp8": 1.0,
+    "w8a8_int8": 1.0,
+    "mxfp8": 33 / 32,
+    "mxfp4": 17 / 32,
+    "nvfp4": 9 / 16,
+    "modelopt_fp8": 1.0,
+    "modelopt_fp4": 9 / 16,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -314,11 +329,19 @@ def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> i
 
 
 def parameter_bytes(config: Mapping[str, Any]) -> float:
-    """Bytes of one parameter, as quantised. 2 where the configuration does not say."""
-    quantisation = config.get("quantization_config")
-    if not isinstance(quantisation, Mapping):
-        return 2.0
-    method = str(quantisation.get("quant_method"))
+    """Bytes of one parameter, as quantised, scales mostly aside. 2 where the configuration does not
+    say, or in a way that is not known here."""
+    quantisation = quantisation_of(config)
     if isinstance(quantisation.get("bits"), int):
         return int(quantisation["bits"]) / 8
-    return {"fp8": 1.0, "mxfp4": 17 / 32, "nvfp4": 9 / 16}.get(method, 2.0)
+    groups = quantisation.get("config_groups")  # of compressed-tensors
+    if isinstance(groups, Mapping):
+        weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        bits = [each.get("num_bits") for each in weights if isinstance(each, Mapping)]
+        return max((each for each in bits if isinstance(each, int)), default=16) / 8
+    for load, size in (("load_in_4bit", 0.5), ("load_in_8bit", 1.0)):  # of bitsandbytes
+        if quantisation.get(load):
+            return size
+    names = (quantisation.get("quant_algo"), quantisation.get("quant_method"))
+    known = [_QUANTISED_BYTES.get(str(name).lower()) for name in names]
+    return next((size for size in known if size is not None), 2.0)

@@ -20,6 +20,7 @@ from sglang_pat.model_layers import (
     Layer,
     has_float8_cache,
     positive,
+    quantisation_of,
     read_layers,
 )
 from sglang_pat.replay.models import GPUS, Gpu, Weights, parameter_bytes, read_weights
@@ -73,6 +74,8 @@ class StepTime:
         Of the whole model.
     weight_bytes, kv_bytes
         Bytes of one parameter and of one number in the KV cache.
+    quantisation
+        How the checkpoint is quantised, by name; empty if it is not.
     """
 
     layers: Sequence[Layer]
@@ -82,6 +85,7 @@ class StepTime:
     tp: int = 1
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
+    quantisation: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
@@ -99,6 +103,7 @@ class StepTime:
             tp=tp,
             weight_bytes=parameter_bytes(config),
             kv_bytes=1.0 if has_float8_cache(config) else 2.0,
+            quantisation=str(quantisation_of(config).get("quant_method", "")),
         )
 
     def kv_heads(self, layer: Layer) -> int:

@@ -213,25 +213,29 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
         """Whether a layer is pat's in this step."""
-        routes = self._pat.routes
-        if arguments and layer.layer_id in routes.shapes:
-            self._see_arguments(arguments, layer, forward_batch)
-        return layer.layer_id in routes.shapes
+        routes, layer_id = self._pat.routes, layer.layer_id
+        if layer_id in routes.shapes:
+            if not arguments:
+                return True
+            given = sorted(name for name, value in arguments.items() if value is not None)
+            unknown = [name for name in given if name != "sinks"]
+            if not unknown:
+                return True
+            reason = Reason("attention", f"the argument {', '.join(unknown)}")
+        elif layer_id in routes.delegated:
+            return False
+        else:
+            reason = Reason("attention", "a layer that was not found in the model")
+        self._leave(layer_id, reason, forward_batch)
+        return False
 
-    def _see_arguments(
-        self, arguments: dict[str, Any], layer: RadixAttention, forward_batch: Any
-    ) -> None:
-        """Leave a layer to the default backend, if its model passes it what pat would ignore.
-
-        Only the first step shows that, which is a warm-up.
+    def _leave(self, layer_id: int, reason: Reason, forward_batch: Any) -> None:
+        """Leave to the default backend what only a step shows: a layer that its model passes what
+        pat would ignore, or that pat did not know of. The first step shows that, which is a
+        warm-up.
         """
-        given = sorted(name for name, value in arguments.items() if value is not None)
-        given = [name for name in given if name != "sinks"]
-        if not given:
-            return
-        reason = Reason("attention", f"the argument {', '.join(given)}")
         if self._pat_is_strict:
-            raise reason.refusal(f" (layer {layer.layer_id})")
+            raise reason.refusal(f" (layer {layer_id})")
         routes = self._pat.routes
         if not routes.delegated:  # the default backend is not prepared for this step
             if self._pat.verifies_trees:
@@ -239,7 +243,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
                 if forward_batch.forward_mode is _VERIFY and not self._pat_is_captured:
                     raise RuntimeError(f"{reason} came too late: this step's mask is pat's alone")
             self._catch_up(forward_batch)
-        routes.delegate(layer.layer_id, reason)
+        routes.delegate(layer_id, reason)
         report_routes(routes)
 
     def _catch_up(self, forward_batch: Any) -> None:

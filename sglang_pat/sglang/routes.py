@@ -181,8 +181,19 @@ class Routes:
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """The attention layers of a model's part on this rank."""
-    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+    """The attention layers of a model's part on this rank: its modules, and those that a module
+    keeps in a plain list or dict, as SGLang's wrapper of models of transformers does.
+    """
+    layers: dict[int, RadixAttention] = {}  # by id(): a layer may be in both
+    for module in model.modules():
+        found: list[Any] = [module]
+        for value in vars(module).values():
+            if type(value) in (list, tuple):
+                found += value
+            elif type(value) is dict:
+                found += value.values()
+        layers |= {id(each): each for each in found if isinstance(each, RadixAttention)}
+    return list(layers.values())
 
 
 def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:

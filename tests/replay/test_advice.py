@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from sglang_pat.cli.main import main
+from sglang_pat.model_layers import decoder_config
 from sglang_pat.replay import advice
 from sglang_pat.replay.advice import DEFAULT, PAT, AdvisedRequest, ServerEstimate, estimate
 from sglang_pat.replay.models import GPUS, read_config
@@ -198,6 +199,44 @@ def test_what_no_run_has_checked_is_said() -> None:
     for words in ("L4 is scaled", "between 2 GPUs", "mixture of experts", "quantised"):
         assert words in said
     assert llama(**fp8).held_weight_bytes * 2 == llama().held_weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "size"),
+    [
+        ({"quant_method": "fp8"}, 1),
+        ({"quant_method": "awq", "bits": 4}, 0.5),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 9 / 16),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
+            },
+            1,
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else None,
+)
+def test_quantised_weights_have_their_size(quantisation: dict[str, Any], size: float) -> None:
+    quantised = llama(quantization_config=quantisation)
+    assert quantised.weight_bytes == size
+    assert advice.unchecked(quantised) == ("no quantised model was recorded",)
+
+
+def test_a_multimodal_model_is_quantised_as_a_whole() -> None:
+    fp8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    _, inner = read_config("llama-3-8b")
+    config = decoder_config({"text_config": inner, "quantization_config": fp8})
+    step_time = StepTime.of(config, GPUS["H100"])
+    assert (step_time.weight_bytes, step_time.kv_bytes) == (1, 1)
+
+
+def test_an_unknown_quantisation_is_said() -> None:
+    said = advice.unchecked(llama(quantization_config={"quant_method": "tomorrow"}))
+    assert "weights of tomorrow are counted as 2 bytes each" in said
 
 
 def test_a_mixture_of_experts_reads_what_its_batch_touches() -> None:

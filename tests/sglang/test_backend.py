@@ -199,6 +199,23 @@ def test_arguments_that_pat_does_not_know_delegate_the_layer(
     assert backend.calls == ["out_graph", "in_graph", "decode layer 1"]
 
 
+def test_a_layer_that_was_not_found_in_the_model_is_the_default_backends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The default backend prepares no decode step while it decodes nothing."""
+    model_runner = runner()
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    model_runner.model = layers(3)
+    backend.init_forward_metadata(batch)
+    with caplog.at_level("INFO"):
+        forward(backend, model_runner, 2, batch)
+        forward(backend, model_runner, 2, batch)
+    assert backend.calls == ["out_graph", "in_graph", "decode layer 2", "decode layer 2"]
+    assert caplog.messages == [
+        "pat decodes 2 of 3 layers; 1 on triton: a layer that was not found in the model",
+    ]
+
+
 def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
     model_runner = runner()
     backend, view = pat_backend(model_runner), decode_batch([0], [1], [0])

@@ -28,7 +28,7 @@ from sglang_fakes import (
 from sglang_pat import support
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
-from sglang_pat.sglang.routes import Routes, window_reason
+from sglang_pat.sglang.routes import Routes, attention_layers, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -322,6 +322,18 @@ def test_gpus_without_kernels(
     )
     routes = Routes.of_runner(model_runner, "triton")
     assert {str(each) for each in routes.delegated.values()} == ({reason} if reason else set())
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
+def test_layers_that_no_module_registers_are_found(container: Callable[[Any], Any]) -> None:
+    """SGLang runs what it has no class for by that of transformers, beside which it keeps its
+    attention layers in a dict."""
+    model = torch.nn.Module()
+    model.attention_instances = container([*layers()])
+    assert [*Routes.of_runner(runner(model=model), "triton").shapes] == [0, 1]
+    model.registered = layers()
+    model.attention_instances = container([*model.registered])
+    assert attention_layers(model) == [*model.registered]
 
 
 def test_layers_of_one_id_are_routed_together() -> None:

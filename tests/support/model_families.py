@@ -624,6 +624,62 @@ FAMILIES = {
             delegated="all layers",
             default={"query heads per KV head 24": (0, 1)},
         ),
+        Family(
+            "transformers",
+            "SeedOssForCausalLM",
+            ("transformers",),
+            {
+                "model_type": "seed_oss",
+                "hidden_act": "silu",
+                "attention_bias": True,
+                "attention_out_bias": False,
+                "mlp_bias": False,
+                "attention_dropout": 0.0,
+                "residual_dropout": 0.0,
+            },
+            pat=(0, 1, 2, 3),
+            models="Seed-OSS and others that SGLang has no class for, by those of transformers",
+            accelerated="all layers",
+            delegated="",
+            default={},
+        ),
+        Family(
+            "qwen2.5-vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            ("qwen2_5_vl", "qwen2_vl", "qwen2"),
+            {
+                "model_type": "qwen2_5_vl",
+                "image_token_id": 500,
+                "video_token_id": 501,
+                "vision_start_token_id": 502,
+                "vision_end_token_id": 503,
+                "text_config": _SMALL
+                | {
+                    "model_type": "qwen2_5_vl_text",
+                    "hidden_size": 256,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "type": "mrope",
+                        "mrope_section": [8, 12, 12],
+                        "rope_theta": 10000.0,
+                    },
+                },
+                "vision_config": {
+                    "depth": 2,
+                    "hidden_size": 64,
+                    "num_heads": 2,
+                    "intermediate_size": 64,
+                    "out_hidden_size": 256,
+                    "fullatt_block_indexes": [1],
+                },
+            },
+            arguments={"enable_multimodal": False},  # images need files beside the configuration
+            pat=(0, 1, 2, 3),
+            models="Qwen2.5-VL (text)",
+            accelerated="all layers of the language model",
+            delegated="",
+            default={},
+        ),
     )
 }
 
@@ -675,6 +731,7 @@ _IN_BOTH = (
 )
 CPU_RUNS = (
     RecordedRun("0.5.23", "2026-11-21", (*_IN_BOTH, "gemma-4", "mimo-v2")),
+    RecordedRun("0.5.23", "2026-11-22", ("transformers", "qwen2.5-vl")),
     RecordedRun("0.5.17", "2026-11-21", _IN_BOTH),
 )
 GPU_RUNS = (RecordedRun("0.5.17", "2026-11-22", ("gemma-3", "llama-4", "qwen3-next")),)

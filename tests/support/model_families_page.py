@@ -82,8 +82,8 @@ FEATURES = (
     Feature(
         "Multi-modal",
         "by layer",
-        "the layers of the language model; image and audio encoders decode nothing",
-        (),
+        "the layers of the language model; image and audio encoders decode nothing (run with text)",
+        (FAMILY_TESTS,),
     ),
     Feature(
         "Deterministic",

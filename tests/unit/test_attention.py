@@ -86,6 +86,16 @@ def test_a_plan_that_the_executor_refuses_leaves_none() -> None:
     assert steps.attention.stats.causes == {"first": 2}
 
 
+def test_a_row_that_is_not_there_leaves_no_plan_of_another_batch() -> None:
+    steps = Steps()
+    steps.step(0)
+    steps.tables["req_pool_indices"] = torch.tensor([0, 1, 9])
+    for key, has_plan in (("batch", True), ("another batch", False)):
+        with pytest.raises(ValueError, match="must be rows of req_to_token, 0 to 2, got 9"):
+            steps.step(1, key)
+        assert (steps.attention._plan is not None) == has_plan
+
+
 def test_without_a_key_the_paths_decide() -> None:
     steps = Steps()
     for grown, key in ((0, None), (1, None)):

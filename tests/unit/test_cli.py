@@ -140,6 +140,18 @@ def test_ctrl_c_is_no_error(
     assert capsys.readouterr().err == "sglang-pat: interrupted\n"
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """`sglang-pat support | head -1`: the reader is gone before the first line."""
+    for words in ("support", "advise --model qwen3-8b --generate toolagent --limit 5"):
+        command = [sys.executable, "-m", "sglang_pat", *words.split()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            child.stdout.close()
+            assert child.stderr.read() == b""
+        assert child.returncode == 141
+
+
 def test_a_full_disk_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

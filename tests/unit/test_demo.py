@@ -157,3 +157,14 @@ def test_a_missing_package_is_named(
     error = capsys.readouterr().err
     assert "sglang and rich missing: pip install '.[sglang]'" in error
     assert error.count("\n") == 1
+
+
+def test_a_wrong_variable_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "run_in_session", lambda command: pytest.fail("started"))
+    monkeypatch.setenv("SGLANG_PAT_POLICE", "memory")
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert "sglang-pat demo: error: unknown variable SGLANG_PAT_POLICE; allowed: " in error
+    assert error.count("\n") == 1

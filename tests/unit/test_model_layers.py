@@ -23,6 +23,14 @@ from sglang_pat.model_layers import (
     summary,
 )
 
+# Of a checkpoint of compressed-tensors whose KV cache is fp8.
+SCHEME = {
+    "type": "float",
+    "num_bits": 8,
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 PLAIN: dict[str, Any] = {
     "num_hidden_layers": 6,
     "num_attention_heads": 16,
@@ -115,8 +123,20 @@ def test_a_layer_that_is_not_accelerated_says_why(changes: dict[str, Any], reaso
         (None, False),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, True),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": None}, False),
-        # Its scales are loaded, but SGLang takes an fp8 cache only if it is asked for one.
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, False),
+        ({"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        ({"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, False),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, False),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}, True),
+        # SGLang loads no such scales.
+        *(
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | change}, False)
+            for change in (
+                {"type": "int"},
+                {"strategy": "channel"},
+                {"symmetric": False},
+                {"dynamic": True},
+            )
+        ),
     ],
 )
 def test_an_fp8_cache_that_the_checkpoint_asks_for_is_accelerated(

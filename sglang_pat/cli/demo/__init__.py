@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve, compare, report.
 
-    Returns the exit status: 0 if every token is equal, 1 if one is not, 2 if a package is missing.
+    Returns the exit status: 0 if every token is equal, 1 if one is not, 2 if a package is missing
+    or a variable is wrong.
     """
     missing = [name for name in ("sglang", "rich") if importlib.util.find_spec(name) is None]
     if missing:
@@ -45,6 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"sglang-pat demo: error: {needed} missing: pip install '.[sglang]' in a clone",
             file=sys.stderr,
         )
+        return 2
+    from sglang_pat.sglang.env import Environment
+
+    try:
+        Environment.read()
+    except ValueError as error:
+        print(f"sglang-pat demo: error: {error}", file=sys.stderr)
         return 2
     _quieten()
     command = [sys.executable, "-m", "sglang_pat.cli.demo.comparison", str(arguments.requests)]
