@@ -202,6 +202,8 @@ def draft_case(backend: str, page_size: int) -> DenseAttentionCase:
 @pytest.mark.parametrize("case", [draft_case(name, 1) for name in BACKENDS], ids=name_of)
 def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager: bool) -> None:
     """SGLang's runner captures all steps of a round in one graph, and replays it padded."""
+    if case.backend == "fa3" and page_size > 1 and not eager:
+        pytest.skip("the kit puts drafts outside of their prefixes' pages; fa3 reads pages")
     from sglang.test.kits.attention_unittest.runner_modes import (
         speculative_draft_runner as runner,
     )

@@ -201,7 +201,7 @@ def test_attention_reads_what_was_just_written(lengths: list[tuple[int, int]]) -
     step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
     writer = writer_of()
     divisor = torch.tensor(0.37, device="cuda")
-    scale = writer.scale(divisor)
+    k_scale, scale = float(divisor), writer.scale(divisor)
     assert scale is not None
     outputs = tensors.q.new_empty((21, *tensors.q.shape))
     weights = torch.randn(8 * 128, 2 * 2 * 128, device="cuda", dtype=BF16)
@@ -219,7 +219,7 @@ def test_attention_reads_what_was_just_written(lengths: list[tuple[int, int]]) -
                 for cache, new, by in zip(written, (k, v), (divisor, None), strict=True):
                     cache.view(torch.uint8)[slots] = in_torch(new, by, E4M3)
                 torch.cuda.synchronize()
-            step.decode(before, *written, after, k_scale=float(divisor))
+            step.decode(before, *written, after, k_scale=k_scale)
             if not by_kernel:
                 torch.cuda.synchronize()
         return outputs

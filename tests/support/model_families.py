@@ -734,4 +734,4 @@ CPU_RUNS = (
     RecordedRun("0.5.23", "2026-11-22", ("transformers", "qwen2.5-vl")),
     RecordedRun("0.5.17", "2026-11-21", _IN_BOTH),
 )
-GPU_RUNS = (RecordedRun("0.5.17", "2026-11-22", ("gemma-3", "llama-4", "qwen3-next")),)
+GPU_RUNS = (RecordedRun("0.5.17", "2026-11-22", ("gemma-3", "gpt-oss", "llama-4", "qwen3-next")),)
