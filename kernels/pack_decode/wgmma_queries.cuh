@@ -1,0 +1,111 @@
+// A warp's queries as the left-hand side of wgmma, and their multiplication with a stage's keys: numbers as the model has
+// them, or e4m3 terms (query_terms.cuh) where keys have one byte.
+#pragma once
+
+#include "pack_decode/consumer.cuh"
+#include "pack_decode/query_terms.cuh"
+#include "pack_decode/warp_attention.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace pat {
+
+using StageScores = float[kStageTokens / 8][4];
+
+template <typename T, typename Dims, bool kSoftCap>
+struct Queries {
+  using Attention = WarpAttention<T, Dims, kSoftCap>;
+
+  __device__ __forceinline__ void load(Attention& part, const Consumer<Dims>& consumer, int units,
+                                       int first_row, const LogitScale&, uint32_t lane) {
+    part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
+  }
+  // Of a warp that only takes part in its warpgroup's multiplications.
+  __device__ __forceinline__ void clear(Attention& part) { part.begin_without_rows(); }
+
+  // Starts the multiplication with a stage's keys.
+  __device__ __forceinline__ void start_scores(StageScores& scores, const Attention& part,
+                                               uint32_t stage) const {
+    const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+    ptx::fence_shared_memory();
+    wgmma::tie(scores);
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < Dims::kKey / 16; ++step) {
+      wgmma::multiply_keys<T>(scores, part.queries[step], keys.at(KeyOperand::address(0, step)),
+                              step > 0);
+    }
+    wgmma::commit();
+  }
+
+  // Of the scores.
+  __device__ __forceinline__ const LogitScale& scale(const LogitScale& scale) const {
+    return scale;
+  }
+  __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
+};
+
+// Over one-byte keys, scores are sums of terms, and each row has a scale of its own.
+template <typename T, typename Dims, bool kSoftCap>
+  requires(Dims::kOneByte)
+struct Queries<T, Dims, kSoftCap> {
+  using Attention = WarpAttention<T, Dims, kSoftCap>;
+
+  QueryTerms<T, Dims> terms;
+  LogitScale scales[2];
+
+  __device__ __forceinline__ void load(Attention& part, const Consumer<Dims>& consumer, int units,
+                                       int first_row, const LogitScale& scale, uint32_t lane) {
+    part.begin_without_queries();
+    float factors[2];
+    terms.load(consumer.queries(units), units * kUnitRows, first_row, factors, lane);
+    float* kept = consumer.storage.query_factors[consumer.warp];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scales[h] = scale;
+      (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
+      // Not 0, with which a maximum of -inf would become NaN.
+      constexpr float kLeast = 1.17549435e-38f;
+      if (scales[h].outer < kLeast) scales[h].outer = kLeast;
+      if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];
+    }
+  }
+  __device__ __forceinline__ void clear(Attention& part) {
+    part.begin_without_queries();
+    terms.clear();
+  }
+
+  __device__ __forceinline__ void start_scores(StageScores& scores, const Attention&,
+                                               uint32_t stage) const {
+    constexpr int kTerms = QueryTerms<T, Dims>::kTerms;
+    const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+    wgmma::tie(scores);
+    wgmma::begin();
+    // Small terms first: the sums are exact for them.
+#pragma unroll
+    for (int term = kTerms - 1; term >= 0; --term) {
+#pragma unroll
+      for (int step = 0; step < Dims::kKey / 32; ++step) {
+        wgmma::multiply_byte_keys<Dims::kKv>(scores, terms.terms[term][step],
+                                             keys.at(KeyOperand::address(0, step)),
+                                             term < kTerms - 1 || step > 0);
+      }
+    }
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ const LogitScale (&scale(const LogitScale&) const)[2] {
+    return scales;
+  }
+
+  // Makes the maximum one of scores as they are without factors. A capped one is.
+  __device__ __forceinline__ void finish(Attention& part, const Consumer<Dims>& consumer,
+                                         uint32_t lane) const {
+    if constexpr (!kSoftCap) {
+      const float* kept = consumer.storage.query_factors[consumer.warp];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) part.maximum[h] *= kept[lane / 4 + 8 * h];
+    }
+  }
+};
+
+}  // namespace pat
