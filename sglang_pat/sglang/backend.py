@@ -214,26 +214,14 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     ) -> bool:
         """Whether a layer is pat's in this step."""
         routes, layer_id = self._pat.routes, layer.layer_id
-        if layer_id in routes.shapes:
-            if not arguments:
-                return True
-            given = sorted(name for name, value in arguments.items() if value is not None)
-            unknown = [name for name in given if name != "sinks"]
-            if not unknown:
-                return True
-            reason = Reason("attention", f"the argument {', '.join(unknown)}")
-        elif layer_id in routes.delegated:
-            return False
-        else:
-            reason = Reason("attention", "a layer that was not found in the model")
-        self._leave(layer_id, reason, forward_batch)
-        return False
+        reason = routes.reason_to_leave(layer_id, arguments)
+        if reason is not None:
+            self._leave(layer_id, reason, forward_batch)
+        return layer_id in routes.shapes
 
     def _leave(self, layer_id: int, reason: Reason, forward_batch: Any) -> None:
-        """Leave to the default backend what only a step shows: a layer that its model passes what
-        pat would ignore, or that pat did not know of. The first step shows that, which is a
-        warm-up.
-        """
+        """Leave to the default backend what only a step shows. The first step does, which is a
+        warm-up."""
         if self._pat_is_strict:
             raise reason.refusal(f" (layer {layer_id})")
         routes = self._pat.routes

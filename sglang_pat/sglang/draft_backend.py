@@ -117,15 +117,20 @@ class PatDraftSteps:
         self._drafting = drafting
         self.needs_cpu_seq_lens = True  # plans are made on the host
 
+    def _takes_default(self) -> bool:
+        """Whether the default backend is prepared for the next round too."""
+        self._drafting.has_default = self._drafting.needs_default
+        return self._drafting.has_default
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Of a round without a graph."""
-        if self._drafting.needs_default:
+        if self._takes_default():
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         self._drafting.plan_eager(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before the CUDA graph of a round is captured or replayed."""
-        if self._drafting.needs_default:
+        if self._takes_default():
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
@@ -133,7 +138,7 @@ class PatDraftSteps:
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """What the graph does before its layers."""
-        if self._drafting.needs_default:
+        if self._takes_default():
             super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         self._drafting.record_in_graph(forward_batch)
 
@@ -171,28 +176,23 @@ class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no typ
         **kwargs: Any,
     ) -> Any:
         """By pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`."""
-        drafting = self._drafting
-        if kwargs:
-            self._see_arguments(kwargs, layer)
-        if layer.layer_id not in drafting.routes.shapes:
+        drafting, layer_id = self._drafting, layer.layer_id
+        reason = drafting.routes.reason_to_leave(layer_id, kwargs)
+        if reason is not None:
+            self._leave(layer_id, reason)
+        if layer_id not in drafting.routes.shapes:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         drafting.go_to(self._step, layer)
         sinks = kwargs.get("sinks")
         return drafting.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
-    def _see_arguments(self, arguments: dict[str, Any], layer: RadixAttention) -> None:
-        """Leave a layer to the default backend, if its model passes it what pat would ignore. The
-        default backend is prepared for the round in which a layer runs first."""
-        given = sorted(name for name, value in arguments.items() if value is not None)
-        given = [name for name in given if name != "sinks"]
-        routes = self._drafting.routes
-        if not given or layer.layer_id not in routes.shapes:
-            return
-        if not self._drafting.needs_default:
+    def _leave(self, layer_id: int, reason: Reason) -> None:
+        """Leave a layer to the default backend, which is prepared for the round in which each layer
+        runs first."""
+        if not self._drafting.has_default:
             raise RuntimeError(
-                f"layer {layer.layer_id} of the draft model is passed {', '.join(given)}, which it "
-                "was not before; use --speculative-draft-attention-backend to leave the draft "
-                "model to another backend"
+                f"layer {layer_id} of the draft model came too late: {reason}; use "
+                "--speculative-draft-attention-backend to leave the draft model to another backend"
             )
-        routes.delegate(layer.layer_id, Reason("attention", f"the argument {', '.join(given)}"))
-        report_draft_routes(routes)
+        self._drafting.routes.delegate(layer_id, reason)
+        report_draft_routes(self._drafting.routes)

@@ -32,6 +32,8 @@ class DraftDecoder(LayerAttention):
         Draft steps, and rows in them.
     kv_tokens
         As `KvTokens`, of all steps.
+    has_default
+        Whether the default backend has been prepared for this round.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class DraftDecoder(LayerAttention):
         self._lens = self._reserved  # of the round, [steps, rows]
         self._at = 0  # the step whose lengths the layers read
         self._seen: set[int] = set()  # layers that have run
+        self.has_default = False
         self.counts: Counter[str] = Counter({"steps": 0, "rows": 0})
         self.kv_tokens: Counter[str] = Counter({"query_centric": 0, "planned": 0, "lower_bound": 0})
 

@@ -111,6 +111,19 @@ class Routes:
                 routes.shapes[layer.layer_id] = shape
         return routes
 
+    def reason_to_leave(self, layer_id: int, arguments: dict[str, Any]) -> Reason | None:
+        """Why the default backend must attend, as only a step shows: a layer that its model passes
+        what pat would ignore, or that was not found. None: there is no reason, or it is known."""
+        if layer_id in self.shapes:
+            if not arguments:
+                return None
+            given = sorted(name for name, value in arguments.items() if value is not None)
+            unknown = [name for name in given if name != "sinks"]
+            return Reason("attention", f"the argument {', '.join(unknown)}") if unknown else None
+        if layer_id in self.delegated:
+            return None
+        return Reason("attention", "a layer that was not found in the model")
+
     def delegate(self, layer_id: int, reason: Reason) -> None:
         """Leave a layer to the default backend."""
         self.shapes.pop(layer_id, None)

@@ -494,13 +494,33 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     assert drafting.steps.calls == ["eager"] * 3
 
 
+def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
+    """In the round that shows it, which all others have run in, and in those that follow."""
+    drafting = Drafting()
+    drafting.steps._drafting.routes.shapes.pop(1)
+    view = drafting.view([25, 31])
+    drafting.steps.init_forward_metadata(view)
+    q, out = drafting.attend(view, 0, layer=0)
+    drafting.assert_row(q, out, 0, 26, layer=0)
+    _, out = drafting.attend(view, 0, layer=1)
+    assert out.isinf().all()
+    told = route_reports._after_get_init_info({})["pat"]["draft_model"]
+    assert told["default_layers"] == {"a layer that was not found in the model": 1}
+    drafting.steps.init_forward_metadata(drafting.view([25, 31]))
+    assert drafting.steps.calls == ["eager", "eager"]
+
+
 def test_an_argument_that_comes_too_late_is_an_error() -> None:
     drafting = Drafting()
     view = drafting.view([25, 31])
     drafting.steps.init_forward_metadata(view)
     for layer in range(2):
         drafting.attend(view, 0, layer)
-    with pytest.raises(RuntimeError, match="layer 0 of the draft model is passed rope, which it w"):
+    drafting.steps.init_forward_metadata(view)
+    assert drafting.steps.calls == ["eager"]
+    with pytest.raises(
+        RuntimeError, match="layer 0 of the draft model came too late: the argument rope"
+    ):
         drafting.attend(view, 1, layer=0, rope=1)
 
 
