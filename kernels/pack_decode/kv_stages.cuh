@@ -57,15 +57,9 @@ class KvStages {
 
   // The next stage. lane_slot: the slot of token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
-    const int stage = ring_.stage;
-    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
-    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
-    if constexpr (kIsKey) {
-      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
-                            full, lane_ == 0);
-    }
+    const uint32_t full = begin(record);
     const uint32_t target =
-        ptx::shared_address(storage_.kv[stage]) + (kIsKey ? 0 : kLandingOffset<Dims>);
+        ptx::shared_address(storage_.kv[ring_.stage]) + (kIsKey ? 0 : kLandingOffset<Dims>);
     const int num_tokens = record.num_tokens();
     if (num_tokens == kStageTokens) {
       copy_stage<kRowBytes, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
@@ -77,18 +71,21 @@ class KvStages {
   }
 
   // Behind the last stage, for those who do not know the items.
-  __device__ __forceinline__ void end() {
+  __device__ __forceinline__ void end() { ptx::barrier_arrive(begin(StageRecord::end())); }
+
+ private:
+  // Waits until the next stage may be filled, and leaves its record. Returns the barrier that it fills.
+  __device__ __forceinline__ uint32_t begin(const StageRecord& record) {
     const int stage = ring_.stage;
     const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
     if constexpr (kIsKey) {
-      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]),
-                            StageRecord::end().packed, full, lane_ == 0);
+      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
+                            full, lane_ == 0);
     }
-    ptx::barrier_arrive(full);
+    return full;
   }
 
- private:
   Storage& storage_;
   const int lane_;
   const Copy copy_;

@@ -1,5 +1,5 @@
 // Warpgroup matrix instructions of Hopper (sm_90a): 64 rows at once, the right-hand side straight from shared
-// memory, read once for all four warps. With ptx.cuh the only file with inline PTX.
+// memory, read once for all four warps. With ptx.cuh and fp8.cuh the only file with inline PTX.
 //
 // The left-hand side comes from registers, in the layout of ptx::Fragment; accumulators have the layout of
 // mma.m16n8k16, warp w of the warpgroup holding rows 16 w to 16 w + 15.
@@ -81,50 +81,40 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123" \
   ", %124, %125, %126, %127"
 
-// acc[64x32] (+)= a[64x16] * b[16x32], b being 32 keys.
-#define PAT_MULTIPLY_KEYS(type)                                                     \
-  asm volatile(                                                                     \
-      "{\n"                                                                         \
-      ".reg .pred accumulate;\n"                                                    \
-      "setp.ne.b32 accumulate, %21, 0;\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" PAT_PLACES_4 \
-      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1, 0;\n"                        \
-      "}"                                                                           \
-      : PAT_ACCUMULATOR_4(acc)                                                      \
+// acc[64x32] (+)= a * b, b being 32 keys of as many columns as the instruction takes. `flags`: its last operands.
+#define PAT_MULTIPLY_KEYS(instruction, flags)                       \
+  asm volatile(                                                     \
+      "{\n"                                                         \
+      ".reg .pred accumulate;\n"                                    \
+      "setp.ne.b32 accumulate, %21, 0;\n"                           \
+      "wgmma.mma_async.sync.aligned." instruction " {" PAT_PLACES_4 \
+      "}, {%16, %17, %18, %19}, %20, accumulate, " flags            \
+      ";\n"                                                         \
+      "}"                                                           \
+      : PAT_ACCUMULATOR_4(acc)                                      \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
 
+// a[64x16] and b[16x32] of T.
 template <typename T>
 __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fragment& a,
                                               uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, __half>) {
-    PAT_MULTIPLY_KEYS("f16");
+    PAT_MULTIPLY_KEYS("m64n32k16.f32.f16.f16", "1, 1, 0");
   } else {
     static_assert(std::is_same_v<T, __nv_bfloat16>);
-    PAT_MULTIPLY_KEYS("bf16");
+    PAT_MULTIPLY_KEYS("m64n32k16.f32.bf16.bf16", "1, 1, 0");
   }
 }
 
-// acc[64x32] (+)= a[64x32] * b[32x32], `a` in e4m3 and b being 32 keys in e4m3 or e5m2. Sums keep 13 bits of mantissa from
-// one instruction to the next.
-#define PAT_MULTIPLY_BYTE_KEYS(type)                                            \
-  asm volatile(                                                                 \
-      "{\n"                                                                     \
-      ".reg .pred accumulate;\n"                                                \
-      "setp.ne.b32 accumulate, %21, 0;\n"                                       \
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3." type " {" PAT_PLACES_4 \
-      "}, {%16, %17, %18, %19}, %20, accumulate, 1, 1;\n"                       \
-      "}"                                                                       \
-      : PAT_ACCUMULATOR_4(acc)                                                  \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
-
+// a[64x32] in e4m3, and b[32x32] in e4m3 or e5m2. Sums keep 13 bits of mantissa from one instruction to the next.
 template <KvType kType>
 __device__ __forceinline__ void multiply_byte_keys(float (&acc)[4][4], const ptx::Fragment& a,
                                                    uint64_t b, bool accumulate) {
   if constexpr (kType == KvType::kE4m3) {
-    PAT_MULTIPLY_BYTE_KEYS("e4m3");
+    PAT_MULTIPLY_KEYS("m64n32k32.f32.e4m3.e4m3", "1, 1");
   } else {
     static_assert(kType == KvType::kE5m2);
-    PAT_MULTIPLY_BYTE_KEYS("e5m2");
+    PAT_MULTIPLY_KEYS("m64n32k32.f32.e4m3.e5m2", "1, 1");
   }
 }
 
@@ -181,7 +171,6 @@ __device__ __forceinline__ void multiply_values(float (&acc)[32][4], const ptx::
 #undef PAT_MULTIPLY_VALUES_128
 #undef PAT_MULTIPLY_VALUES_64
 #undef PAT_MULTIPLY_VALUES
-#undef PAT_MULTIPLY_BYTE_KEYS
 #undef PAT_MULTIPLY_KEYS
 #undef PAT_PLACES_32
 #undef PAT_PLACES_16
