@@ -28,7 +28,10 @@ class Converter {
         __syncwarp();
       }
       if (lane_ == 0) {
-        ptx::barrier_arrive(ptx::shared_address(&storage_.kv_ready[stage]));
+        const uint32_t ready = ptx::shared_address(&storage_.kv_ready[stage]);
+        // The phase before is over. But nobody may have waited for it: mma.sync tiles read bytes.
+        ptx::barrier_wait(ready, ring_.parity ^ 1);
+        ptx::barrier_arrive(ready);
         ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
       }
     }
