@@ -1,9 +1,10 @@
 #include "kv_split.h"
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <queue>
 
 #include "check.h"
@@ -35,13 +36,12 @@ constexpr double kSharedLead = 2;
 // Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further apart
 // by their costs, each worker had better get an even share.
 constexpr double kWorstGuidedTail = 1.12;
-// Workers that have less to do than two of the usual pieces get shorter ones, so that more of them have one.
-constexpr int64_t kPiecesEach = 2;
-// A warp of the merge takes so many partials of a row at once; more cost twice as much. That shows where every worker has
-// rows to merge.
+// Workers that have less to do than so many of the usual pieces get shorter ones, so that more of them have one, and
+// end sooner: a half or a quarter of the usual.
+constexpr int64_t kPiecesEach = 4;
+constexpr std::array<int64_t, 2> kShorterPieces = {2, 4};
+// A warp of the merge takes so many partials of a row at once; more cost more.
 constexpr int64_t kPartialsAtOnce = 12;
-// What more partials than that cost, in tokens of the slowest worker: 2 us.
-constexpr int64_t kManyPartials = 284;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
 // Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
@@ -53,12 +53,40 @@ constexpr int32_t kAlignedRange = 512;
 // that, or so many tokens.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
-// Without that limit there may be no partials at all. That nothing is merged is worth so many tokens of the slowest
-// worker: 2 us.
-constexpr int64_t kMerging = 284;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int32_t kLongRange = 6144;
+// A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it.
+constexpr int64_t kStageTokens = 32;
+constexpr int64_t kSegment = 4;
+
+// The time of an even split. Fitted to 2,664 plans of 190 batches on an H100, each of up to 62 us, in tokens of 7.2 ns: the
+// times of the plans of one batch differ by 2.9% from it, in the root mean square.
+// A chain is what a CTA does one after the other: its stages, and so much for each segment and each query row.
+constexpr int64_t kSegmentInChain = 13;
+constexpr int64_t kRowInChain = 2;
+// The slowest chain, where others keep the memory busy, and where it is all that is left to wait for.
+constexpr int64_t kSlowestPercent = 100;
+constexpr int64_t kAlonePercent = 226;
+// The mean of all workers' chains, and of the KV that device memory is read for.
+constexpr int64_t kMeanPercent = 97;
+constexpr int64_t kUniquePercent = 433;
+// Merging anything at all, each partial row of a worker, and the same of rows of many partials.
+constexpr int64_t kMerging = 321;
+constexpr int64_t kPartialRowPercent = 675;
+constexpr int64_t kMergingMany = 137;
+constexpr int64_t kRowOfMany = 51;
+// Shorter pieces are tried where what CTAs could even out is this part of the time.
+constexpr int64_t kUnevenPart = 12;
+// A split takes this part longer than if it were even and merged nothing, at least.
+constexpr int64_t kSplitPart = 10;
+
+// What a CTA takes of so many tokens of a segment, in tokens.
+int64_t load_of(int64_t num_tokens) {
+  if (num_tokens <= 0) return 0;
+  return (num_tokens + kStageTokens - 1) / kStageTokens * kStageTokens + kSegment;
+}
+
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
 
@@ -69,6 +97,7 @@ void Split::clear() {
   requests.clear();
   segments.clear();
   tickets.clear();
+  time = 0;
 }
 
 KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles)
@@ -92,10 +121,17 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
 void KvSplitter::list_tiles(const Packing& packing, bool parted) {
   list_.clear();
   num_shared_tiles_ = 0;
+  num_unique_ = 0;
+  for (const GatherSpan& span : packing.spans) num_unique_ += span.num_tokens;
   parted_tiles_ = parted_requests_ = 0;
   for (const Pack& pack : packing.packs) {
     int64_t num_tokens = 0;
-    for (const Segment& segment : packing.segments_of(pack)) num_tokens += segment.num_tokens();
+    int64_t load = 0;
+    for (const Segment& segment : packing.segments_of(pack)) {
+      num_tokens += segment.num_tokens();
+      load += load_of(segment.num_tokens());
+      if (segment.is_private()) num_unique_ += segment.num_tokens();
+    }
     const bool is_shared = !packing.segments[pack.segment_begin].is_private();
     for (int32_t done = 0; done < pack.num_requests; done += tiles_.requests_per_tile()) {
       const int32_t num_requests = std::min(tiles_.requests_per_tile(), pack.num_requests - done);
@@ -109,7 +145,8 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                        .is_chunked = false,
                        .is_rest = false,
                        .num_tokens = num_tokens,
-                       .whole = cost(num_requests, num_tokens)});
+                       .load = load,
+                       .whole = cost(num_requests, load)});
     }
   }
   mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
@@ -120,40 +157,7 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
                             ? std::partition_point(list_.begin(), list_.end(), is_shared)
                             : std::stable_partition(list_.begin(), list_.end(), is_shared);
   num_shared_tiles_ = static_cast<size_t>(privates - list_.begin());
-  least_ = least_piece(packing);
-  least_piece_ = std::max(least_.tokens, least_.for_few_partials);
-}
-
-KvSplitter::LeastPiece KvSplitter::least_piece(const Packing& packing) const {
-  const int64_t workers = config_.num_workers;
-  int64_t tokens = 0;
-  int64_t rows = 0;
-  int64_t longest = 0;  // that a tile has in common
-  for (const Tile& tile : list_) {
-    tokens += tile.num_tokens;
-    rows += int64_t{tile.num_requests} * tiles_.group_size();
-    const Segment& first = packing.segments[tile.segment_begin];
-    if (first.end - first.first == 1) continue;
-    int64_t common = 0;
-    for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
-      const Segment& segment = packing.segments[s];
-      if (segment.first == 0 && segment.end >= tile.num_requests) common += segment.num_tokens();
-    }
-    longest = std::max(longest, common);
-  }
-  const auto whole_cuts = [](int64_t piece) {
-    return std::max<int64_t>(piece / kCutGranularity * kCutGranularity, kCutGranularity);
-  };
-  const int64_t usual = config_.min_piece_tokens;
-  const int64_t piece = std::min(tokens / (kPiecesEach * workers), usual);
-  LeastPiece least{.tokens = whole_cuts(piece), .for_few_partials = 0};
-  const int64_t few_partials = longest / (kPartialsAtOnce - 1);
-  if (rows >= workers && few_partials > piece && few_partials <= usual) {
-    // A power of two: so are most lengths, and what a cut leaves over is no piece of its own.
-    const auto rounded = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(few_partials)));
-    least.for_few_partials = whole_cuts(std::min(rounded, usual));
-  }
-  return least;
+  least_piece_ = config_.min_piece_tokens;
 }
 
 // --- long ranges that several tiles read ---
@@ -186,10 +190,12 @@ void KvSplitter::part_long_ranges(const Packing& packing) {
     Tile& range = list_[i];
     range.segment_end = range.segment_begin + 1;
     range.num_tokens = packing.segments[range.segment_begin].num_tokens();
-    range.whole = cost(range.num_requests, range.num_tokens);
+    range.load = load_of(range.num_tokens);
+    range.whole = cost(range.num_requests, range.load);
     ++rest.segment_begin;
     rest.num_tokens -= range.num_tokens;
-    rest.whole = cost(rest.num_requests, rest.num_tokens);
+    rest.load -= range.load;
+    rest.whole = cost(rest.num_requests, rest.load);
     rest.is_shared = rest.is_read_again = rest.is_chunked = false;
     rest.is_rest = true;
     ++parted_tiles_;
@@ -219,8 +225,8 @@ KvSplitter::Position KvSplitter::begin_of(const Tile& tile) const {
 void KvSplitter::take_rest(const Tile& tile, const Position& at, Cut& cut) const {
   cut.next.segment = tile.segment_end;
   cut.next.offset = 0;
-  cut.next.dealt = tile.num_tokens;
-  cut.cost = cost(tile.num_requests - at.first, tile.num_tokens - at.dealt + at.again);
+  cut.next.dealt = tile.load;
+  cut.cost = cost(tile.num_requests - at.first, tile.load - at.dealt + at.again);
   cut.last = tile.num_requests;
   cut.both_requests = 0;
   cut.is_end = true;
@@ -246,39 +252,40 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {
       if (segments[s].end <= first) continue;
-      again += segments[s].num_tokens() - (s == at.base ? at.base_offset : 0);
+      again += load_of(segments[s].num_tokens() - (s == at.base ? at.base_offset : 0));
       ++num_segments;
     }
     const int64_t partials = int64_t{2} * both_requests * tiles_.group_size();
     if (num_segments <= kMaxSegmentsPerCut && again <= most_again &&
-        static_cast<double>(again * cost_.packing.reread_token) <=
-            kPriceOfMerging * static_cast<double>(partials * cost_.packing.partial_row)) {
+        (!may_merge_ ||
+         static_cast<double>(again * cost_.packing.reread_token) <=
+             kPriceOfMerging * static_cast<double>(partials * cost_.packing.partial_row))) {
       cut.next.base = at.base;
       cut.next.base_offset = at.base_offset;
       cut.next.again = again;
       cut.last = first;
     }
   }
-  cut.cost = cost(cut.last - at.first, taken);
+  cut.cost = cost(cut.last - at.first, taken + (offset > 0 ? kSegment : 0));
 }
 
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
                           int64_t room, int64_t budget, Cut& cut) const {
   const bool forced = room == budget;
-  const int64_t most_again = is_again_limited_
-                                 ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
-                                 : std::numeric_limits<int64_t>::max();
+  const int64_t most_again = may_merge_ ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
+                                        : std::numeric_limits<int64_t>::max();
   const int64_t shortest = least_piece_;
   const int32_t num_requests = tile.num_requests - at.first;
   const int64_t for_tokens = room - item_costs_[num_requests].fixed;
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item_costs_[num_requests].token;
-  const int64_t left = tile.num_tokens - at.dealt + at.again;
+  const int64_t left = tile.load - at.dealt + at.again;
   int64_t taken = at.again;
   int32_t border = -1;  // the last segment before which a cut fits
   int64_t border_taken = 0;
   for (int32_t s = at.segment; s < tile.segment_end; ++s) {
     const int32_t begin = s == at.segment ? at.offset : 0;
     const int64_t length = packing.segments[s].num_tokens() - begin;
+    const int64_t load = load_of(length);
     if (taken - at.again >= shortest && left - taken >= shortest) {
       if (taken <= fit) {
         border = s;
@@ -288,15 +295,15 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
         return true;
       }
     }
-    if (taken + length > fit) {
+    if (taken + load > fit) {
       if (border >= 0 &&
           fit - border_taken <= std::max<int64_t>(kCutGranularity, fit / kEmptyPart)) {
         cut_at(packing, tile, at, border, 0, border_taken, most_again, cut);
         return true;
       }
       const int64_t most = (length - shortest) / kCutGranularity * kCutGranularity;
-      int64_t inside =
-          std::min(std::max<int64_t>(fit - taken, 0) / kCutGranularity * kCutGranularity, most);
+      int64_t inside = std::min(
+          std::max<int64_t>(fit - taken - kSegment, 0) / kCutGranularity * kCutGranularity, most);
       if (inside < shortest && forced && border < 0 && most >= shortest) inside = shortest;
       if (inside >= shortest) {
         cut_at(packing, tile, at, s, begin + static_cast<int32_t>(inside), taken + inside,
@@ -309,7 +316,7 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
       }
       if (!forced) return false;
     }
-    taken += length;
+    taken += load;
   }
   take_rest(tile, at, cut);
   return true;
@@ -320,6 +327,7 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
   const auto request_begin = static_cast<int32_t>(out.requests.size());
   int64_t num_tokens = 0;
+  int64_t load = 0;
   const auto add = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
@@ -328,6 +336,7 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
     segment.first = std::max(segment.first, at.first);
     segment.end = std::min(segment.end, cut.last);
     num_tokens += to - from;
+    load += load_of(to - from);
     out.segments.push_back(segment);
   };
   for (int32_t s = at.base; s < at.segment; ++s) {
@@ -370,7 +379,7 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
                         .segment_begin = segment_begin,
                         .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
                         .num_tokens = num_tokens,
-                        .cost = cost(num_requests, num_tokens)});
+                        .cost = cost(num_requests, load)});
 }
 
 // Each request of a pack is in one of its segments.
@@ -413,7 +422,7 @@ void KvSplitter::add_pieces(const Packing& packing, const Choice& choice, Split&
 KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool aligned,
                                    Choice& choice) const {
   choice.clear();
-  Dealt dealt{.tokens = 0, .uncut = 0, .largest = 0, .fits = false};
+  Dealt dealt{.load = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
   int64_t room = budget;
   for (size_t i = 0; i < list_.size(); ++i) {
@@ -426,7 +435,7 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool 
     if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
       choice.take(i, ticket);
       room -= tile.whole;
-      dealt.tokens += tile.num_tokens;
+      dealt.load += tile.load;
       continue;
     }
     Part part;
@@ -443,7 +452,7 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool 
           dealt.uncut = cut.cost;
           return dealt;
         }
-        dealt.tokens += cut.next.dealt - at.dealt;
+        dealt.load += cut.next.dealt - at.dealt;
         if (cut.is_end) break;
         part.begin = cut.next;  // and on with the next ticket: one cut for each at most
       }
@@ -458,12 +467,12 @@ KvSplitter::Dealt KvSplitter::deal(const Packing& packing, int64_t budget, bool 
   return dealt;
 }
 
-int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
+void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
   const int64_t workers = config_.num_workers;
-  int64_t num_tokens = 0;
+  int64_t load = 0;
   int64_t low = (total + workers - 1) / workers;
   for (const Tile& tile : list_) {
-    num_tokens += tile.num_tokens;
+    load += tile.load;
     const bool is_cut = tile.num_tokens >= 2 * least_piece_;
     low = std::max(low, is_cut ? cost(tile.num_requests, least_piece_) : tile.whole);
   }
@@ -477,7 +486,7 @@ int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
   while (!dealt.fits) {
     low = budget;
     // What no cut can shorten; or as much more for each ticket as takes what was not dealt out.
-    const int64_t missing = (num_tokens - dealt.tokens) * (total / num_tokens) / workers;
+    const int64_t missing = (load - dealt.load) * (total / load) / workers;
     budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
     dealt = deal(packing, budget, false, choice_);
   }
@@ -501,32 +510,129 @@ int64_t KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
       low = budget;
     }
   }
-  return largest;
 }
 
-bool KvSplitter::has_partials(const Choice& choice) {
-  return std::ranges::any_of(choice.parts, [](const Part& part) {
-    return !part.cut.is_end && part.cut.last > part.cut.next.first;
-  });
+int64_t KvSplitter::chain(int64_t load, int64_t num_segments, int64_t num_requests) const {
+  return load + (kSegmentInChain - kSegment) * num_segments +
+         kRowInChain * num_requests * tiles_.group_size();
 }
 
-void KvSplitter::choose_evenly_and_few_partials(const Packing& packing, int32_t num_requests,
-                                                int64_t total) {
-  const bool in_one_pack_each = static_cast<int32_t>(packing.requests.size()) <= num_requests;
-  int64_t slowest = choose_evenly(packing, total);
-  if (in_one_pack_each && num_shared_tiles_ > 0 && has_partials(choice_)) {
-    Choice limited = choice_;
-    is_again_limited_ = false;
-    const int64_t lost = choose_evenly(packing, total) - slowest;
-    is_again_limited_ = true;
-    if (!has_partials(choice_) && lost <= kCostUnit * kMerging) return;
-    std::swap(choice_, limited);
+int64_t KvSplitter::time_of_chains(int64_t slowest, int64_t total) const {
+  const int64_t shared = kMeanPercent * total + kUniquePercent * num_unique_;
+  return std::max(kAlonePercent * slowest,
+                  kSlowestPercent * slowest + shared / config_.num_workers);
+}
+
+int64_t KvSplitter::longest_request(const Packing& packing) {
+  int64_t longest = 0;
+  for (const Tile& tile : list_) {
+    chains_.assign(tile.num_requests + 1, 0);
+    for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
+      const Segment& segment = packing.segments[s];
+      const int64_t own = chain(load_of(segment.num_tokens()), 1, 0);
+      chains_[segment.first] += own;
+      chains_[std::min(segment.end, tile.num_requests)] -= own;
+    }
+    int64_t own = 0;
+    for (const int64_t change : chains_) longest = std::max(longest, own += change);
   }
-  if (least_.for_few_partials <= least_.tokens) return;
-  Choice few = choice_;
-  least_piece_ = least_.tokens;
-  const int64_t saved = slowest - choose_evenly(packing, total);
-  if (saved <= kCostUnit * kManyPartials) std::swap(choice_, few);
+  return longest;
+}
+
+KvSplitter::Expected KvSplitter::expect(const Split& split, int32_t num_requests) {
+  Expected expected{.time = 0, .slowest = 0, .total = 0, .has_partials = false};
+  for (const Ticket& ticket : split.tickets) {
+    int64_t own = 0;
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
+      const Piece& piece = split.pieces[p];
+      int64_t load = 0;
+      for (int32_t s = piece.segment_begin; s < piece.segment_begin + piece.num_segments; ++s) {
+        load += load_of(split.segments[s].num_tokens());
+      }
+      own += chain(load, piece.num_segments, piece.num_requests);
+    }
+    expected.slowest = std::max(expected.slowest, own);
+    expected.total += own;
+  }
+  expected.time = time_of_chains(expected.slowest, expected.total);
+  num_partials_.assign(num_requests, 0);
+  for (const int32_t request : split.requests) ++num_partials_[request];
+  int64_t partials = 0;
+  int64_t of_many = 0;
+  for (const int32_t own : num_partials_) {
+    if (own > 1) partials += own;
+    of_many += own > kPartialsAtOnce;
+  }
+  const int64_t group = tiles_.group_size();
+  expected.has_partials = partials > 0;
+  if (partials > 0) {
+    expected.time += 100 * kMerging + kPartialRowPercent * partials * group / config_.num_workers;
+  }
+  if (of_many > 0) {
+    expected.time += 100 * (kMergingMany + kRowOfMany * of_many * group / config_.num_workers);
+  }
+  return expected;
+}
+
+void KvSplitter::split_evenly(const Packing& packing, int32_t num_requests, int64_t total,
+                              int64_t time_to_beat, Split& out) {
+  out.clear();
+  out.time = std::numeric_limits<int64_t>::max();
+  int64_t num_tokens = 0;
+  int64_t least_total = 0;  // of chains, uncut
+  for (const Tile& tile : list_) {
+    num_tokens += tile.num_tokens;
+    least_total += chain(tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
+  }
+  const int64_t workers = config_.num_workers;
+  const int64_t least_time = time_of_chains(least_total / workers, least_total);
+  if (least_time >= time_to_beat - time_to_beat / kSplitPart) return;
+  const bool is_little = num_tokens < kPiecesEach * workers * config_.min_piece_tokens;
+  const bool may_read_again =
+      static_cast<int32_t>(packing.requests.size()) <= num_requests && num_shared_tiles_ > 0;
+  int64_t longest = 0;
+  const auto try_split = [&](bool may_merge) {
+    may_merge_ = may_merge;
+    choose_evenly(packing, total);
+    may_merge_ = true;
+    trial_split_.clear();
+    trial_split_.tickets.assign(choice_.num_tickets, {});
+    add_pieces(packing, choice_, trial_split_);
+    const Expected expected = expect(trial_split_, num_requests);
+    trial_split_.time = expected.time;
+    if (trial_split_.time < out.time) std::swap(out, trial_split_);
+    return expected;
+  };
+  for (const int64_t part : kShorterPieces) {
+    if (is_little) {
+      const int64_t least = config_.min_piece_tokens / part / kCutGranularity * kCutGranularity;
+      least_piece_ = std::max<int64_t>(least, kCutGranularity);
+    }
+    const Expected expected = try_split(true);
+    if (expected.has_partials && may_read_again) {
+      if (longest == 0) longest = longest_request(packing);
+      if (time_of_chains(longest, expected.total) < out.time) try_split(false);
+    }
+    // Shorter pieces can even out what CTAs do.
+    const int64_t even = time_of_chains(expected.total / workers, expected.total);
+    const int64_t uneven = time_of_chains(expected.slowest, expected.total) - even;
+    if (!is_little || uneven < expected.time / kUnevenPart) break;
+  }
+}
+
+void KvSplitter::order_tickets(Split& split) {
+  ticket_costs_.clear();
+  for (const Ticket& ticket : split.tickets) {
+    int64_t& cost = ticket_costs_.emplace_back(0);
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) cost += split.pieces[p].cost;
+  }
+  order_.resize(ticket_costs_.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  std::ranges::stable_sort(order_, std::greater<>{},
+                           [&](int32_t ticket) { return ticket_costs_[ticket]; });
+  ordered_.clear();
+  for (const int32_t ticket : order_) ordered_.push_back(split.tickets[ticket]);
+  std::swap(split.tickets, ordered_);
 }
 
 // --- much work ---
@@ -689,9 +795,9 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
   return tail_of(ticket_costs_) <= kWorstGuidedTail;
 }
 
-void KvSplitter::split(const Packing& packing, int32_t num_requests, Split& out) {
+void KvSplitter::split(const Packing& packing, int32_t num_requests, int64_t time_to_beat,
+                       Split& out) {
   list_tiles(packing, false);
-  is_again_limited_ = true;
   out.clear();
   const int64_t total = total_cost(0, list_.size());
   if (total == 0) return;
@@ -706,13 +812,14 @@ void KvSplitter::split(const Packing& packing, int32_t num_requests, Split& out)
         (!parted && choose_whole_tiles()) || choose_guided(packing, total_cost(0, list_.size()));
     if (!is_much && parted) list_tiles(packing, false);
   }
-  if (!is_much) {
-    alone_.clear();
-    choose_evenly_and_few_partials(packing, num_requests, total);
+  if (is_much) {
+    out.tickets.assign(choice_.num_tickets, {});
+    add_pieces(packing, choice_, out);
+    add_pieces(packing, alone_, out);
+  } else {
+    split_evenly(packing, num_requests, total, time_to_beat, out);
+    order_tickets(out);
   }
-  out.tickets.assign(choice_.num_tickets, {});
-  add_pieces(packing, choice_, out);
-  add_pieces(packing, alone_, out);
 }
 
 double KvSplitter::tail(const Split& split) const {

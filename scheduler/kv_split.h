@@ -15,8 +15,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves two pieces for each worker;
-  // a multiple of kCutGranularity, which is the limit then.
+  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves four pieces for each worker,
+  // else than a quarter of it; a multiple of kCutGranularity, which is the least in any case.
   int32_t min_piece_tokens;
 };
 // Cuts within a segment lie at multiples of this from its beginning.
@@ -51,6 +51,8 @@ struct Split {
   std::vector<Segment> segments;
   // In the order in which they are drawn; each piece is in one of them.
   std::vector<Ticket> tickets;
+  // How long it is expected to take, to be compared with other splits of the same batch. 0 of much work.
+  int64_t time = 0;
 
   void clear();
 };
@@ -62,7 +64,7 @@ class KvSplitter {
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
   // A little work becomes one ticket per worker: a contiguous cost-balanced split (Stream-K) with at most
-  // num_workers - 1 cuts. The budget of a ticket is the smallest, up to a few tokens, with which the packs fit; found
+  // num_workers - 1 cuts. Of a few such splits, the one is taken that is expected to end first, its merge included. The budget of a ticket is the smallest, up to a few tokens, with which the packs fit; found
   // by bisection, each step linear in the tiles. Tiles that read the same KV are cut at the same places, if that
   // costs little: they then read it at the same time, and device memory once.
   //
@@ -76,7 +78,8 @@ class KvSplitter {
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
   // share again, if that costs less.
   // num_requests: of the batch, whose packs these are.
-  void split(const Packing& packing, int32_t num_requests, Split& out);
+  // time_to_beat: of another split of the batch. A little work that surely takes as long is not split: no tickets.
+  void split(const Packing& packing, int32_t num_requests, int64_t time_to_beat, Split& out);
 
   // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without
   // work.
@@ -102,12 +105,8 @@ class KvSplitter {
     bool is_chunked;     // such a range, and nothing else
     bool is_rest;        // what such a range leaves of a tile
     int64_t num_tokens;
+    int64_t load;   // of a CTA, in tokens: whole stages, and what segments cost
     int64_t whole;  // cost uncut
-  };
-  struct LeastPiece {
-    int64_t tokens;
-    int64_t
-        for_few_partials;  // with which no row has more than the merge takes at once; 0 if any length is as good
   };
   struct ItemCost {
     int64_t fixed;
@@ -121,8 +120,8 @@ class KvSplitter {
     // Segments from here on that the next piece reads again, as far as they concern the requests from `first` on.
     int32_t base;
     int32_t base_offset;
-    int64_t dealt;  // tokens, what is read again not counted
-    int64_t again;  // tokens that the next piece reads again
+    int64_t dealt;  // load, what is read again not counted
+    int64_t again;  // load that the next piece reads again
   };
   struct Cut {
     Position next;
@@ -159,7 +158,7 @@ class KvSplitter {
     }
   };
   struct Dealt {
-    int64_t tokens;  // so far; what is read again not counted
+    int64_t load;  // so far; what is read again not counted
     int64_t
         uncut;  // cost of a piece that exceeds the budget, and that no cut can shorten; 0 without
     int64_t largest;  // cost of the largest ticket
@@ -191,12 +190,10 @@ class KvSplitter {
   bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
   // Marks tiles that begin with a range of so many tokens which other tiles read as well.
   void mark_common_ranges(const Packing& packing, int32_t least_tokens);
-  // The lengths below which no cut of these tiles makes a piece.
-  LeastPiece least_piece(const Packing& packing) const;
   int64_t total_cost(size_t begin, size_t end) const;
-  int64_t cost(int32_t num_requests, int64_t num_tokens) const {
+  int64_t cost(int32_t num_requests, int64_t load) const {
     const ItemCost& item = item_costs_[num_requests];
-    return item.fixed + std::max<int64_t>(num_tokens * item.token, cost_.split.shortest);
+    return item.fixed + std::max<int64_t>(load * item.token, cost_.split.shortest);
   }
 
   Position begin_of(const Tile& tile) const;
@@ -215,14 +212,31 @@ class KvSplitter {
   void add_whole(const Packing& packing, const Tile& tile, Split& out);
   void add_pieces(const Packing& packing, const Choice& choice, Split& out);
 
-  // Both fill choice_. The cost of the slowest worker.
-  int64_t choose_evenly(const Packing& packing, int64_t total);
-  // With few partials of each row, unless they keep a worker busy for longer than merging more would take.
-  void choose_evenly_and_few_partials(const Packing& packing, int32_t num_requests, int64_t total);
-  static bool has_partials(const Choice& choice);
+  // Fills choice_.
+  void choose_evenly(const Packing& packing, int64_t total);
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
   // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
   Dealt deal(const Packing& packing, int64_t budget, bool aligned, Choice& choice) const;
+
+  // Of a CTA, in tokens.
+  int64_t chain(int64_t load, int64_t num_segments, int64_t num_requests) const;
+  // What a split takes without its merge; total: of all chains. In hundredths of tokens, as all times are.
+  int64_t time_of_chains(int64_t slowest, int64_t total) const;
+  // The chain of the request that has the longest one: no split that merges nothing has a shorter one.
+  int64_t longest_request(const Packing& packing);
+  struct Expected {
+    int64_t time;
+    int64_t slowest;  // chain
+    int64_t total;
+    bool has_partials;
+  };
+  Expected expect(const Split& split, int32_t num_requests);
+  // Of some splits, the one that is expected to end first. They differ in how short pieces may be, and in whether cuts
+  // between requests read again whatever that costs, so that nothing is merged.
+  void split_evenly(const Packing& packing, int32_t num_requests, int64_t total,
+                    int64_t time_to_beat, Split& out);
+  // The largest first: CTAs begin one after the other.
+  void order_tickets(Split& split);
 
   // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
   bool choose_whole_tiles();
@@ -249,12 +263,17 @@ class KvSplitter {
   // Tiles that part_long_ranges() has divided, and their requests.
   int64_t parted_tiles_ = 0;
   int64_t parted_requests_ = 0;
-  LeastPiece least_{};
-  int64_t least_piece_ = 0;  // one of them
-  bool is_again_limited_ = true;
+  int64_t num_unique_ = 0;   // tokens, each counted once
+  int64_t least_piece_ = 0;  // no cut makes a shorter one
+  bool may_merge_ = true;    // false: cuts between requests read again whatever that costs
   Choice choice_;
   Choice alone_;  // guided: of the private packs
   Choice trial_;
+  Split trial_split_;
+  std::vector<int32_t> num_partials_;  // per request
+  std::vector<int64_t> chains_;
+  std::vector<int32_t> order_;  // of tickets
+  std::vector<Ticket> ordered_;
   std::vector<int64_t> ticket_costs_;
   std::vector<int32_t> place_;  // per request of a tile: its place in the piece
 };

@@ -33,10 +33,47 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
       packer_(config.policy, config.cost.packing, tiles_),
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
                 config.cost, tiles_),
-      chunks_(config.num_workers, config.cost, tiles_) {
+      chunks_(config.num_workers, config.cost, tiles_),
+      narrow_(narrow_of(config)) {
   config.cost.check();
   PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ",
             config.growth_tokens);
+}
+
+std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerConfig& config) {
+  if (config.policy != Policy::kMemory || config.batch_invariant || config.one_tile) return {};
+  int32_t narrow = 0;
+  for (const TileConfig& tile : kTileTable) {
+    if (tile.block_q < config.max_block_q) narrow = std::max(narrow, tile.block_q);
+  }
+  if (narrow < config.group_size) return {};
+  const TileSelection tiles(config.group_size, narrow);
+  return Narrow{.tiles = tiles,
+                .packer = Packer(config.policy, config.cost.packing, tiles),
+                .splitter = KvSplitter({.num_workers = config.num_workers,
+                                        .min_piece_tokens = config.min_piece_tokens},
+                                       config.cost, tiles),
+                .packing = {},
+                .split = {}};
+}
+
+void PackScheduler::try_narrow_tiles(const PrefixForest& forest,
+                                     std::span<const int32_t> seq_lens) {
+  next_.is_narrow = false;
+  if (!narrow_ || next_.split.time == 0) return;
+  const int32_t most = narrow_->tiles.requests_per_tile();
+  if (std::ranges::none_of(next_.packing.packs,
+                           [&](const Pack& pack) { return pack.num_requests > most; })) {
+    return;
+  }
+  narrow_->packer.pack(forest, seq_lens, narrow_->packing);
+  narrow_->splitter.split(narrow_->packing, static_cast<int32_t>(seq_lens.size()), next_.split.time,
+                          narrow_->split);
+  const int64_t time = narrow_->split.time;
+  next_.is_narrow = time > 0 && time < next_.split.time;
+  if (!next_.is_narrow) return;
+  std::swap(next_.packing, narrow_->packing);
+  std::swap(next_.split, narrow_->split);
 }
 
 void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_lens) {
@@ -67,7 +104,9 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     packer_.pack(forest, seq_lens, next_.packing);
     times_.packing = stopwatch.lap();
 
-    splitter_.split(next_.packing, static_cast<int32_t>(seq_lens.size()), next_.split);
+    splitter_.split(next_.packing, static_cast<int32_t>(seq_lens.size()),
+                    std::numeric_limits<int64_t>::max(), next_.split);
+    try_narrow_tiles(forest, seq_lens);
     times_.split = stopwatch.lap();
   }
 
@@ -132,7 +171,8 @@ int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t lon
 }
 
 PlanSummary PackScheduler::summarize() const {
-  const auto& [packing, split, plan, lengths] = last_;
+  const auto& [packing, split, plan, lengths, is_narrow] = last_;
+  const TileSelection& tiles = is_narrow ? narrow_->tiles : tiles_;
   PlanSummary summary{.packs = static_cast<int32_t>(packing.packs.size()),
                       .work_items = plan.header().num_work_items,
                       .partials = plan.header().num_partials};
@@ -143,11 +183,11 @@ PlanSummary PackScheduler::summarize() const {
     ++summary.requests_per_pack[bin];
     for (const int32_t request : packing.requests_of(pack)) ++packs_of[request];
     // As KvSplitter cuts it: full tiles, and one for the rest.
-    const int32_t full_tiles = pack.num_requests / tiles_.requests_per_tile();
-    const int32_t rest = pack.num_requests % tiles_.requests_per_tile();
-    summary.tiles += tiles_.num_tiles(pack.num_requests);
-    summary.tiles_by_body[tiles_.select(tiles_.requests_per_tile())] += full_tiles;
-    if (rest > 0) ++summary.tiles_by_body[tiles_.select(rest)];
+    const int32_t full_tiles = pack.num_requests / tiles.requests_per_tile();
+    const int32_t rest = pack.num_requests % tiles.requests_per_tile();
+    summary.tiles += tiles.num_tiles(pack.num_requests);
+    summary.tiles_by_body[tiles.select(tiles.requests_per_tile())] += full_tiles;
+    if (rest > 0) ++summary.tiles_by_body[tiles.select(rest)];
   }
   for (const int32_t packs : packs_of) {
     if (packs > 1) summary.partials_before_split += packs;

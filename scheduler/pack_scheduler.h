@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -88,6 +89,20 @@ class PackScheduler {
   KvSplitter splitter_;
   InvariantChunks chunks_;
 
+  // The same with tiles of half the requests. In a small step they may end earlier: more CTAs have work, and tiles of few
+  // requests need fewer cuts, or none.
+  struct Narrow {
+    TileSelection tiles;
+    Packer packer;
+    KvSplitter splitter;
+    Packing packing;
+    Split split;
+  };
+  static std::optional<Narrow> narrow_of(const SchedulerConfig& config);
+  // Takes the place of next_'s packs and pieces if it ends earlier.
+  void try_narrow_tiles(const PrefixForest& forest, std::span<const int32_t> seq_lens);
+  std::optional<Narrow> narrow_;
+
   PrefixForest forest_;  // of paths that come without one
   StageTimes times_;
 
@@ -100,6 +115,7 @@ class PackScheduler {
     Split split;
     DecodePlan plan;
     std::vector<LengthRange> lengths;  // per request
+    bool is_narrow = false;
   };
   Planned last_;
   Planned next_;  // swapped with last_ when it is complete

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,7 +25,8 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   const TileSelection tiles(config.group_size, config.max_block_q);
   Packer(config.policy, config.cost.packing, tiles).pack(forest, batch.seq_lens, made.packing);
   KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
-      .split(made.packing, static_cast<int32_t>(batch.seq_lens.size()), made.split);
+      .split(made.packing, static_cast<int32_t>(batch.seq_lens.size()),
+             std::numeric_limits<int64_t>::max(), made.split);
   return made;
 }
 
@@ -48,15 +50,16 @@ int64_t num_uncut_segments(const Packing& packing, const TileSelection& tiles) {
 void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(config.group_size, config.max_block_q);
   const auto& [packing, split] = made;
-  // Where each worker has two pieces of the usual length, none is shorter.
+  // Where each worker has four pieces of the usual length, none is shorter, else than a quarter of it.
   int64_t packed_tokens = 0;
   for (const Pack& pack : packing.packs) {
     for (const Segment& segment : packing.segments_of(pack)) {
       packed_tokens += int64_t{segment.num_tokens()} * tiles.num_tiles(pack.num_requests);
     }
   }
-  const bool is_enough = packed_tokens >= int64_t{2} * config.min_piece_tokens * config.num_workers;
-  const int32_t shortest = is_enough ? config.min_piece_tokens : kCutGranularity;
+  const bool is_enough = packed_tokens >= int64_t{4} * config.min_piece_tokens * config.num_workers;
+  const int32_t quarter = config.min_piece_tokens / 4 / kCutGranularity * kCutGranularity;
+  const int32_t shortest = is_enough ? config.min_piece_tokens : std::max(quarter, kCutGranularity);
   int64_t taken_requests = 0;
   for (const Piece& piece : split.pieces) {
     CHECK(piece.num_requests > 0 && piece.num_segments > 0);
@@ -195,24 +198,97 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
   }
 }
 
-TEST(kv_split_prefers_few_partials_only_while_workers_are_busy_for_as_long) {
-  // Tickets for 264 workers; a row's KV is cut into pieces of 256 tokens, unless most workers then have none.
-  const auto tickets = [](int32_t num_private) {
-    std::vector<std::pair<int32_t, int32_t>> nodes{{-1, 1'600}};
-    std::vector<std::pair<int, int32_t>> requests;
-    for (int32_t branch = 1; branch <= 10; ++branch) {
-      nodes.emplace_back(0, 600);
-      for (int32_t i = 0; i < 8; ++i) requests.emplace_back(branch, num_private);
-    }
-    SchedulerConfig made = config(8, 264);
+// Shorter pieces are worth their partials only where what CTAs do is uneven without them.
+TEST(kv_split_takes_the_pieces_that_are_expected_to_end_first) {
+  const auto shortest_cut = [](const Batch& batch) {
+    SchedulerConfig made = config(4, 264);
     made.max_block_q = 64;
     made.min_piece_tokens = 256;
-    const Made result = split(make_batch(nodes, requests), made);
+    const Made result = split(batch, made);
     check_split(result, made);
-    return result.split.tickets.size();
+    int32_t shortest = INT32_MAX;
+    for (const Segment& segment : result.split.segments) {
+      if (!is_whole(result.packing, segment)) shortest = std::min(shortest, segment.num_tokens());
+    }
+    return shortest;
   };
-  CHECK(tickets(50) > 132);
-  CHECK(tickets(200) < 132);
+  std::vector<std::pair<int32_t, int32_t>> nodes{{-1, 1024}};
+  std::vector<std::pair<int, int32_t>> requests;
+  for (int32_t node = 1; node <= 16; ++node) {
+    nodes.emplace_back(0, 256);
+    requests.insert(requests.end(), 4, {node, 128});
+  }
+  CHECK_EQ(shortest_cut(make_batch(nodes, requests)), 128);
+  nodes = {{-1, 32}, {0, 256}, {0, 256}, {0, 256}, {0, 256}};
+  requests.clear();
+  for (int32_t node = 5; node < 13; ++node) {
+    nodes.emplace_back((node - 3) / 2, 256);
+    requests.insert(requests.end(), 32, {node, 32});
+  }
+  CHECK_EQ(shortest_cut(make_batch(nodes, requests)), 64);
+}
+
+TEST(kv_split_gives_up_where_another_split_is_as_good) {
+  const SchedulerConfig made = config(4, 33);
+  const Batch batch = make_batch({{-1, 800}}, std::vector<std::pair<int, int32_t>>(40, {0, 60}));
+  const Made usual = split(batch, made);
+  CHECK(usual.split.time > 0);
+  const TileSelection tiles(made.group_size, made.max_block_q);
+  KvSplitter splitter({made.num_workers, made.min_piece_tokens}, made.cost, tiles);
+  Split other;
+  splitter.split(usual.packing, 40, usual.split.time / 2, other);
+  CHECK(other.tickets.empty() && other.pieces.empty());
+  CHECK(other.time > usual.split.time);
+  splitter.split(usual.packing, 40, 2 * usual.split.time, other);
+  CHECK_EQ(other.time, usual.split.time);
+  CHECK_EQ(other.tickets.size(), usual.split.tickets.size());
+}
+
+TEST(kv_split_counts_whole_stages_and_segments) {
+  // As many tokens in both halves of the batch. But 33 tokens take two stages of 32.
+  std::vector<std::pair<int, int32_t>> requests(128, {0, 33});
+  requests.insert(requests.end(), 66, {1, 64});
+  SchedulerConfig made = config(1, 4);
+  made.max_block_q = 64;
+  const Made result = split(make_batch({{-1, 64}, {-1, 64}}, requests), made);
+  check_split(result, made);
+  int64_t most = 0;
+  int64_t least = INT32_MAX;
+  for (const Ticket& ticket : result.split.tickets) {
+    int64_t stages = 0;
+    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
+      const Piece& piece = result.split.pieces[p];
+      for (int32_t s = 0; s < piece.num_segments; ++s) {
+        stages += (result.split.segments[piece.segment_begin + s].num_tokens() + 31) / 32;
+      }
+    }
+    most = std::max(most, stages);
+    least = std::min(least, stages);
+  }
+  CHECK_EQ(result.split.tickets.size(), size_t{4});
+  CHECK(10 * most <= 11 * least);
+}
+
+TEST(kv_split_draws_the_largest_ticket_first) {
+  Random random(23);
+  int num_uneven = 0;
+  for (int round = 0; round < 300; ++round) {
+    SchedulerConfig made = config(4, 33);
+    const Batch batch =
+        random_batch(random, {.max_nodes = 12, .max_requests = 60, .max_tokens = 900});
+    const Made result = split(batch, made);
+    int64_t last = std::numeric_limits<int64_t>::max();
+    for (const Ticket& ticket : result.split.tickets) {
+      int64_t cost = 0;
+      for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
+        cost += result.split.pieces[p].cost;
+      }
+      CHECK(cost <= last);
+      num_uneven += cost < last;
+      last = cost;
+    }
+  }
+  CHECK(num_uneven > 1000);
 }
 
 TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {

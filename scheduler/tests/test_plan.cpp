@@ -66,6 +66,42 @@ TEST(plan_bounds_grow_with_the_requests) {
   CHECK_THROWS(plan_bounds(INT32_MAX, 33, tiles), "max_requests 2147483647 is too large");
 }
 
+// Tiles of 32 query rows instead of 64 read more of what is shared. They pay where more workers have work then.
+TEST(plans_of_small_steps_may_have_narrow_tiles) {
+  const auto tiles_by_body = [](SchedulerConfig made, const std::vector<int>& levels,
+                                int32_t tokens) {
+    made.min_piece_tokens = 256;
+    const Batch batch = balanced_batch(levels, tokens);
+    PackScheduler scheduler(made);
+    plan(scheduler, batch);
+    check_plan(scheduler, made, batch);
+    check_bounds(scheduler, made);
+    return scheduler.summarize().tiles_by_body;
+  };
+  SchedulerConfig made = config(8, 264);
+  made.max_block_q = 64;
+  using Bodies = std::array<int32_t, kNumTiles>;
+  CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{0, 16, 0}));
+  CHECK((tiles_by_body(made, {1, 16, 64}, 20'000) == Bodies{0, 0, 8}));
+  // A wide tile is no wider.
+  CHECK((tiles_by_body(made, {1, 4}, 200) == Bodies{0, 1, 0}));
+  // Neither where a tile is too narrow for a request, nor with another policy or the batch-invariant mode.
+  made.group_size = made.max_block_q = 16;
+  CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{64, 0, 0}));
+  made.group_size = 8;
+  made.max_block_q = 64;
+  made.one_tile = true;
+  PackScheduler one_tile(made);
+  plan(one_tile, balanced_batch({1, 16, 64}, 200));
+  CHECK((one_tile.summarize().tiles_by_body == Bodies{0, 0, 8}));
+  made.one_tile = false;
+  made.batch_invariant = true;
+  CHECK((tiles_by_body(made, {1, 16, 64}, 200)[1] == 0));
+  made.batch_invariant = false;
+  made.policy = Policy::kPaper;
+  CHECK(tiles_by_body(made, {1, 16, 64}, 200)[2] > 0);
+}
+
 TEST(plan_that_is_too_large_leaves_the_last_one_in_force) {
   const SchedulerConfig made = config();
   PackScheduler scheduler(made);
