@@ -56,7 +56,8 @@ constexpr int64_t kLittleAgain = 160;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int32_t kLongRange = 6144;
-// A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it.
+// A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it. Where there is much
+// to do and nothing is shared, that makes no difference.
 constexpr int64_t kStageTokens = 32;
 constexpr int64_t kSegment = 4;
 
@@ -81,14 +82,10 @@ constexpr int64_t kUnevenPart = 12;
 // A split takes this part longer than if it were even and merged nothing, at least.
 constexpr int64_t kSplitPart = 10;
 
-// What a CTA takes of so many tokens of a segment, in tokens.
-int64_t load_of(int64_t num_tokens) {
-  if (num_tokens <= 0) return 0;
-  return (num_tokens + kStageTokens - 1) / kStageTokens * kStageTokens + kSegment;
-}
-
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
+// Tickets whose costs differ by less than this part of the largest are drawn in the order of their tiles.
+constexpr int64_t kOrderPart = 8;
 
 }  // namespace
 
@@ -99,6 +96,13 @@ void Split::clear() {
   tickets.clear();
   time = 0;
 }
+
+int64_t KvSplitter::load_of(int64_t num_tokens) const {
+  if (!counts_stages_ || num_tokens <= 0) return num_tokens;
+  return (num_tokens + kStageTokens - 1) / kStageTokens * kStageTokens + kSegment;
+}
+
+int64_t KvSplitter::price_of_segment() const { return counts_stages_ ? kSegment : 0; }
 
 KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles)
     : config_(config), cost_(cost), tiles_(tiles) {
@@ -121,8 +125,6 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
 void KvSplitter::list_tiles(const Packing& packing, bool parted) {
   list_.clear();
   num_shared_tiles_ = 0;
-  num_unique_ = 0;
-  for (const GatherSpan& span : packing.spans) num_unique_ += span.num_tokens;
   parted_tiles_ = parted_requests_ = 0;
   for (const Pack& pack : packing.packs) {
     int64_t num_tokens = 0;
@@ -130,7 +132,6 @@ void KvSplitter::list_tiles(const Packing& packing, bool parted) {
     for (const Segment& segment : packing.segments_of(pack)) {
       num_tokens += segment.num_tokens();
       load += load_of(segment.num_tokens());
-      if (segment.is_private()) num_unique_ += segment.num_tokens();
     }
     const bool is_shared = !packing.segments[pack.segment_begin].is_private();
     for (int32_t done = 0; done < pack.num_requests; done += tiles_.requests_per_tile()) {
@@ -266,7 +267,7 @@ void KvSplitter::cut_at(const Packing& packing, const Tile& tile, const Position
       cut.last = first;
     }
   }
-  cut.cost = cost(cut.last - at.first, taken + (offset > 0 ? kSegment : 0));
+  cut.cost = cost(cut.last - at.first, taken + (offset > 0 ? price_of_segment() : 0));
 }
 
 bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Position& at,
@@ -302,8 +303,9 @@ bool KvSplitter::find_cut(const Packing& packing, const Tile& tile, const Positi
         return true;
       }
       const int64_t most = (length - shortest) / kCutGranularity * kCutGranularity;
-      int64_t inside = std::min(
-          std::max<int64_t>(fit - taken - kSegment, 0) / kCutGranularity * kCutGranularity, most);
+      int64_t inside = std::min(std::max<int64_t>(fit - taken - price_of_segment(), 0) /
+                                    kCutGranularity * kCutGranularity,
+                                most);
       if (inside < shortest && forced && border < 0 && most >= shortest) inside = shortest;
       if (inside >= shortest) {
         cut_at(packing, tile, at, s, begin + static_cast<int32_t>(inside), taken + inside,
@@ -513,12 +515,12 @@ void KvSplitter::choose_evenly(const Packing& packing, int64_t total) {
 }
 
 int64_t KvSplitter::chain(int64_t load, int64_t num_segments, int64_t num_requests) const {
-  return load + (kSegmentInChain - kSegment) * num_segments +
+  return load + (kSegmentInChain - price_of_segment()) * num_segments +
          kRowInChain * num_requests * tiles_.group_size();
 }
 
-int64_t KvSplitter::time_of_chains(int64_t slowest, int64_t total) const {
-  const int64_t shared = kMeanPercent * total + kUniquePercent * num_unique_;
+int64_t KvSplitter::time_of_chains(const SplitTask& task, int64_t slowest, int64_t total) const {
+  const int64_t shared = kMeanPercent * total + kUniquePercent * task.num_unique;
   return std::max(kAlonePercent * slowest,
                   kSlowestPercent * slowest + shared / config_.num_workers);
 }
@@ -539,7 +541,7 @@ int64_t KvSplitter::longest_request(const Packing& packing) {
   return longest;
 }
 
-KvSplitter::Expected KvSplitter::expect(const Split& split, int32_t num_requests) {
+KvSplitter::Expected KvSplitter::expect(const SplitTask& task, const Split& split) {
   Expected expected{.time = 0, .slowest = 0, .total = 0, .has_partials = false};
   for (const Ticket& ticket : split.tickets) {
     int64_t own = 0;
@@ -554,8 +556,8 @@ KvSplitter::Expected KvSplitter::expect(const Split& split, int32_t num_requests
     expected.slowest = std::max(expected.slowest, own);
     expected.total += own;
   }
-  expected.time = time_of_chains(expected.slowest, expected.total);
-  num_partials_.assign(num_requests, 0);
+  expected.time = time_of_chains(task, expected.slowest, expected.total);
+  num_partials_.assign(task.num_requests, 0);
   for (const int32_t request : split.requests) ++num_partials_[request];
   int64_t partials = 0;
   int64_t of_many = 0;
@@ -574,22 +576,19 @@ KvSplitter::Expected KvSplitter::expect(const Split& split, int32_t num_requests
   return expected;
 }
 
-void KvSplitter::split_evenly(const Packing& packing, int32_t num_requests, int64_t total,
-                              int64_t time_to_beat, Split& out) {
+void KvSplitter::split_evenly(const Packing& packing, const SplitTask& task, int64_t total,
+                              Split& out) {
   out.clear();
   out.time = std::numeric_limits<int64_t>::max();
-  int64_t num_tokens = 0;
   int64_t least_total = 0;  // of chains, uncut
   for (const Tile& tile : list_) {
-    num_tokens += tile.num_tokens;
     least_total += chain(tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
   }
   const int64_t workers = config_.num_workers;
-  const int64_t least_time = time_of_chains(least_total / workers, least_total);
-  if (least_time >= time_to_beat - time_to_beat / kSplitPart) return;
-  const bool is_little = num_tokens < kPiecesEach * workers * config_.min_piece_tokens;
+  const int64_t least_time = time_of_chains(task, least_total / workers, least_total);
+  if (least_time >= task.time_to_beat - task.time_to_beat / kSplitPart) return;
   const bool may_read_again =
-      static_cast<int32_t>(packing.requests.size()) <= num_requests && num_shared_tiles_ > 0;
+      static_cast<int32_t>(packing.requests.size()) <= task.num_requests && num_shared_tiles_ > 0;
   int64_t longest = 0;
   const auto try_split = [&](bool may_merge) {
     may_merge_ = may_merge;
@@ -598,25 +597,25 @@ void KvSplitter::split_evenly(const Packing& packing, int32_t num_requests, int6
     trial_split_.clear();
     trial_split_.tickets.assign(choice_.num_tickets, {});
     add_pieces(packing, choice_, trial_split_);
-    const Expected expected = expect(trial_split_, num_requests);
+    const Expected expected = expect(task, trial_split_);
     trial_split_.time = expected.time;
     if (trial_split_.time < out.time) std::swap(out, trial_split_);
     return expected;
   };
   for (const int64_t part : kShorterPieces) {
-    if (is_little) {
+    if (is_little_) {
       const int64_t least = config_.min_piece_tokens / part / kCutGranularity * kCutGranularity;
       least_piece_ = std::max<int64_t>(least, kCutGranularity);
     }
     const Expected expected = try_split(true);
     if (expected.has_partials && may_read_again) {
       if (longest == 0) longest = longest_request(packing);
-      if (time_of_chains(longest, expected.total) < out.time) try_split(false);
+      if (time_of_chains(task, longest, expected.total) < out.time) try_split(false);
     }
     // Shorter pieces can even out what CTAs do.
-    const int64_t even = time_of_chains(expected.total / workers, expected.total);
-    const int64_t uneven = time_of_chains(expected.slowest, expected.total) - even;
-    if (!is_little || uneven < expected.time / kUnevenPart) break;
+    const int64_t even = time_of_chains(task, expected.total / workers, expected.total);
+    const int64_t uneven = time_of_chains(task, expected.slowest, expected.total) - even;
+    if (!is_little_ || uneven < expected.time / kUnevenPart) break;
   }
 }
 
@@ -626,10 +625,12 @@ void KvSplitter::order_tickets(Split& split) {
     int64_t& cost = ticket_costs_.emplace_back(0);
     for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) cost += split.pieces[p].cost;
   }
+  const int64_t largest = std::ranges::max(ticket_costs_);
   order_.resize(ticket_costs_.size());
   std::iota(order_.begin(), order_.end(), 0);
-  std::ranges::stable_sort(order_, std::greater<>{},
-                           [&](int32_t ticket) { return ticket_costs_[ticket]; });
+  std::ranges::stable_sort(order_, std::greater<>{}, [&](int32_t ticket) {
+    return kOrderPart * ticket_costs_[ticket] / largest;
+  });
   ordered_.clear();
   for (const int32_t ticket : order_) ordered_.push_back(split.tickets[ticket]);
   std::swap(split.tickets, ordered_);
@@ -795,8 +796,17 @@ bool KvSplitter::choose_guided(const Packing& packing, int64_t total) {
   return tail_of(ticket_costs_) <= kWorstGuidedTail;
 }
 
-void KvSplitter::split(const Packing& packing, int32_t num_requests, int64_t time_to_beat,
-                       Split& out) {
+void KvSplitter::split(const Packing& packing, const SplitTask& task, Split& out) {
+  int64_t num_tokens = 0;
+  bool any_shared = false;
+  for (const Pack& pack : packing.packs) {
+    int64_t of_pack = 0;
+    for (const Segment& segment : packing.segments_of(pack)) of_pack += segment.num_tokens();
+    num_tokens += of_pack * tiles_.num_tiles(pack.num_requests);
+    any_shared |= !packing.segments[pack.segment_begin].is_private();
+  }
+  is_little_ = num_tokens < kPiecesEach * config_.num_workers * config_.min_piece_tokens;
+  counts_stages_ = any_shared || is_little_;
   list_tiles(packing, false);
   out.clear();
   const int64_t total = total_cost(0, list_.size());
@@ -817,8 +827,8 @@ void KvSplitter::split(const Packing& packing, int32_t num_requests, int64_t tim
     add_pieces(packing, choice_, out);
     add_pieces(packing, alone_, out);
   } else {
-    split_evenly(packing, num_requests, total, time_to_beat, out);
-    order_tickets(out);
+    split_evenly(packing, task, total, out);
+    if (is_little_ && !out.tickets.empty()) order_tickets(out);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -57,6 +58,14 @@ struct Split {
   void clear();
 };
 
+// What a splitter is told of a batch beside its packs.
+struct SplitTask {
+  int32_t num_requests;
+  int64_t num_unique;  // KV tokens, each counted once
+  // Of another split of the batch. A little work that surely takes as long is not split: no tickets.
+  int64_t time_to_beat = std::numeric_limits<int64_t>::max();
+};
+
 class KvSplitter {
  public:
   // Throws std::invalid_argument if num_workers is not 1 to kMaxWorkers, or min_piece_tokens is not a positive
@@ -77,9 +86,7 @@ class KvSplitter {
   // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
   // share again, if that costs less.
-  // num_requests: of the batch, whose packs these are.
-  // time_to_beat: of another split of the batch. A little work that surely takes as long is not split: no tickets.
-  void split(const Packing& packing, int32_t num_requests, int64_t time_to_beat, Split& out);
+  void split(const Packing& packing, const SplitTask& task, Split& out);
 
   // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without
   // work.
@@ -190,6 +197,9 @@ class KvSplitter {
   bool is_same_range(const Packing& packing, const Tile& a, const Tile& b) const;
   // Marks tiles that begin with a range of so many tokens which other tiles read as well.
   void mark_common_ranges(const Packing& packing, int32_t least_tokens);
+  // What a CTA takes of so many tokens of a segment, in tokens.
+  int64_t load_of(int64_t num_tokens) const;
+  int64_t price_of_segment() const;
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t cost(int32_t num_requests, int64_t load) const {
     const ItemCost& item = item_costs_[num_requests];
@@ -221,7 +231,7 @@ class KvSplitter {
   // Of a CTA, in tokens.
   int64_t chain(int64_t load, int64_t num_segments, int64_t num_requests) const;
   // What a split takes without its merge; total: of all chains. In hundredths of tokens, as all times are.
-  int64_t time_of_chains(int64_t slowest, int64_t total) const;
+  int64_t time_of_chains(const SplitTask& task, int64_t slowest, int64_t total) const;
   // The chain of the request that has the longest one: no split that merges nothing has a shorter one.
   int64_t longest_request(const Packing& packing);
   struct Expected {
@@ -230,12 +240,11 @@ class KvSplitter {
     int64_t total;
     bool has_partials;
   };
-  Expected expect(const Split& split, int32_t num_requests);
+  Expected expect(const SplitTask& task, const Split& split);
   // Of some splits, the one that is expected to end first. They differ in how short pieces may be, and in whether cuts
   // between requests read again whatever that costs, so that nothing is merged.
-  void split_evenly(const Packing& packing, int32_t num_requests, int64_t total,
-                    int64_t time_to_beat, Split& out);
-  // The largest first: CTAs begin one after the other.
+  void split_evenly(const Packing& packing, const SplitTask& task, int64_t total, Split& out);
+  // Larger ones first: CTAs begin one after the other.
   void order_tickets(Split& split);
 
   // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
@@ -257,13 +266,14 @@ class KvSplitter {
   SplitConfig config_;
   CostModel cost_;
   TileSelection tiles_;
+  bool is_little_ = false;            // there are few pieces of the usual length for each worker
+  bool counts_stages_ = true;         // in loads
   std::vector<ItemCost> item_costs_;  // by the number of requests
   std::vector<Tile> list_;            // of the shared packs, then of the private ones
   size_t num_shared_tiles_ = 0;
   // Tiles that part_long_ranges() has divided, and their requests.
   int64_t parted_tiles_ = 0;
   int64_t parted_requests_ = 0;
-  int64_t num_unique_ = 0;   // tokens, each counted once
   int64_t least_piece_ = 0;  // no cut makes a shorter one
   bool may_merge_ = true;    // false: cuts between requests read again whatever that costs
   Choice choice_;

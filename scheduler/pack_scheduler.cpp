@@ -57,8 +57,8 @@ std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerCon
                 .split = {}};
 }
 
-void PackScheduler::try_narrow_tiles(const PrefixForest& forest,
-                                     std::span<const int32_t> seq_lens) {
+void PackScheduler::try_narrow_tiles(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                                     int64_t num_unique) {
   next_.is_narrow = false;
   if (!narrow_ || next_.split.time == 0) return;
   const int32_t most = narrow_->tiles.requests_per_tile();
@@ -67,7 +67,10 @@ void PackScheduler::try_narrow_tiles(const PrefixForest& forest,
     return;
   }
   narrow_->packer.pack(forest, seq_lens, narrow_->packing);
-  narrow_->splitter.split(narrow_->packing, static_cast<int32_t>(seq_lens.size()), next_.split.time,
+  narrow_->splitter.split(narrow_->packing,
+                          {.num_requests = static_cast<int32_t>(seq_lens.size()),
+                           .num_unique = num_unique,
+                           .time_to_beat = next_.split.time},
                           narrow_->split);
   const int64_t time = narrow_->split.time;
   next_.is_narrow = time > 0 && time < next_.split.time;
@@ -94,6 +97,11 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
               " for request ", request);
   }
   forest.arrange(seq_lens);
+  int64_t lower_bound = 0;
+  for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;
+  for (size_t request = 0; request < seq_lens.size(); ++request) {
+    lower_bound += seq_lens[request] - forest.private_begin(static_cast<int32_t>(request));
+  }
   times_.forest = stopwatch.lap();
 
   if (config_.batch_invariant) {
@@ -104,9 +112,11 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     packer_.pack(forest, seq_lens, next_.packing);
     times_.packing = stopwatch.lap();
 
-    splitter_.split(next_.packing, static_cast<int32_t>(seq_lens.size()),
-                    std::numeric_limits<int64_t>::max(), next_.split);
-    try_narrow_tiles(forest, seq_lens);
+    splitter_.split(
+        next_.packing,
+        {.num_requests = static_cast<int32_t>(seq_lens.size()), .num_unique = lower_bound},
+        next_.split);
+    try_narrow_tiles(forest, seq_lens, lower_bound);
     times_.split = stopwatch.lap();
   }
 
@@ -114,13 +124,10 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
   next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, next_.packing,
                       next_.split, config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
-  int64_t lower_bound = 0;
-  for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;
   next_.lengths.clear();
   for (size_t request = 0; request < seq_lens.size(); ++request) {
     const int32_t seq_len = seq_lens[request];
     query_centric += seq_len;
-    lower_bound += seq_len - forest.private_begin(static_cast<int32_t>(request));
     next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
   const Split& split = next_.split;

@@ -100,7 +100,8 @@ class PackScheduler {
   };
   static std::optional<Narrow> narrow_of(const SchedulerConfig& config);
   // Takes the place of next_'s packs and pieces if it ends earlier.
-  void try_narrow_tiles(const PrefixForest& forest, std::span<const int32_t> seq_lens);
+  void try_narrow_tiles(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                        int64_t num_unique);
   std::optional<Narrow> narrow_;
 
   PrefixForest forest_;  // of paths that come without one

@@ -12,6 +12,7 @@ namespace pat::testing {
 namespace {
 
 struct Made {
+  int64_t num_unique = 0;
   Packing packing;
   Split split;
 };
@@ -22,11 +23,18 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   const PathArrays arrays = batch.arrays();
   forest.build(arrays.view());
   forest.arrange(batch.seq_lens);
+  for (const ForestNode& node : forest.nodes()) made.num_unique += node.kv_end - node.kv_begin;
+  for (size_t request = 0; request < batch.seq_lens.size(); ++request) {
+    made.num_unique +=
+        batch.seq_lens[request] - forest.private_begin(static_cast<int32_t>(request));
+  }
   const TileSelection tiles(config.group_size, config.max_block_q);
   Packer(config.policy, config.cost.packing, tiles).pack(forest, batch.seq_lens, made.packing);
   KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
-      .split(made.packing, static_cast<int32_t>(batch.seq_lens.size()),
-             std::numeric_limits<int64_t>::max(), made.split);
+      .split(made.packing,
+             {.num_requests = static_cast<int32_t>(batch.seq_lens.size()),
+              .num_unique = made.num_unique},
+             made.split);
   return made;
 }
 
@@ -236,10 +244,10 @@ TEST(kv_split_gives_up_where_another_split_is_as_good) {
   const TileSelection tiles(made.group_size, made.max_block_q);
   KvSplitter splitter({made.num_workers, made.min_piece_tokens}, made.cost, tiles);
   Split other;
-  splitter.split(usual.packing, 40, usual.split.time / 2, other);
+  splitter.split(usual.packing, {40, usual.num_unique, usual.split.time / 2}, other);
   CHECK(other.tickets.empty() && other.pieces.empty());
   CHECK(other.time > usual.split.time);
-  splitter.split(usual.packing, 40, 2 * usual.split.time, other);
+  splitter.split(usual.packing, {40, usual.num_unique, 2 * usual.split.time}, other);
   CHECK_EQ(other.time, usual.split.time);
   CHECK_EQ(other.tickets.size(), usual.split.tickets.size());
 }
@@ -269,26 +277,37 @@ TEST(kv_split_counts_whole_stages_and_segments) {
   CHECK(10 * most <= 11 * least);
 }
 
-TEST(kv_split_draws_the_largest_ticket_first) {
+// To an eighth of the largest; of about as large ones, in the order of the tiles.
+TEST(kv_split_draws_large_tickets_of_a_small_step_first) {
   Random random(23);
   int num_uneven = 0;
+  int num_in_order = 0;
   for (int round = 0; round < 300; ++round) {
-    SchedulerConfig made = config(4, 33);
+    const SchedulerConfig made = config(4, 33);
     const Batch batch =
-        random_batch(random, {.max_nodes = 12, .max_requests = 60, .max_tokens = 900});
+        random_batch(random, {.max_nodes = 12, .max_requests = 60, .max_tokens = 300});
     const Made result = split(batch, made);
-    int64_t last = std::numeric_limits<int64_t>::max();
-    for (const Ticket& ticket : result.split.tickets) {
-      int64_t cost = 0;
+    const std::vector<Ticket>& tickets = result.split.tickets;
+    const auto cost = [&](const Ticket& ticket) {
+      int64_t sum = 0;
       for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-        cost += result.split.pieces[p].cost;
+        sum += result.split.pieces[p].cost;
       }
-      CHECK(cost <= last);
-      num_uneven += cost < last;
-      last = cost;
+      return sum;
+    };
+    int64_t largest = 0;
+    for (const Ticket& ticket : tickets) largest = std::max(largest, cost(ticket));
+    for (size_t t = 1; t < tickets.size(); ++t) {
+      const int64_t before = 8 * cost(tickets[t - 1]) / largest;
+      const int64_t eighths = 8 * cost(tickets[t]) / largest;
+      CHECK(eighths <= before);
+      num_uneven += eighths < before;
+      if (eighths < before) continue;
+      CHECK(tickets[t].piece_begin > tickets[t - 1].piece_begin);
+      ++num_in_order;
     }
   }
-  CHECK(num_uneven > 1000);
+  CHECK(num_uneven > 300 && num_in_order > 300);
 }
 
 TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
