@@ -28,10 +28,8 @@ class Converter {
         __syncwarp();
       }
       if (lane_ == 0) {
-        const uint32_t ready = ptx::shared_address(&storage_.kv_ready[stage]);
-        // The phase before is over. But nobody may have waited for it: mma.sync tiles read bytes.
-        ptx::barrier_wait(ready, ring_.parity ^ 1);
-        ptx::barrier_arrive(ready);
+        // In this order: a stage is filled again once all converters have arrived at both.
+        ptx::barrier_arrive(ptx::shared_address(&storage_.kv_ready[stage]));
         ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
       }
     }
