@@ -21,24 +21,19 @@ def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-OVER_BYTES = [
-    "converters",
-    "one converter",
-    "one consumer",
-    "producer of keys",
-    "producer of values",
-]
+CONVERTERS = ["converters", "one converter"]
+OTHERS = ["one consumer", "producer of keys", "producer of values"]
 
 
 @pytest.mark.parametrize(
     ("who", "kv_dtype"),
     [
-        *((who, "e4m3") for who in OVER_BYTES),
-        *(pytest.param(who, "as queries", marks=pytest.mark.nightly) for who in OVER_BYTES[2:]),
+        *((who, "e4m3") for who in CONVERTERS + OTHERS),
+        *(pytest.param(who, "as queries", marks=pytest.mark.nightly) for who in OTHERS),
     ],
 )
 def test_slow_warps(who: str, kv_dtype: str, tmp_path: Path) -> None:
-    if "converter" in who and not is_hopper():
+    if who in CONVERTERS and not is_hopper():
         pytest.skip("converters are Hopper's")
     # Apart: where a barrier is missing, the kernel may not end.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
