@@ -23,7 +23,7 @@ from typing import Literal
 
 from sglang_pat import support
 from sglang_pat.cli.gpus import Gpu, find_gpus
-from sglang_pat.output_file import output_file, write_output
+from sglang_pat.output_file import output_or_stdout, write_output
 from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
@@ -53,7 +53,10 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
     parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="also write the checks as JSON"
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="also write the checks as JSON; -: to stdout, and all else to stderr",
     )
     parser.add_argument(
         "--model",
