@@ -137,7 +137,13 @@ _AS_A_DRAFT_MODEL = (
 
 
 def _print_routes(model: str, report: Path | None) -> int:
-    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here."""
+    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here, and 2 if
+    there is nothing at a path."""
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and not Path(model).exists():
+        allowed = "a config.json, its folder, or a name on the Hugging Face hub"
+        print(f"sglang-pat doctor: --model {model}: no file; allowed: {allowed}", file=sys.stderr)
+        return 2
     try:
         with _no_warnings(), _spinner("building the model without weights"):
             from sglang_pat.sglang.cpu import enable_cpu_engine
