@@ -31,7 +31,8 @@ class Converter {
       if (lane_ == 0) ptx::barrier_arrive(ready);
       // In place of the consumers, which do not wait here in tiles on mma.sync: no phase goes by unseen.
       if (!record.is_for_wgmma()) ptx::barrier_wait(ready, ring_.parity);
-      // Last, so that a stage is filled again once all converters have arrived at both. Every lane, for what it has written.
+      // Last, so that a stage is filled again once all converters have arrived at both. Every lane, for what it has
+      // written.
       ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
     }
   }
