@@ -213,8 +213,8 @@ struct MergeRow {
   }
 };
 
-// With kMergeWarps warps. T, Partial: of outputs and partials. kScales: the partials do not have the scale of the values
-// in them yet. kSinks: the layer has attention sinks.
+// With kMergeWarps warps. T, Partial: of outputs and partials. kScales: the partials do not have the scale of the
+// values in them yet. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using Sum = PartialSum<Partial, kColumns, kSinks>;
@@ -232,8 +232,9 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   int4 entry = own < num_rows ? entries[own / num_heads] : int4{};
   int head = own % num_heads;
   const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
-  // In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the first
-  // one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor waits for.
+  // In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the
+  // first one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor
+  // waits for.
   if (!has_rows && blockIdx.x > 0) return;
   if (num_rows == 0) ptx::launch_dependents();
   // Only now: the plan was there before pack_decode began, the partials are what it writes.

@@ -1,8 +1,8 @@
-// write_kv: keys and values of a step's new tokens into a KV cache of one-byte numbers: scaled, rounded and scattered. The
-// bytes are those of SGLang's pool, which does the same with torch and a store, in up to five kernels.
+// write_kv: keys and values of a step's new tokens into a KV cache of one-byte numbers: scaled, rounded and scattered.
+// The bytes are those of SGLang's pool, which does the same with torch and a store, in up to five kernels.
 //
-// What such a small kernel costs is its start. So the code that runs is short: keys and values share it where they have as
-// many columns, and what is rare (numbers too large, NaN) is behind a branch.
+// What such a small kernel costs is its start. So the code that runs is short: keys and values share it where they have
+// as many columns, and what is rare (numbers too large, NaN) is behind a branch.
 #pragma once
 
 #include "decode_params.h"
@@ -70,7 +70,8 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
                                             int token, int chunk) {
   constexpr int kChunks = kColumns / kWriteColumns;
   static_assert(kChunks * kWriteColumns == kColumns);
-  // Past L1, as all that the predecessor may have written: it may still have been running when this kernel was launched.
+  // Past L1, as all that the predecessor may have written: it may still have been running when this kernel was
+  // launched.
   const int64_t slot = load_index_past_l1(params.slots, token);
   const T* const source = static_cast<const T*>(rows.source) + token * rows.token_stride +
                           chunk / kChunks * rows.head_stride + chunk % kChunks * kWriteColumns;
@@ -101,8 +102,8 @@ __device__ __forceinline__ void write_kv(const WriteParams& params) {
   const int token = index / token_chunks;
   const int is_value = index % token_chunks >= key_chunks;
   const int chunk = index % token_chunks - is_value * key_chunks;
-  // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that came
-  // before this kernel has ended.
+  // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that
+  // came before this kernel has ended.
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   if (token >= params.num_tokens) return;

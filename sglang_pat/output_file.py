@@ -1,15 +1,21 @@
 """Checks of the files that a command will write: all of them run before the work starts.
 
-`output_file` is the type of a single option. `check_outputs` looks at all options of one command
-together. `write_output` writes a file in the end.
+`output_file` and `output_or_stdout` are the types of a single option. `check_outputs` looks at all
+options of one command together. `write_output` writes a file in the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import TextIO
+
+STDOUT = Path("-")  # what `output_or_stdout` makes of `-`
+_stdout: TextIO | None = None  # while all else is printed to stderr
 
 
 def output_file(text: str) -> Path:
@@ -21,10 +27,29 @@ def output_file(text: str) -> Path:
         No file can be written at this path. The message names the path and the reason.
     """
     path = Path(text)
+    if path == STDOUT:
+        raise argparse.ArgumentTypeError(f"{text!r}: it does not write to stdout; name a file")
     problem = problem_with(path)
     if problem is not None:
         raise argparse.ArgumentTypeError(f"{text!r}: {problem}")
     return path
+
+
+def output_or_stdout(text: str) -> Path:
+    """As `output_file`, of an option that takes `-` for standard output."""
+    return STDOUT if text == str(STDOUT) else output_file(text)
+
+
+@contextmanager
+def nothing_else_on_stdout() -> Iterator[None]:
+    """Within, all that is printed goes to stderr, and stdout has what is written to `STDOUT`."""
+    global _stdout
+    _stdout = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _stdout = None
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
@@ -46,7 +71,9 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
         A file cannot be written, is an input, or is named by two options. The message names the
         option and the path.
     """
-    given = {option: path for option, path in outputs.items() if path is not None}
+    given = {
+        option: path for option, path in outputs.items() if path is not None and path != STDOUT
+    }
     for option, path in given.items():
         problem = problem_with(path)
         if problem is not None:
@@ -97,7 +124,10 @@ class OutputError(Exception):
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """Write the file that `option` names. OutputError if the disk is full, for one."""
+    """Write the file that `option` names, or `STDOUT`. OutputError if the disk is full, for one."""
+    if path == STDOUT:
+        (_stdout or sys.stdout).write(text)
+        return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -2,9 +2,9 @@
 //
 // Persistent. A CTA draws tickets until none is left: the first by its own number, the others from a counter, so
 // that whoever is early takes more. Two producer warps keep a ring of KV stages and a ring of query tiles full
-// across items and tickets; four consumer warps run the tile body that the item asks for. Between them, over one-byte KV on
-// Hopper, two converter warps prepare stages for wgmma. A row that is its request's only partial goes straight to the
-// output, every other to the partials that merge_partials reads.
+// across items and tickets; four consumer warps run the tile body that the item asks for. Between them, over one-byte
+// KV on Hopper, two converter warps prepare stages for wgmma. A row that is its request's only partial goes straight to
+// the output, every other to the partials that merge_partials reads.
 #pragma once
 
 #include "pack_decode/converter.cuh"
@@ -34,7 +34,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
                       kProducerWarps * 32 + 1);  // copies, record
     ptx::barrier_init(
         ptx::shared_address(&storage.kv_empty[i]),
-        kConsumerWarps * kStageArrivals<Dims> + (kHasConverters<Dims> ? kConverterWarps : 0));
+        kConsumerWarps * kStageArrivals<Dims> + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
     if constexpr (kHasConverters<Dims>) {
       ptx::barrier_init(ptx::shared_address(&storage.kv_ready[i]), kConverterWarps);
     }

@@ -1,8 +1,8 @@
 // The producer warps of pack_decode: walk the items of the CTA's tickets, segment by segment, and keep the KV ring and
 // the query ring full, across items and tickets, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: descriptors are read for up to 32 items and segments at once (one per lane), slots four
-// stages ahead, whatever segments these belong to, and KV as far ahead as the ring is long.
+// Latency is hidden three times: descriptors are read for up to 32 items and segments at once (one per lane), slots
+// four stages ahead, whatever segments these belong to, and KV as far ahead as the ring is long.
 #pragma once
 
 #include "decode_params.h"
@@ -103,8 +103,8 @@ class Producer {
   }
 
  private:
-  // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else may
-  // be what the predecessor writes.
+  // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else
+  // may be what the predecessor writes.
   template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;

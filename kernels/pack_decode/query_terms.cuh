@@ -1,9 +1,9 @@
 // Queries as sums of e4m3 numbers, for keys that are multiplied as the cache has them.
 //
-// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. Each term is what is left
-// of a number, rounded to e4m3, which has four significant bits, and the next one starts a bit lower than it ends. So
-// two terms are exact for the eight bits of bf16 within ten binades below a row's largest number, three for the eleven of
-// fp16 within seven. Below, a number is off by at most 2^-10, as much as 2^-17 of the largest one.
+// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. Each term is what is
+// left of a number, rounded to e4m3, which has four significant bits, and the next one starts a bit lower than it ends.
+// So two terms are exact for the eight bits of bf16 within ten binades below a row's largest number, three for the
+// eleven of fp16 within seven. Below, a number is off by at most 2^-10, as much as 2^-17 of the largest one.
 #pragma once
 
 #include <type_traits>

@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// A row's columns from `first_column` on and, where that is 0, its LSE. total: sum of exponentials relative to the score
-// `maximum`.
+// A row's columns from `first_column` on and, where that is 0, its LSE. total: sum of exponentials relative to the
+// score `maximum`.
 template <typename T, typename Dims, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row,
                                           int first_column, const float2 (&values)[kTiles],

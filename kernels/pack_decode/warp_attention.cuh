@@ -10,8 +10,8 @@
 
 namespace pat {
 
-// In which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one instruction
-// to get there. Probabilities in fp16 are eight times as exact as in bf16.
+// In which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one
+// instruction to get there. Probabilities in fp16 are eight times as exact as in bf16.
 template <typename T, typename Dims>
 using ComputeType = std::conditional_t<Dims::kOneByte, __half, T>;
 
@@ -32,8 +32,8 @@ struct WarpAttention {
   // Probabilities are relative to exp2(maximum) and may exceed 1: as long as they stay below 2 to this power, what has
   // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
   static constexpr float kSlack = 8.f;
-  // Probabilities in place of those in bf16 are multiplied with 2 to this power: in fp16, those of less than 2^-14 are less
-  // exact, and a million of them may count.
+  // Probabilities in place of those in bf16 are multiplied with 2 to this power: in fp16, those of less than 2^-14 are
+  // less exact, and a million of them may count.
   static constexpr float kHeadroom = Dims::kOneByte ? 6.f : 0.f;
 
   ptx::Fragment queries[kDepthSteps];
@@ -193,8 +193,8 @@ struct WarpAttention {
   }
 
  private:
-  // Of bf16, in fp16. Rows with numbers that are too large are divided by a power of 2, which goes to query_factors. What
-  // becomes subnormal, less than 2^-14, changes a score by less than any rounding of it.
+  // Of bf16, in fp16. Rows with numbers that are too large are divided by a power of 2, which goes to query_factors.
+  // What becomes subnormal, less than 2^-14, changes a score by less than any rounding of it.
   __device__ __forceinline__ void narrow_queries(float* query_factors, uint32_t lane) {
     uint32_t exceeds = 0;  // the upper bit of a half: whether its number is 2^15 or more
 #pragma unroll
@@ -280,7 +280,8 @@ struct WarpAttention {
     return rescaling;
   }
 
-  // The maximum as an exponent; 0 before the first, so that weights of a row that no token has counted for are 0, not NaN.
+  // The maximum as an exponent; 0 before the first, so that weights of a row that no token has counted for are 0, not
+  // NaN.
   float shift_[2];
   float limit_[2];  // scores above it need a new maximum
 };

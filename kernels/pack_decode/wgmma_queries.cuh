@@ -1,5 +1,5 @@
-// A warp's queries as the left-hand side of wgmma, and their multiplication with a stage's keys: numbers as the model has
-// them, or e4m3 terms (query_terms.cuh) where keys have one byte.
+// A warp's queries as the left-hand side of wgmma, and their multiplication with a stage's keys: numbers as the model
+// has them, or e4m3 terms (query_terms.cuh) where keys have one byte.
 #pragma once
 
 #include "pack_decode/consumer.cuh"

@@ -40,8 +40,8 @@ inline constexpr bool kHasWgmma = false;
 template <typename Dims>
 inline constexpr bool kHasConverters =
     kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
-// The first tile, by the number of its rows, that is multiplied by wgmma. In small tiles, consumers convert in registers,
-// each its own tokens.
+// The first tile, by the number of its rows, that is multiplied by wgmma. In small tiles, consumers convert in
+// registers, each its own tokens.
 template <typename Dims>
 inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
                                        : !Dims::kOneByte      ? 0
@@ -122,8 +122,8 @@ struct ItemRecord {
 };
 
 // What the consumers must know of a stage, written by the K producer. A unit of 16 rows, which is a warp's, learns from
-// two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage: the
-// only one of an item without KV is empty.
+// two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage:
+// the only one of an item without KV is empty.
 struct StageRecord {
   // First bits.
   static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kWgmma = 21, kEnd = 22, kAny = 24,

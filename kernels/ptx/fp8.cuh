@@ -8,8 +8,8 @@
 
 namespace pat::fp8 {
 
-// Each byte of the result is the byte of the word that its digit of kSelector names, or 0 for a digit of 4; with 8 added to
-// the digit, all bits are that byte's highest.
+// Each byte of the result is the byte of the word that its digit of kSelector names, or 0 for a digit of 4; with 8
+// added to the digit, all bits are that byte's highest.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
   uint32_t result;
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint2 convert(uint32_t bytes) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// Two numbers as bytes, `low` in the lower one, rounded to nearest. Right for magnitudes up to kLargestRounded alone: the
-// instruction makes the largest number of those beyond, and loses the sign of NaN.
+// Two numbers as bytes, `low` in the lower one, rounded to nearest. Right for magnitudes up to kLargestRounded alone:
+// the instruction makes the largest number of those beyond, and loses the sign of NaN.
 template <KvType kType>
 inline constexpr uint32_t kLargestRounded =  // 464, and the last float below 61440
     kType == KvType::kE4m3 ? 0x43e80000 : 0x476fffff;

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.cli.replay import positive_number, whole_number
-from sglang_pat.output_file import check_outputs, output_file, write_output
+from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
 from sglang_pat.replay.models import DEFAULT_GPU, GPUS, MODEL_NAMES
 
 DESCRIPTION = "estimate what pat would save, by a model's config.json and a trace of requests"
@@ -66,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"only the first N requests (default: {_MOST_REQUESTS:,})",
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything, as JSON")
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="everything, as JSON; -: to stdout, and all else to stderr",
+    )
     parser.set_defaults(run=run)
 
 

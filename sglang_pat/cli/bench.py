@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.replay import whole_number
-from sglang_pat.output_file import output_file, write_output
+from sglang_pat.output_file import output_or_stdout, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,7 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARGS",
         help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything, as JSON")
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="everything, as JSON; -: to stdout, and all else to stderr",
+    )
     parser.set_defaults(run=run)
 
 

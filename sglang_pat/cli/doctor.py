@@ -23,7 +23,7 @@ from typing import Literal
 
 from sglang_pat import support
 from sglang_pat.cli.gpus import Gpu, find_gpus
-from sglang_pat.output_file import output_file, write_output
+from sglang_pat.output_file import output_or_stdout, write_output
 from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
@@ -53,7 +53,10 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
     parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="also write the checks as JSON"
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="also write the checks as JSON; -: to stdout, and all else to stderr",
     )
     parser.add_argument(
         "--model",
@@ -134,7 +137,13 @@ _AS_A_DRAFT_MODEL = (
 
 
 def _print_routes(model: str, report: Path | None) -> int:
-    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here."""
+    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here, and 2 if
+    there is nothing at a path."""
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and not Path(model).exists():
+        allowed = "a config.json, its folder, or a name on the Hugging Face hub"
+        print(f"sglang-pat doctor: --model {model}: no file; allowed: {allowed}", file=sys.stderr)
+        return 2
     try:
         with _no_warnings(), _spinner("building the model without weights"):
             from sglang_pat.sglang.cpu import enable_cpu_engine

@@ -10,12 +10,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import sglang_pat
 from sglang_pat import support
 from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay
-from sglang_pat.output_file import OutputError
+from sglang_pat.output_file import STDOUT, OutputError, nothing_else_on_stdout
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -51,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     written; 130 after Ctrl-C; 141 if nobody reads on, as behind `| head`."""
     try:
         arguments = build_parser().parse_args(argv)
-        status: int = arguments.run(arguments)
+        alone = STDOUT in vars(arguments).values()
+        with nothing_else_on_stdout() if alone else nullcontext():
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
     except OutputError as error:
         print(f"sglang-pat: {error}", file=sys.stderr)

@@ -23,7 +23,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sglang_pat.output_file import check_outputs, output_file
+from sglang_pat.output_file import (
+    OutputError,
+    check_outputs,
+    output_file,
+    output_or_stdout,
+    write_output,
+)
 from sglang_pat.replay.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODEL_NAMES
 from sglang_pat.replay.options import FIGURE_10, PRESETS
 from sglang_pat.support import POLICIES
@@ -150,7 +156,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda: also time kernels on the sampled steps"
     )
-    output.add_argument("--json", type=output_file, metavar="FILE", help="everything, as JSON")
+    output.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="everything, as JSON; -: to stdout, and all else to stderr",
+    )
     output.add_argument("--csv", type=output_file, metavar="FILE", help="the sampled steps, as CSV")
     output.add_argument("--html", type=output_file, metavar="FILE", help="a report with plots")
     output.add_argument(
@@ -431,7 +442,7 @@ def _write(result: Any, settings: dict[str, Any]) -> int:
         write_report(result, path)
 
     writers: dict[str, Callable[[Path], object]] = {
-        "json": lambda path: path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8"),
+        "json": lambda path: write_output("--json", path, json.dumps(result, indent=1) + "\n"),
         "csv": lambda path: write_csv(result["steps"], path),
         "html": write_html,
     }
@@ -441,6 +452,9 @@ def _write(result: Any, settings: dict[str, Any]) -> int:
         if path is not None:
             try:
                 write(path)
+            except OutputError as error:
+                print(f"sglang-pat replay: {error}", file=sys.stderr)
+                status = 2
             except OSError as error:
                 print(f"sglang-pat replay: --{name} {path}: {error.strerror}", file=sys.stderr)
                 status = 2

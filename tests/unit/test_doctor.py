@@ -380,6 +380,15 @@ def test_what_sglang_says_of_a_model_is_told_in_one_line(
     )
 
 
+@pytest.mark.parametrize("model", ["/no/such/model", "./model", "~/model", "some/where/else"])
+def test_a_path_where_no_model_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--model", model]) == 2
+    out, err = capsys.readouterr()
+    allowed = "a config.json, its folder, or a name on the Hugging Face hub"
+    assert err == f"sglang-pat doctor: --model {model}: no file; allowed: {allowed}\n"
+    assert out == ""
+
+
 @pytest.mark.parametrize(
     ("statuses", "expected", "exit_status"),
     [

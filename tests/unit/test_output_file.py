@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from argparse import ArgumentTypeError
@@ -10,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.cli.main import main
-from sglang_pat.output_file import check_outputs, output_file, problem_with
+from sglang_pat.output_file import (
+    STDOUT,
+    check_outputs,
+    output_file,
+    output_or_stdout,
+    problem_with,
+)
 
 
 @pytest.mark.parametrize(
@@ -124,3 +131,31 @@ def test_two_outputs_are_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--csv {tmp_path}/no/f: its folder .* does not exist"):
         check_outputs({"--csv": tmp_path / "no/f"})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "advise --model qwen3-8b --generate few-shot --rate 40 --limit 20",
+        "replay --generate few-shot --limit 20",
+        "doctor",
+    ],
+)
+def test_results_go_to_stdout_alone(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main([*words.split(), "--json", "-"])
+    out, err = capsys.readouterr()
+    assert isinstance(json.loads(out), dict)
+    assert len(err.splitlines()) > 5  # what is on stdout else
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_other_files_than_results_are_no_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_or_stdout("-") == STDOUT
+    check_outputs({"--json": STDOUT})
+    for words in ("replay --html", "replay --csv", "replay --save", "demo --json"):
+        with pytest.raises(SystemExit):
+            main([*words.split(), "-"])
+        assert "'-': it does not write to stdout; name a file" in capsys.readouterr().err
