@@ -61,7 +61,7 @@ constexpr int32_t kLongRange = 6144;
 constexpr int64_t kStageTokens = 32;
 constexpr int64_t kSegment = 4;
 
-// The time of an even split. Fitted to 2,664 plans of 190 batches on an H100, each of up to 62 us, in tokens of 7.2 ns: the
+// The time of an even split. Fitted to 2,664 plans of 106 batches on an H100, each of up to 62 us, in tokens of 7.2 ns: the
 // times of the plans of one batch differ by 2.9% from it, in the root mean square.
 // A chain is what a CTA does one after the other: its stages, and so much for each segment and each query row.
 constexpr int64_t kSegmentInChain = 13;

@@ -57,7 +57,8 @@ int64_t num_uncut_segments(const Packing& packing, const TileSelection& tiles) {
 
 void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(config.group_size, config.max_block_q);
-  const auto& [packing, split] = made;
+  const Packing& packing = made.packing;
+  const Split& split = made.split;
   // Where each worker has four pieces of the usual length, none is shorter, else than a quarter of it.
   int64_t packed_tokens = 0;
   for (const Pack& pack : packing.packs) {
