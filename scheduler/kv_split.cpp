@@ -57,7 +57,7 @@ constexpr int64_t kLittleAgain = 160;
 // then more than stays in the L2 while others are read.
 constexpr int32_t kLongRange = 6144;
 // A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it. Where there is much
-// to do and nothing is shared, that makes no difference.
+// to do, and nothing is shared or a long range, that makes no difference.
 constexpr int64_t kStageTokens = 32;
 constexpr int64_t kSegment = 4;
 
@@ -806,7 +806,9 @@ void KvSplitter::split(const Packing& packing, const SplitTask& task, Split& out
     any_shared |= !packing.segments[pack.segment_begin].is_private();
   }
   is_little_ = num_tokens < kPiecesEach * config_.num_workers * config_.min_piece_tokens;
-  counts_stages_ = any_shared || is_little_;
+  const bool has_long_range = std::ranges::any_of(
+      packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
+  counts_stages_ = is_little_ || (any_shared && !has_long_range);
   list_tiles(packing, false);
   out.clear();
   const int64_t total = total_cost(0, list_.size());
@@ -815,12 +817,10 @@ void KvSplitter::split(const Packing& packing, const SplitTask& task, Split& out
   bool is_much = total > kCostUnit * one_each * config_.num_workers;
   alone_.clear();
   if (is_much) {
-    const bool parted = std::ranges::any_of(
-        packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
-    if (parted) list_tiles(packing, true);
-    is_much =
-        (!parted && choose_whole_tiles()) || choose_guided(packing, total_cost(0, list_.size()));
-    if (!is_much && parted) list_tiles(packing, false);
+    if (has_long_range) list_tiles(packing, true);
+    is_much = (!has_long_range && choose_whole_tiles()) ||
+              choose_guided(packing, total_cost(0, list_.size()));
+    if (!is_much && has_long_range) list_tiles(packing, false);
   }
   if (is_much) {
     out.tickets.assign(choice_.num_tickets, {});
