@@ -129,7 +129,8 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_model"]["pat_layers"] == 1
-    assert found.draft_calls == {("pat", 0): 2 * found.stats["verify"]["steps"]}
+    assert found.routes["draft_extend"]["pat_layers"] == 1
+    assert found.draft_calls == {("pat", 0): 3 * found.stats["verify"]["steps"]}
     assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
 
 
@@ -174,14 +175,15 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
         return
     assert found.routes is not None
     routes = dict(found.routes)
-    assert routes.pop("draft_model") == routes
+    assert routes.pop("draft_model") == routes.pop("draft_extend") == routes
     steps = speculation["speculative_num_steps"] - 1
     layers = {layer for _, layer in found.calls}
     verified, drafted = found.stats["verify"], found.stats["draft"]
-    assert found.draft_calls == dict.fromkeys(found.calls, steps * verified["steps"])
+    # Once more, to read what was accepted.
+    assert found.draft_calls == dict.fromkeys(found.calls, (steps + 1) * verified["steps"])
+    assert found.stats["draft_extend"] == verified
     assert found.draft_calls.keys() == found.calls.keys()
-    assert {layer for _, layer in expected.draft_calls} == layers
-    assert {who for who, _ in expected.draft_calls} == {"default"}
+    assert expected.draft_calls.keys() == {("default", layer) for layer in layers}
     assert drafted["steps"] == steps * verified["steps"]
     rows = verified["rows"] // speculation["speculative_num_draft_tokens"]
     assert drafted["rows"] == steps * rows
@@ -197,7 +199,7 @@ def assert_routes(run: Run, family: Family) -> None:
     assert run.layers_of("pat") == family.pat
     assert run.layers_of("default") == tuple(delegated)
     assert run.routes is not None
-    assert {name: each for name, each in run.routes.items() if name != "draft_model"} == {
+    assert {name: each for name, each in run.routes.items() if not name.startswith("draft_")} == {
         "default_backend": "torch_native",
         "pat_layers": len(family.pat),
         "default_layers": {reason: len(layers) for reason, layers in family.default.items()},
