@@ -296,10 +296,10 @@ class PatDecoder(PlannedAttention):
             return super()._run(run, q, caches, layer, forward_batch)
         # As the pool has them, which may be rounded to a smaller type.
         slots = forward_batch.out_cache_loc
-        k, v = (
-            cache[slots].to(q.dtype) * scale
-            for cache, scale in zip(caches, self._scales(layer), strict=True)
-        )
+        k, v = (cache[slots].to(q.dtype) for cache in caches)
+        if self.routes.are_scaled:
+            k_scale, v_scale = self._scales(layer)
+            k, v = k * k_scale, v * v_scale
         return trees.merge(q, k, v, layer, run(q, return_lse=True))
 
     # --- statistics ---
