@@ -104,8 +104,9 @@ def test_speculation(
     verified = found.stats["verify"]
     assert {*found.calls.values()} == {verified["steps"]}
     tokens = speculation["speculative_num_draft_tokens"]
-    # The first prompt is answered once more.
-    assert verified["rows"] == tokens * (sum(found.verify_steps) + found.first_verify_steps)
+    # The first prompt is answered once more. A round may begin before it is known who has ended.
+    rows = tokens * (sum(found.verify_steps) + found.first_verify_steps)
+    assert rows <= verified["rows"] <= rows + tokens * (len(found.tokens) + 1)
 
 
 @pytest.mark.nightly
@@ -153,7 +154,12 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     assert found.tokens == stopped
     assert found.stats["private_steps"] == {}
     assert found.stats["batch_changes"]["leave"] >= len(stopped)
-    few = {"max_total_tokens": 420, "schedule_conservativeness": 0.05}
+    # With overlap SGLang reserves more for each round, and admits fewer.
+    few = {
+        "max_total_tokens": 420,
+        "schedule_conservativeness": 0.05,
+        "disable_overlap_schedule": True,
+    }
     found = engines.run(small, "pat", **few, **drafts)
     assert found.tokens == alone.tokens
     assert found.retractions > 0
