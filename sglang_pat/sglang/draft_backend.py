@@ -62,10 +62,63 @@ def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     return backend
 
 
+def _after_capture(result: Any, worker: Any) -> None:
+    """AFTER EagleDraftWorker._capture_cuda_graphs, which captures what a draft model reads of a
+    verify step over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
+    captured where no layer is the default backend's."""
+    backend = getattr(worker, "draft_extend_attn_backend", None)
+    if not isinstance(backend, PatMixin) or backend.needs_default:
+        return
+    is_captured = worker.cuda_graph_runner_for_draft_extend is not None
+    if is_captured or worker.device != "cuda" or not _captures_extends():
+        return
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
+        EAGLEDraftExtendCudaGraphRunner,
+    )
+
+    captured = EAGLEDraftExtendCudaGraphRunner(worker)
+    if not backend.needs_default:  # still, after the warm-up
+        worker.cuda_graph_runner_for_draft_extend = captured
+
+
+def _captures_extends() -> bool:
+    """Whether SGLang's options let it capture such steps, and its decode steps."""
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    is_off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
+
+
+def _after_execute(result: Any, graphs: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER EAGLEDraftExtendCudaGraphRunner.execute: says in 0.5.17 before the replay that slots
+    have been read, which pat reads in it. Later versions ask for `shared_read_ends`."""
+    event = getattr(graphs.model_runner, "war_fastpath_read_done_event", None)
+    if event is not None and isinstance(graphs.attn_backend, PatMixin):
+        event.record()
+
+
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
 _HOOKS = (
     Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
     Hook(_FACTORY, "create_draft_extend_backend", _after_create_extend_backend, HookType.AFTER),
+    Hook(
+        "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
+        "_capture_cuda_graphs",
+        _after_capture,
+        HookType.AFTER,
+    ),
+    Hook(
+        "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
+        ":EAGLEDraftExtendCudaGraphRunner",
+        "execute",
+        _after_execute,
+        HookType.AFTER,
+    ),
 )
 
 

@@ -42,6 +42,11 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if decoder.needs_lengths:  # of the object: some classes set it
             self.needs_cpu_seq_lens = True
 
+    @property
+    def needs_default(self) -> bool:
+        """Whether the default backend has layers to do in steps that are pat's."""
+        return bool(self._pat.routes.delegated)
+
     def _pat_does(self, mode: ForwardMode) -> bool:
         """Whether steps are pat's."""
         return mode in self._pat.modes
