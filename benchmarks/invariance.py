@@ -78,8 +78,8 @@ class World:
             return torch.randn(shape, device="cuda").to(config.dtype)
 
         self.q = tensor(len(case.seq_lens), heads[0], config.head_dim)
-        self.k = tensor(case.num_slots, heads[1], config.head_dim)
-        self.v = tensor(case.num_slots, heads[1], config.v_head_dim)
+        self.k = tensor(case.num_slots, heads[1], config.head_dim).to(config.cache_dtype)
+        self.v = tensor(case.num_slots, heads[1], config.v_head_dim).to(config.cache_dtype)
         self.sinks = tensor(heads[0]) if sinks else None
         # One more row, of padding.
         tokens = np.concatenate([case.tokens, np.zeros_like(case.tokens[:1])])

@@ -51,6 +51,10 @@ struct Consumer {
     return wait_for_stage(storage.kv_full, ring);
   }
   __device__ __forceinline__ uint32_t wait_for_wgmma_stage() const {
+    // The first of an item. After tiles that do not wait for converters, these may be a whole ring behind: then the parity
+    // of their barrier is still that of the lap before the last. They have arrived for the last one where the stage has
+    // been filled again.
+    if constexpr (kHasConverters<Dims>) wait_for_stage();
     return wait_for_wgmma_stage(ring);
   }
 

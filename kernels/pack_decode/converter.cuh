@@ -22,18 +22,17 @@ class Converter {
       ptx::barrier_wait(ptx::shared_address(&storage_.kv_full[stage]), ring_.parity);
       const StageRecord record{__shfl_sync(kFullWarp, storage_.stage_records[stage].packed, 0)};
       if (record.is_end()) return;
+      const uint32_t ready = ptx::shared_address(&storage_.kv_ready[stage]);
       if (record.is_for_wgmma()) {
         convert(ptx::shared_address(storage_.kv[stage]));
         ptx::fence_shared_memory();  // of the keys too, which others have copied
         __syncwarp();
       }
-      if (lane_ == 0) {
-        const uint32_t ready = ptx::shared_address(&storage_.kv_ready[stage]);
-        // The phase before is over. But nobody may have waited for it: mma.sync tiles read bytes.
-        ptx::barrier_wait(ready, ring_.parity ^ 1);
-        ptx::barrier_arrive(ready);
-        ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
-      }
+      if (lane_ == 0) ptx::barrier_arrive(ready);
+      // In place of the consumers, which do not wait here in tiles on mma.sync: no phase goes by unseen.
+      if (!record.is_for_wgmma()) ptx::barrier_wait(ready, ring_.parity);
+      // Last, so that a stage is filled again once all converters have arrived at both. Every lane, for what it has written.
+      ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
     }
   }
 

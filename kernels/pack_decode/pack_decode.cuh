@@ -34,7 +34,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
                       kProducerWarps * 32 + 1);  // copies, record
     ptx::barrier_init(
         ptx::shared_address(&storage.kv_empty[i]),
-        kConsumerWarps * kStageArrivals<Dims> + (kHasConverters<Dims> ? kConverterWarps : 0));
+        kConsumerWarps * kStageArrivals<Dims> + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
     if constexpr (kHasConverters<Dims>) {
       ptx::barrier_init(ptx::shared_address(&storage.kv_ready[i]), kConverterWarps);
     }

@@ -6,6 +6,7 @@ whether they do: what the default backend stores in a prefill, decode must read,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,9 +44,12 @@ def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Rea
     if default in _UNCERTAIN and scales != (None, None):
         return Reason("KV pool", f"scaled, under {default}")
     try:
-        read_scales(layer)
+        read = read_scales(layer)
     except ValueError as error:
         return Reason("KV pool", str(error))
+    for scale in read:
+        if not 0 < scale < math.inf:
+            return Reason("KV pool", f"scaled by {scale}")
     return None
 
 

@@ -16,7 +16,9 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 def kernels_for(heads: Heads) -> DecodeKernels:
     device = torch.device("cuda")
-    config = KernelConfig.for_device(heads.dtype, heads.head_dim, device, heads.v_head_dim)
+    config = KernelConfig.for_device(
+        heads.dtype, heads.head_dim, device, heads.v_head_dim, heads.kv_dtype
+    )
     return DecodeKernels(config)
 
 
@@ -31,8 +33,10 @@ def kernels_for(heads: Heads) -> DecodeKernels:
         Heads(16, 16, 64, FP16),
         Heads(8, 2, 128, FP16),
         Heads(16, 1, 256, BF16),
+        Heads(8, 2, kv_dtype=torch.float8_e4m3fn),
+        Heads(5, 1, 64, FP16, kv_dtype=torch.float8_e5m2),
     ],
-    ids=lambda h: f"{h.num_qo_heads}-{h.num_kv_heads}-{h.head_dim}-{str(h.dtype)[6:]}",
+    ids=lambda h: f"{h.num_qo_heads}-{h.num_kv_heads}-{h.head_dim}-{h.dtype}-{h.kv_dtype}",
 )
 def test_a_request_has_the_same_bits_in_every_batch(heads: Heads, sinks: bool) -> None:
     from invariance import World, random_forest

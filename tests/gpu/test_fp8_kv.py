@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from forests import ForestCase, forest_cases, make_case
+from hand_plans import MAX_ROWS, HandPlan, random_case, random_plan, tails, tails_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numerics import compare
@@ -24,6 +25,7 @@ from pack_decode_cases import (
 )
 
 from sglang_pat import PackAttention
+from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.support import HEAD_DIMS
@@ -58,9 +60,15 @@ def random_bytes(tensors: Tensors, kv_dtype: torch.dtype) -> Tensors:
     return dataclasses.replace(tensors, k_cache=caches[0], v_cache=caches[1])
 
 
-def run_case(case: ForestCase, heads: Heads, tensors: Tensors, *, workers=None, **options):
+def run_case(
+    case: ForestCase, heads: Heads, tensors: Tensors, *, workers=None, plan=None, **options
+):
     step = planned_step(heads, **(workers or SPLIT))
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    index = tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    if plan is None:
+        step.write(case.batch(), *index)
+    else:
+        step.executor.load_plan(plan, Step(*index, case.seq_lens))
     return run(step, tensors, **options)
 
 
@@ -222,6 +230,20 @@ def test_lengths(length: int) -> None:
     check_near_exact(make_case([(-1, length)], [(0, 7)] * 3), heads)
 
 
+@both_types
+@pytest.mark.parametrize("group_size", [1, 4, 7, 16])
+def test_segments_that_count_for_some_rows(group_size: int, kv_dtype: torch.dtype) -> None:
+    """As the rows of drafts that are verified have them, and other plans than schedulers make."""
+    heads = Heads(2 * group_size, 2, kv_dtype=kv_dtype)
+    for seed in range(4):
+        case = random_case(100 * group_size + seed)
+        check_near_exact(case, heads, plan=random_plan(case, group_size, seed))
+    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
+    for reverse in (False, True):
+        plan: HandPlan = tails(lengths, group_size, reverse=reverse)
+        check_near_exact(tails_case(lengths), heads, plan=plan)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 1000])
 @pytest.mark.parametrize("max_block_q", [16, 32, 64])
 def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
@@ -257,6 +279,42 @@ def test_scales_against_float64(logit_cap: float, kv_dtype: torch.dtype) -> None
     assert report.acceptable, str(report)
     logit_error, instructions = logit_errors(heads, tensors, 0.37 * 128**-0.5)
     check_errors(lse, exact_lse, 2e-5 + 1e-3 * logit_cap + logit_error, instructions)
+
+
+@both_types
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_queries_of_any_size_under_a_soft_cap(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Rows of zeros and of the least and the largest numbers, beside others in their tile."""
+    heads = Heads(8, 1, 128, dtype, 0, kv_dtype)
+    case = make_case([(-1, 300)], [(0, 20)] * 16)
+    plain = converted(Tensors.make(case, heads), kv_dtype)
+    info = torch.finfo(dtype)
+    size = plain.q.float().abs().amax()
+    factors = [0.0, info.smallest_normal / 64, 1e-6, 1.0, 1.0, 1e-3, info.max / 4, info.max / size]
+    tensors = dataclasses.replace(
+        plain, q=(plain.q.float() * torch.tensor(factors, device="cuda")[:, None]).to(dtype)
+    )
+    out, lse = run_case(case, heads, tensors, logit_cap=30.0)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    index = tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    caches = tensors.k_cache.double(), tensors.v_cache.double()
+    exact, exact_lse = dense_attention(tensors.q, *caches, *index, logit_cap=30.0)
+    torch.testing.assert_close(out.double()[:, :6], exact[:, :6], atol=4e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double()[:, :6], exact_lse[:, :6], atol=4e-2, rtol=0)
+
+
+@pytest.mark.parametrize("exponent", [-100, 7])
+def test_scales_of_any_size(exponent: int) -> None:
+    """Of keys and of values, with queries and outputs that make up for them."""
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    tensors = converted(Tensors.make(MIXED, heads), E4M3)
+    expected, expected_lse = run_case(MIXED, heads, tensors)
+    changed = dataclasses.replace(tensors, q=tensors.q * 2.0**-exponent)
+    scales = {"k_scale": 2.0**exponent, "v_scale": 2.0**-exponent}
+    out, lse = run_case(MIXED, heads, changed, **scales)
+    torch.testing.assert_close(out * 2.0**exponent, expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-5)
 
 
 def test_a_nan_reaches_the_requests_that_read_it_and_no_other() -> None:

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from forests import ForestCase, broken_token, make_case
-from hand_plans import MAX_ROWS, HandItem, HandPlan, HandSegment, random_plan
+from hand_plans import (
+    MAX_ROWS,
+    HandItem,
+    HandPlan,
+    HandSegment,
+    random_case,
+    random_plan,
+    tails,
+    tails_case,
+)
 from numerics import compare
 from pack_decode_cases import (
     BF16,
@@ -41,34 +50,6 @@ def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> Non
     check(*first, tensors, **options)
     second = run(step, tensors, **options)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
-
-
-def random_case(seed: int, max_requests: int = 40) -> ForestCase:
-    rng = np.random.default_rng(seed)
-
-    def length() -> int:
-        return int(rng.choice([1, 3, 16, 31, 32, 33, 65, 128, 200, 700]))
-
-    num_nodes = int(rng.integers(0, 12))
-    nodes = [(int(rng.integers(-1, i)) if i else -1, length()) for i in range(num_nodes)]
-    requests = [
-        (int(rng.integers(-1, num_nodes)), length() if rng.random() < 0.8 else 0)
-        for _ in range(int(rng.integers(1, max_requests)))
-    ]
-    return make_case(nodes, requests, seed=seed)
-
-
-def tails(lengths: list[int], group_size: int, *, reverse: bool = False) -> HandPlan:
-    """One item of private tails behind a prefix of 100 tokens; or the prefix behind the tails."""
-    segments = [HandSegment(SHARED_KV, 0, 100, 0, len(lengths))]
-    segments += [HandSegment(r, 100, OPEN_END, r, r + 1) for r in range(len(lengths))]
-    requests = [*range(len(lengths))]
-    items = [HandItem(requests, segments[::-1] if reverse else segments)]
-    return HandPlan(len(lengths), group_size, items, [(0, 0, 100)])
-
-
-def tails_case(lengths: list[int]) -> ForestCase:
-    return make_case([(-1, 100)], [(0, length) for length in lengths])
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16])

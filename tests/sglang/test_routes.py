@@ -122,6 +122,16 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
         "KV pool with scales that the host does not know",
         "KV pool = with scales that the host does not know .layer 1.",
     ),
+    "a scale of nothing": (
+        lambda: fp8_runner(model=scaled_layers(k_scale_float=0.0)),
+        "KV pool scaled by 0.0",
+        "KV pool = scaled by 0.0 .layer 1.",
+    ),
+    "no scale at all": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=float("nan"))),
+        "KV pool scaled by nan",
+        "KV pool = scaled by nan .layer 1.",
+    ),
     "strided pool": (
         lambda: runner(token_to_kv_pool=strided_pool()),
         "KV pool KVPool of torch.float32 [2, 64]",

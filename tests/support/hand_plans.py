@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from forests import ForestCase
+from forests import ForestCase, make_case
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
@@ -215,3 +215,31 @@ def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
     while sum(tickets) < len(items):
         tickets.append(int(rng.integers(1, min(40, len(items) - sum(tickets)) + 1)))
     return HandPlan(num_requests, group_size, items, spans, tickets)
+
+
+def random_case(seed: int, max_requests: int = 40) -> ForestCase:
+    rng = np.random.default_rng(seed)
+
+    def length() -> int:
+        return int(rng.choice([1, 3, 16, 31, 32, 33, 65, 128, 200, 700]))
+
+    num_nodes = int(rng.integers(0, 12))
+    nodes = [(int(rng.integers(-1, i)) if i else -1, length()) for i in range(num_nodes)]
+    requests = [
+        (int(rng.integers(-1, num_nodes)), length() if rng.random() < 0.8 else 0)
+        for _ in range(int(rng.integers(1, max_requests)))
+    ]
+    return make_case(nodes, requests, seed=seed)
+
+
+def tails(lengths: list[int], group_size: int, *, reverse: bool = False) -> HandPlan:
+    """One item of private tails behind a prefix of 100 tokens; or the prefix behind the tails."""
+    segments = [HandSegment(SHARED_KV, 0, 100, 0, len(lengths))]
+    segments += [HandSegment(r, 100, OPEN_END, r, r + 1) for r in range(len(lengths))]
+    requests = [*range(len(lengths))]
+    items = [HandItem(requests, segments[::-1] if reverse else segments)]
+    return HandPlan(len(lengths), group_size, items, [(0, 0, 100)])
+
+
+def tails_case(lengths: list[int]) -> ForestCase:
+    return make_case([(-1, 100)], [(0, length) for length in lengths])

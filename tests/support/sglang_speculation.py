@@ -43,12 +43,17 @@ def install() -> None:
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
-    DraftBackendFactory.create_decode_backend = lambda self: DraftSteps(
-        self.draft_model_runner, self.speculative_num_steps
-    )
+    DraftBackendFactory.create_decode_backend = _decode_backend
     DraftBackendFactory.create_draft_extend_backend = lambda self: _torch_native(
         self.draft_model_runner
     )
+
+
+def _decode_backend(factory: Any) -> Any:
+    # As SGLang's: the step that reads what was accepted is the only one of its round.
+    if factory.speculative_num_steps <= 1:
+        return None
+    return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps)
 
 
 def _torch_native(model_runner: Any) -> Any:

@@ -1,0 +1,96 @@
+"""Runs pack_decode twice: as it is, and with warps that sleep where others may wait for them.
+
+Usage: slow_warps.py WHO KV_DTYPE FOLDER, the folder for changed sources of the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from forests import ForestCase, make_case
+from pack_decode_cases import Heads, Tensors, planned_step, run
+
+from sglang_pat.executors import jit
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.loaded_kernels import load_kernels
+
+# Who -> file, line, and what is put behind it.
+DELAYS = {
+    "converters": ("converter.cuh", "if (record.is_end()) return;", "__nanosleep(20000);"),
+    "one converter": (
+        "converter.cuh",
+        "if (record.is_end()) return;",
+        "if (warp_ == 1) __nanosleep(20000);",
+    ),
+    "one consumer": (
+        "consumer.cuh",
+        "position.advance(units);",
+        "if (warp == 2) __nanosleep(40000);",
+    ),
+    "producer of keys": (
+        "kv_stages.cuh",
+        "int stage = ring_.stage;",
+        "if (kIsKey) __nanosleep(9000);",
+    ),
+    "producer of values": (
+        "kv_stages.cuh",
+        "int stage = ring_.stage;",
+        "if (!kIsKey) __nanosleep(9000);",
+    ),
+}
+HEAD_DIMS = (128, 64)
+# Large and small tiles in turns in each CTA, and some of more stages than a ring has.
+CASE = make_case(
+    [(-1, 40 + 17 * (7 * i % 40)) for i in range(120)],
+    [(i % 120, 1 + 13 * (11 * i % 53)) for i in range(720)],
+)
+
+
+def results(case: ForestCase, kv_dtype: torch.dtype | None) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    arch = torch.cuda.get_device_capability()
+    jit.build_all([KernelConfig(torch.bfloat16, n, arch, kv_dtype=kv_dtype) for n in HEAD_DIMS])
+    for head_dim in HEAD_DIMS:
+        heads = Heads(8, 2, head_dim, kv_dtype=kv_dtype)
+        tensors = Tensors.make(case, heads)
+        if kv_dtype is not None:
+            caches = {name: getattr(tensors, name).to(kv_dtype) for name in ("k_cache", "v_cache")}
+            tensors = dataclasses.replace(tensors, **caches)
+        step = planned_step(heads, num_workers=2000, min_piece_tokens=64)
+        step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+        found += run(step, tensors)
+        torch.cuda.synchronize()
+    return found
+
+
+def delay(who: str, folder: Path) -> None:
+    """From now on, kernels are compiled of sources in which someone is slow."""
+    name, line, delay = DELAYS[who]
+    shutil.copytree(jit.source_folder(), folder)
+    path = folder / "pack_decode" / name
+    source = path.read_text()
+    assert source.count(line) == 1, f"{line} in {name}"
+    path.write_text(source.replace(line, f"{line} {delay}"))
+    jit.source_folder = lambda: folder
+    load_kernels.cache_clear()
+
+
+def main() -> int:
+    who, kv_name, folder = sys.argv[1:]
+    kv_dtype = torch.float8_e4m3fn if kv_name == "e4m3" else None
+    expected = results(CASE, kv_dtype)
+    delay(who, Path(folder))
+    found = results(CASE, kv_dtype)
+    if all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
+        print("the same bits")
+        return 0
+    print("other bits")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
