@@ -22,8 +22,7 @@ class DraftTrees:
 
     def __init__(self, num_drafts: int, device: torch.device, reserved: int | None = None) -> None:
         self._num_drafts = num_drafts
-        chain = torch.ones(num_drafts, num_drafts, dtype=torch.bool, device=device).tril()
-        self._chain = _biases(chain)
+        self._chain = torch.ones(num_drafts, num_drafts, device=device).tril().log()
         self._reserved = None
         if reserved is not None:
             self._reserved = self._chain.expand(reserved, -1, -1).clone()
@@ -45,8 +44,9 @@ class DraftTrees:
             forward_batch.seq_lens[:num_known],
             self._num_drafts,
         )
-        self._biases[:num_known].copy_(_biases(masks))
-        self._biases[num_known:].copy_(self._chain)
+        self._biases[:num_known].copy_(masks).log_()
+        if num_known < num_requests:
+            self._biases[num_known:].copy_(self._chain)
 
     def merge(
         self,
@@ -107,11 +107,6 @@ class DraftTrees:
 
         scaling, logit_cap = float(layer.scaling), float(layer.logit_cap)
         return merge_drafts(q, caches, slots, self._biases, before, scaling, logit_cap)
-
-
-def _biases(masks: torch.Tensor) -> torch.Tensor:
-    """What is added to the logits of what is read, and of what is not."""
-    return torch.where(masks, 0.0, float("-inf"))
 
 
 def _float(x: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,26 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
+    """What it reads of the verify step gives the only draft."""
+    small = FAMILIES["llama"]
+    draft = small.write(tmp_path / "draft")
+    speculation = CHAINS | {
+        "speculative_num_steps": 1,
+        "speculative_num_draft_tokens": 2,
+        "speculative_draft_model_path": str(draft),
+    }
+    alone = engines.run(small, None)
+    expected = engines.run(small, None, **speculation)
+    found = engines.run(small, "pat", **speculation)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    verified = found.stats["verify"]
+    assert found.stats["draft_extend"] == verified
+    assert found.draft_calls == dict.fromkeys(found.calls, verified["steps"])
+
+
+@pytest.mark.nightly
 def test_requests_that_stop_and_that_are_retracted_under_speculation(
     engines: FamilyEngines, tmp_path: Path
 ) -> None:

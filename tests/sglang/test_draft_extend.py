@@ -33,6 +33,7 @@ from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import draft_backend, hooks, route_reports
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.hooks import CHANNEL
+from sglang_pat.sglang.options import Reason
 
 DRAFTS, WIDTH, SLOTS = 3, 128, 600
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
@@ -318,6 +319,81 @@ def test_an_idle_rank_plans_nothing() -> None:
     view.forward_mode = ForwardMode.DRAFT_EXTEND_V2
     extending.prepare(view)
     assert extending.counters["draft_extend"] == {"steps": 0, "rows": 0}
+
+
+# --- graphs that SGLang does not capture ---
+
+
+class Captured:
+    """In place of SGLang's runner, which captures when it is made."""
+
+    warm_up: Any = None
+
+    def __init__(self, worker: Any) -> None:
+        if Captured.warm_up is not None:
+            Captured.warm_up()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's, of a draft model of pat's, over a default backend without graphs for it."""
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
+
+    extending = Extending()  # with hooks on the class
+    monkeypatch.setattr(module, "EAGLEDraftExtendCudaGraphRunner", Captured)
+    monkeypatch.setattr(Captured, "warm_up", None)
+    monkeypatch.setattr(draft_backend, "_captures_extends", lambda: True)
+    return SimpleNamespace(
+        device="cuda",
+        extending=extending,
+        draft_extend_attn_backend=extending.backend,
+        cuda_graph_runner_for_draft_extend=None,
+    )
+
+
+def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
+    draft_backend._after_capture(None, worker)
+    assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
+
+
+@pytest.mark.parametrize(
+    "why", ["captured", "cpu", "off", "default", "layers", "warm-up", "others"]
+)
+def test_what_is_read_is_not_captured(
+    worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes, before = worker.extending.backend._pat.routes, None
+    leave = lambda: routes.delegate(1, Reason("attention", "a test"))  # noqa: E731
+    if why == "captured":
+        before = worker.cuda_graph_runner_for_draft_extend = object()
+    elif why == "cpu":
+        worker.device = "cpu"
+    elif why == "off":
+        monkeypatch.setattr(draft_backend, "_captures_extends", lambda: False)
+    elif why == "default":
+        worker.draft_extend_attn_backend = DefaultBackend()
+    elif why == "layers":
+        leave()
+    elif why == "warm-up":  # shows a layer that the default backend has to do
+        monkeypatch.setattr(Captured, "warm_up", leave)
+    elif why == "others":  # of another kind, which have no such steps
+        worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
+    draft_backend._after_capture(None, worker)
+    assert worker.cuda_graph_runner_for_draft_extend is before
+
+
+@pytest.mark.parametrize("is_pats", [True, False])
+def test_slots_have_been_read_when_a_graph_has_run(is_pats: bool) -> None:
+    extending, recorded = Extending(), []
+    event = SimpleNamespace(record=lambda: recorded.append("after"))
+    graphs = SimpleNamespace(
+        model_runner=SimpleNamespace(war_fastpath_read_done_event=event),
+        attn_backend=extending.backend if is_pats else DefaultBackend(),
+    )
+    draft_backend._after_execute(None, graphs, object())
+    assert recorded == (["after"] if is_pats else [])
+    graphs.model_runner = SimpleNamespace()  # of later versions
+    draft_backend._after_execute(None, graphs, object(), select_index=None)
 
 
 # --- the default backend ---
