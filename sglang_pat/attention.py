@@ -243,7 +243,8 @@ class PackAttention:
         req_pool_indices : torch.Tensor
             int64 or int32 `[num_requests]`: the row of each request.
         seq_lens : torch.Tensor
-            int64 or int32 `[num_requests]`, equal to `batch.seq_lens`. The kernels read it in each
+            int64 or int32 `[num_requests]`: `batch.seq_lens`, or a few tokens more, of which the
+            host need not know: no plan depends on them, but in batch-invariant mode. Read in each
             run(), so that a captured graph sees the lengths of its replay.
 
         Returns

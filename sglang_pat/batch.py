@@ -134,7 +134,7 @@ class Step(NamedTuple):
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
-    host_seq_lens: IntArray  # the same lengths
+    host_seq_lens: IntArray  # those that the host knows, which may be a few tokens less
 
 
 def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:

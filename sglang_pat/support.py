@@ -91,7 +91,8 @@ _MATRIX = (
     SupportRow("CUDA graphs", "captured and replayed", MODEL),
     SupportRow(
         "forward mode",
-        "decode; in speculative decoding, verify steps and the decode steps of draft models",
+        "decode; in speculative decoding, verify steps and all steps of draft models but their "
+        "prompts",
         DEFAULT_DECODES,
     ),
     SupportRow(

@@ -132,7 +132,7 @@ _NOT_KNOWN = (
 
 _AS_A_DRAFT_MODEL = (
     "As a draft model of speculative decoding (--speculative-eagle-topk 1), pat decodes the same "
-    "layers; what was accepted, and prompts, it reads by {}."
+    "layers, and reads in them what was verified; prompts it reads by {}."
 )
 
 

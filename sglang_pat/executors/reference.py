@@ -95,7 +95,8 @@ class PlanExecution:
         item_of = np.repeat(np.arange(len(items)), items[:, 4])
         ends = segments[:, 2].copy()
         is_open = ends == OPEN_END
-        ends[is_open] = step.host_seq_lens[segments[is_open, 0]]
+        # As the kernels do: the host may know of less.
+        ends[is_open] = step.seq_lens.cpu().numpy()[segments[is_open, 0]]
         first, end = segments[:, 3] & 0xFFFF, segments[:, 3] >> 16
         ranges = _SegmentRanges(
             tile=items[item_of, 0],

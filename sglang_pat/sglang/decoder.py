@@ -11,22 +11,33 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.draft_decoder import DraftDecoder
+from sglang_pat.sglang.draft_extend import DraftExtend
 from sglang_pat.sglang.draft_rows import Drafts
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import CHANNEL, VERIFY_HOOKS, StepRequests, install_hooks
-from sglang_pat.sglang.layer_attention import LayerAttention
+from sglang_pat.sglang.hooks import (
+    CHANNEL,
+    VERIFY_HOOKS,
+    StepRequests,
+    install_hooks,
+    step_of_extend,
+)
 from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.options import drafts_of
+from sglang_pat.sglang.planned_attention import PlannedAttention
+from sglang_pat.sglang.radix import Request
 from sglang_pat.sglang.reader import BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
+from sglang_pat.sglang.route_reports import report_routes
 from sglang_pat.sglang.routes import Routes
 from sglang_pat.sglang.self_test import check_version
 from sglang_pat.sglang.verify_steps import VerifySteps
@@ -34,8 +45,12 @@ from sglang_pat.stats import Counters, read_counters
 
 logger = logging.getLogger(__name__)
 
+_VERIFY = ForwardMode.TARGET_VERIFY
+_DECODES = (ForwardMode.DECODE,)
+_VERIFIES = (ForwardMode.DECODE, _VERIFY)
 
-class PatDecoder(LayerAttention):
+
+class PatDecoder(PlannedAttention):
     """Plans a decode step, and computes the attention of its layers.
 
     Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move. A
@@ -46,7 +61,9 @@ class PatDecoder(LayerAttention):
         super().__init__(model_runner, environment, routes)
         install_hooks()
         self._verify: VerifySteps | None = None
+        self._verified: list[Request] | None = None  # of the last step, if it was a verify step
         self._drafting: DraftDecoder | None = None
+        self._extend: DraftExtend | None = None
         drafts = drafts_of(model_runner.server_args)
         if drafts is not None:
             install_hooks(VERIFY_HOOKS)
@@ -67,9 +84,37 @@ class PatDecoder(LayerAttention):
         """Whether those drafts may branch."""
         return self._verify is not None and not self._verify.drafts.are_chains
 
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether plans are made from lengths that SGLang copies to the host in each step: a step
+        then waits for the verify step before. Chains do with those that the host knows anyway."""
+        return self._verify is None or self.verifies_trees
+
+    @property
+    def modes(self) -> tuple[ForwardMode, ...]:
+        """Of the steps that are planned here: those that decode, and those that verify drafts."""
+        return _DECODES if self._verify is None else _VERIFIES
+
+    @property
+    def default_has_tables(self) -> bool:
+        """Whether SGLang writes into the default backend's tables, whoever attends."""
+        return self.verifies
+
+    def report_routes(self) -> None:
+        """They have changed."""
+        report_routes(self.routes)
+
     def report_drafting(self, drafting: DraftDecoder) -> None:
         """Report what is counted by the decoder of the draft model, too."""
         self._drafting = drafting
+
+    def report_extend(self, extend: DraftExtend) -> None:
+        """As report_drafting(), of its steps that read what was accepted. Plans are made for the
+        shapes of its layers, too."""
+        self._extend = extend
+        more = {*extend.routes.shapes.values()} - self._plans.of_shape.keys()
+        if more:
+            self._microbatches.add(partial(self._new_plans, more))
 
     # --- once per step ---
 
@@ -78,7 +123,7 @@ class PatDecoder(LayerAttention):
         if forward_batch.batch_size == 0:  # an idle rank under data parallelism
             return
         num_repeated = self._repeats.end()
-        step = CHANNEL.acknowledge()
+        step = self._acknowledge(forward_batch)
         microbatch = self._microbatches.of(step)
         self._plan(microbatch.reader, microbatch.eager, step, forward_batch)
         self._reports.add_step(microbatch.eager.step_time, num_repeated)
@@ -86,7 +131,7 @@ class PatDecoder(LayerAttention):
     def plan_captured(self, forward_batch: Any, in_capture: bool) -> None:
         """Before a CUDA graph is captured or replayed: write the plan that the graph reads."""
         begun_ns = time.perf_counter_ns()
-        step = CHANNEL.acknowledge()
+        step = self._acknowledge(forward_batch)
         microbatch = self._microbatches.of(step)
         if (
             not in_capture
@@ -112,6 +157,57 @@ class PatDecoder(LayerAttention):
             self._reports.add_step(plans.step_time, num_repeated)
             self._expect_repeats(microbatch.reader, plans, forward_batch, verifies=verifies)
 
+    def _acknowledge(self, forward_batch: Any) -> StepRequests | None:
+        step = CHANNEL.acknowledge()
+        is_verified = step is not None and forward_batch.forward_mode is _VERIFY
+        self._verified = step.reqs if step is not None and is_verified else None
+        return step
+
+    def plan_extend(
+        self, forward_batch: Any, *, is_captured: bool = False, in_capture: bool = False
+    ) -> StepPlans:
+        """The plans for a step with the rows of a verify step, as a draft model reads them.
+
+        Parameters
+        ----------
+        forward_batch
+            SGLang's, of that step.
+        is_captured
+            Whether a CUDA graph runs it.
+        in_capture
+            Whether that is being captured.
+
+        Returns
+        -------
+        StepPlans
+            Those of the verify step before, if they lie where the step reads them. Otherwise it is
+            planned.
+        """
+        verify = self._verify
+        assert verify is not None
+        step = step_of_extend(forward_batch)
+        microbatch = self._microbatches.of(step)
+        is_verified = step is not None and step.reqs is self._verified
+        num_rows = forward_batch.batch_size * verify.drafts.per_request
+        is_in_place = self._plans is microbatch.captured and self._plans.num_rows == num_rows
+        if is_verified and (is_in_place or not is_captured):
+            return self._plans
+        num_repeated = self._repeats.end()
+        plans = microbatch.captured if is_captured else microbatch.eager
+        assert plans is not None
+        self._plan(
+            microbatch.reader,
+            plans,
+            step,
+            verify.before_extend(forward_batch),
+            is_captured=is_captured,
+            in_capture=in_capture,
+            is_counted=False,
+        )
+        if not in_capture:
+            self._reports.add_step(plans.step_time, num_repeated)
+        return plans
+
     def record_in_graph(self, forward_batch: Any) -> None:
         """While a CUDA graph is captured: what it does by itself before its layers."""
         if self._verify is not None:
@@ -126,6 +222,7 @@ class PatDecoder(LayerAttention):
         *,
         is_captured: bool = False,
         in_capture: bool = False,
+        is_counted: bool = True,
     ) -> bool:
         """Read the step's paths, and plan it. Returns whether it verifies drafts."""
         req_pool_indices, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
@@ -138,7 +235,7 @@ class PatDecoder(LayerAttention):
         elif verify is not None:
             verify.leave()
         batch = reader.read(step, forward_batch, drafts)
-        if verify is not None and drafts is not None and step is not None:
+        if verify is not None and drafts is not None and step is not None and is_counted:
             verify.count(int(np.count_nonzero(batch.seq_lens)))
         self._plan_batch(reader, plans, batch, req_pool_indices, seq_lens)
         return drafts is not None
@@ -197,13 +294,15 @@ class PatDecoder(LayerAttention):
         trees = None if self._verify is None else self._verify.trees()
         if trees is None:
             return super()._run(run, q, caches, layer, forward_batch)
+        before, slots = run(q, return_lse=True), forward_batch.out_cache_loc
+        if q.is_cuda and not self.routes.are_scaled and caches[0].dtype == q.dtype:
+            return trees.merge_stored(q, caches, slots, layer, before)
         # As the pool has them, which may be rounded to a smaller type.
-        slots = forward_batch.out_cache_loc
-        k, v = (
-            cache[slots].to(q.dtype) * scale
-            for cache, scale in zip(caches, self._scales(layer), strict=True)
-        )
-        return trees.merge(q, k, v, layer, run(q, return_lse=True))
+        k, v = (cache[slots].to(q.dtype) for cache in caches)
+        if self.routes.are_scaled:
+            k_scale, v_scale = self._scales(layer)
+            k, v = k * k_scale, v * v_scale
+        return trees.merge(q, k, v, layer, before)
 
     # --- statistics ---
 
@@ -220,6 +319,8 @@ class PatDecoder(LayerAttention):
         if self._drafting is not None:
             more["draft"] = [self._drafting.counts, self._drafting.plan_counts()]
             more["draft_kv_tokens"] = [self._drafting.kv_tokens]
+        if self._extend is not None:
+            more["draft_extend"] = [self._extend.counts]
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(

@@ -1,8 +1,9 @@
 """Gives the steps of a draft model the decode attention of pat.
 
 SGLang has an attention backend for each step of a round, and a container that prepares them all
-together. As in `backend.py`, each becomes an instance of a subclass of its own class. What a draft
-model does besides, reading what was accepted, is the default backend's.
+together. As in `backend.py`, each becomes an instance of a subclass of its own class. So does the
+backend with which a draft model reads what was accepted (`draft_extend.py`), and its prompts, which
+stay the default backend's.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.decoder import PatDecoder
 from sglang_pat.sglang.draft_decoder import DraftDecoder
+from sglang_pat.sglang.draft_extend import DraftExtend
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import Hook, install_hooks
 from sglang_pat.sglang.mixins import can_become, with_mixin
 from sglang_pat.sglang.options import Reason, resolved
-from sglang_pat.sglang.route_reports import report_draft_routes
+from sglang_pat.sglang.pat_mixin import PatMixin
+from sglang_pat.sglang.route_reports import report_draft_routes, report_extend_routes
 from sglang_pat.sglang.routes import Routes
 from sglang_pat.sglang.substitution import is_asked_for
 
@@ -40,7 +43,7 @@ def await_draft_model(decoder: PatDecoder | None) -> None:
     """
     _Served.decoder = decoder
     if decoder is not None:
-        install_hooks([_HOOK])
+        install_hooks(_HOOKS)
 
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
@@ -51,11 +54,71 @@ def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
     return steps
 
 
-_HOOK = Hook(
-    "sglang.srt.speculative.draft_utils:DraftBackendFactory",
-    "create_decode_backend",
-    _after_create_decode_backend,
-    HookType.AFTER,
+def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
+    """AFTER DraftBackendFactory.create_draft_extend_backend."""
+    runner, decoder = factory.draft_model_runner, _Served.decoder
+    if backend is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_extend(backend, runner, decoder)
+    return backend
+
+
+def _after_capture(result: Any, worker: Any) -> None:
+    """AFTER EagleDraftWorker._capture_cuda_graphs, which captures what a draft model reads of a
+    verify step over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
+    captured where no layer is the default backend's."""
+    backend = getattr(worker, "draft_extend_attn_backend", None)
+    if not isinstance(backend, PatMixin) or backend.needs_default:
+        return
+    is_captured = worker.cuda_graph_runner_for_draft_extend is not None
+    if is_captured or worker.device != "cuda" or not _captures_extends():
+        return
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
+        EAGLEDraftExtendCudaGraphRunner,
+    )
+
+    captured = EAGLEDraftExtendCudaGraphRunner(worker)
+    if not backend.needs_default:  # still, after the warm-up
+        worker.cuda_graph_runner_for_draft_extend = captured
+
+
+def _captures_extends() -> bool:
+    """Whether SGLang's options let it capture such steps, and its decode steps."""
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    is_off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
+
+
+def _after_execute(result: Any, graphs: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER EAGLEDraftExtendCudaGraphRunner.execute: says in 0.5.17 before the replay that slots
+    have been read, which pat reads in it. Later versions ask for `shared_read_ends`."""
+    event = getattr(graphs.model_runner, "war_fastpath_read_done_event", None)
+    if event is not None and isinstance(graphs.attn_backend, PatMixin):
+        event.record()
+
+
+_FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+_HOOKS = (
+    Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
+    Hook(_FACTORY, "create_draft_extend_backend", _after_create_extend_backend, HookType.AFTER),
+    Hook(
+        "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
+        "_capture_cuda_graphs",
+        _after_capture,
+        HookType.AFTER,
+    ),
+    Hook(
+        "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
+        ":EAGLEDraftExtendCudaGraphRunner",
+        "execute",
+        _after_execute,
+        HookType.AFTER,
+    ),
 )
 
 
@@ -71,7 +134,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: PatDecoder) -> None:
     decoder
         Of the model that is served, which reports what is counted here.
     """
-    routes = _routes(steps, model_runner)
+    routes = _routes(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
     kinds = [(each, with_mixin(PatDraftStep, type(each))) for each in backends]
     kinds.append((steps, with_mixin(PatDraftSteps, type(steps))))
@@ -90,7 +153,46 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: PatDecoder) -> None:
     report_draft_routes(routes)
 
 
-def _routes(steps: Any, model_runner: Any) -> Routes:
+def with_pat_extend(backend: Any, model_runner: Any, decoder: PatDecoder) -> None:
+    """Let a draft model attend by pat where it can, when it reads what was accepted.
+
+    Parameters
+    ----------
+    backend
+        SGLang's, of these steps and of prompts. Its class is changed.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, whose plans are used.
+    """
+    routes = _routes(model_runner)
+    kind = with_mixin(PatMixin, type(backend))
+    reason = _extend_reason(model_runner, decoder)
+    if reason is None and not can_become(backend, kind):
+        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+    if routes.shapes and reason is not None:
+        routes.delegate_all(reason)
+    if routes.shapes:
+        extend = DraftExtend(model_runner, routes, decoder)
+        backend.__class__ = kind
+        backend.take(extend, strict=False)
+        decoder.report_extend(extend)
+    report_extend_routes(routes)
+
+
+def _extend_reason(model_runner: Any, decoder: PatDecoder) -> Reason | None:
+    """Why the plans of the model that is served do not serve a draft model."""
+    if decoder.verifies_trees:
+        return Reason("speculative decoding", "drafts that branch")
+    if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
+        return Reason("speculative decoding", "--enable-multi-layer-eagle")
+    types = (model_runner.dtype, model_runner.kv_cache_dtype)
+    if types != decoder.dtypes:
+        return Reason("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
+    return None
+
+
+def _routes(model_runner: Any) -> Routes:
     arguments = model_runner.server_args
     named = getattr(model_runner, "draft_attention_backend", None) or resolved(arguments, _NAMED)
     name = named or resolved(arguments, "decode_attention_backend")
@@ -110,12 +212,10 @@ class PatDraftSteps:
     """
 
     _drafting: DraftDecoder
-    needs_cpu_seq_lens: bool
 
     def take(self, drafting: DraftDecoder) -> None:
         """Decode with it from now on."""
         self._drafting = drafting
-        self.needs_cpu_seq_lens = True  # plans are made on the host
 
     def _takes_default(self) -> bool:
         """Whether the default backend is prepared for the next round too."""

@@ -18,12 +18,12 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import requests_of
-from sglang_pat.sglang.layer_attention import LayerAttention
 from sglang_pat.sglang.microbatches import StepPlans
+from sglang_pat.sglang.planned_attention import PlannedAttention
 from sglang_pat.sglang.routes import Routes
 
 
-class DraftDecoder(LayerAttention):
+class DraftDecoder(PlannedAttention):
     """Plans a round of drafting, and computes the attention of its steps.
 
     Attributes

@@ -1,8 +1,8 @@
 """Drafts that are trees: what a draft token reads of the draft tokens of its step.
 
 A plan covers what a request had before the step. Its draft tokens are few, and each reads those
-before it on its own branch: that attention is computed in torch, from the keys and values that the
-layer has just been given, and merged with the plan's by LSE.
+before it on its own branch: that attention is computed apart, of the keys and values that the layer
+has just stored, and merged with the plan's by LSE.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ class DraftTrees:
 
     def __init__(self, num_drafts: int, device: torch.device, reserved: int | None = None) -> None:
         self._num_drafts = num_drafts
-        self._chain = torch.ones(num_drafts, num_drafts, dtype=torch.bool, device=device).tril()
+        self._chain = torch.ones(num_drafts, num_drafts, device=device).tril().log()
         self._reserved = None
         if reserved is not None:
             self._reserved = self._chain.expand(reserved, -1, -1).clone()
-        self._masks = self._chain[None]  # [requests, draft tokens, draft tokens that it reads]
+        # Of a draft token that another one reads, and does not: 0 and -inf.
+        self._biases = self._chain[None]  # [requests, draft tokens, draft tokens that it reads]
 
     def take(self, forward_batch: Any, *, in_capture: bool) -> None:
         """Go to the next step. Rows of padding are chains."""
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
-            self._masks = self._chain.expand(num_requests, -1, -1).clone()
+            self._biases = self._chain.expand(num_requests, -1, -1).clone()
         else:
-            self._masks = self._reserved[:num_requests]
+            self._biases = self._reserved[:num_requests]
         num_known = num_requests - getattr(forward_batch, "num_padding", 0)
         if in_capture or num_known == 0:
             return
@@ -43,8 +44,9 @@ class DraftTrees:
             forward_batch.seq_lens[:num_known],
             self._num_drafts,
         )
-        self._masks[:num_known].copy_(masks)
-        self._masks[num_known:].copy_(self._chain)
+        self._biases[:num_known].copy_(masks).log_()
+        if num_known < num_requests:
+            self._biases[num_known:].copy_(self._chain)
 
     def merge(
         self,
@@ -72,21 +74,44 @@ class DraftTrees:
             As the output.
         """
         out, lse = before
-        drafts = (len(self._masks), self._num_drafts)
-        kv_heads = k.shape[1]
-        queries = q.float().view(*drafts, kv_heads, -1, q.shape[-1])
-        keys, values = (each.float().view(*drafts, kv_heads, -1) for each in (k, v))
-        logits = torch.einsum("bihgd,bjhd->bihgj", queries, keys) * layer.scaling
+        count, drafts, kv_heads = len(self._biases), self._num_drafts, k.shape[1]
+        group = q.shape[1] // kv_heads
+        # A few kernels in each layer: rows are [request and KV head, draft token and query head].
+        queries = _float(q.view(count, drafts, kv_heads, group, -1).transpose(1, 2)).flatten(2, 3)
+        keys, values = (_float(x.view(count, drafts, kv_heads, -1).transpose(1, 2)) for x in (k, v))
+        queries, keys, values = (each.flatten(0, 1) for each in (queries, keys, values))
+        logits = torch.bmm(queries, keys.mT).view(count, kv_heads, drafts, group, drafts)
+        scale = layer.scaling
         if layer.logit_cap:
-            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-        logits = logits.masked_fill(~self._masks[:, :, None, None, :], float("-inf"))
-        tree_lse = torch.logsumexp(logits, dim=-1)
-        lse = lse.view(tree_lse.shape)
-        total = torch.logaddexp(lse, tree_lse)
-        weights = torch.exp(logits - total[..., None])
-        merged = torch.einsum("bihgj,bjhd->bihgd", weights, values)
-        merged += torch.exp(lse - total)[..., None] * out.view(merged.shape)
-        return merged.reshape(out.shape).to(out.dtype)
+            logits, scale = torch.tanh(logits * (scale / layer.logit_cap)), layer.logit_cap
+        logits = torch.add(self._biases[:, None, :, None, :], logits, alpha=scale)
+        # What was before the step is one more key: its logit is the LSE.
+        rest = lse.view(count, drafts, kv_heads, group, 1).transpose(1, 2)
+        weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
+        tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, drafts), values)
+        before_tree = out.view(count, drafts, kv_heads, group, -1).transpose(1, 2)
+        tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
+        return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
+
+    def merge_stored(
+        self,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        layer: RadixAttention,
+        before: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """As merge(), by one kernel on a GPU, of draft tokens whose keys and values lie in these
+        slots of the caches as they are. The output before is written to."""
+        from sglang_pat.sglang.draft_tree_kernel import merge_drafts  # needs triton
+
+        scaling, logit_cap = float(layer.scaling), float(layer.logit_cap)
+        return merge_drafts(q, caches, slots, self._biases, before, scaling, logit_cap)
+
+
+def _float(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous float32 copy, by one kernel."""
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
 def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) -> torch.Tensor:

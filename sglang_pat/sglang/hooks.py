@@ -99,11 +99,18 @@ class StepChannel:
 
     def note_drafting(self, forward_batch: Any, batch: Any) -> None:
         """SGLang has made `forward_batch` of the scheduler's `batch` for its draft model."""
-        if batch.reqs and forward_batch.forward_mode.is_decode():
+        if not batch.reqs:
+            return
+        mode = forward_batch.forward_mode
+        if mode.is_decode():
             if not same_objects(self._last_drafting, batch.reqs):
                 self._last_drafting = list(batch.reqs)
             step = StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
             setattr(forward_batch, _NOTE, step)
+        elif mode.is_draft_extend_v2() and same_objects(self._last_reqs, batch.reqs):
+            # Before a replay the backend is shown another object, with the same input.
+            step = StepRequests(self._last_reqs, batch.tree_cache, has_beams=False)
+            setattr(forward_batch.spec_info, _NOTE, step)
 
     def enter(self, forward_batch: Any) -> StepRequests | None:
         """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
@@ -141,6 +148,12 @@ def requests_of(forward_batch: Any) -> StepRequests | None:
     """Of a batch that was noted when it was made, or of a copy of it."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
+
+
+def step_of_extend(forward_batch: Any) -> StepRequests | None:
+    """Of a batch in which a draft model reads what was accepted, if it was noted when it was made
+    and its requests were in the last verify step."""
+    return requests_of(forward_batch.spec_info)
 
 
 CHANNEL = StepChannel()

@@ -43,6 +43,14 @@ class StepLog:
         self._steps = 0
 
 
+# What is counted, and what steps and tokens are called.
+_SPECULATION = (
+    ("verify", "verify", "verified"),
+    ("draft", "draft", "draft"),
+    ("draft_extend", "draft extend", "read draft"),
+)
+
+
 def log_line(before: Counters, counters: Counters) -> str:
     """In SGLang's wording: what was counted between two readings, and planning time per step."""
 
@@ -55,11 +63,11 @@ def log_line(before: Counters, counters: Counters) -> str:
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     private = sum(counters["private_steps"].values()) - sum(before["private_steps"].values())
     speculation = ""
-    for name, token in (("verify", "verified"), ("draft", "draft")):  # if there are any
+    for name, step, token in _SPECULATION:  # if there are any
         now, then = counters.get(name), before.get(name, {})
         if now is not None:
             steps, rows = (now[each] - then.get(each, 0) for each in ("steps", "rows"))
-            speculation += f"#{name} step: {steps}, #{token} token: {rows}, "
+            speculation += f"#{step} step: {steps}, #{token} token: {rows}, "
     return (
         f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {speculation}"
         f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "

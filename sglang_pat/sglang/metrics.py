@@ -71,6 +71,12 @@ _COUNTERS = (
         "Decode steps of the draft model, draft tokens in them, and plans of a round's steps.",
         "kind",
     ),
+    _CounterSpec(
+        "draft_extend_total",
+        "draft_extend",
+        "Steps in which the draft model read what was verified, and draft tokens in them.",
+        "kind",
+    ),
     _CounterSpec("tree_events_total", "tree_events", "Changes of the radix tree, by kind.", "kind"),
     _CounterSpec(
         "batch_changes_total",

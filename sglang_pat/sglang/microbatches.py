@@ -27,13 +27,17 @@ class StepPlans:
     its time begins where the step's does.
     """
 
-    def __init__(self, attentions: Mapping[Shape, PackAttention], layers: Mapping[int, Shape]):
-        """layers: layer id -> shape."""
-        self._layers = layers
-        self._by_shape = attentions
+    def __init__(self, attentions: Mapping[Shape, PackAttention]):
+        self._set(attentions)
+
+    def _set(self, attentions: Mapping[Shape, PackAttention]) -> None:
+        self.of_shape = attentions
         self._attentions = tuple(attentions.values())
         self._last = self._attentions[-1]
-        self.of_layer = {layer_id: attentions[shape] for layer_id, shape in layers.items()}
+
+    def add(self, more: StepPlans) -> None:
+        """Plan for more shapes, too."""
+        self._set({**more.of_shape, **self.of_shape})  # before the others: the last one counts
 
     def plan(
         self, batch: DecodeBatch, **tensors: torch.Tensor
@@ -52,8 +56,12 @@ class StepPlans:
 
     def sibling(self) -> StepPlans:
         """For other batches, in the buffers of this one: see `PackAttention.sibling`."""
-        siblings = {shape: each.sibling() for shape, each in self._by_shape.items()}
-        return StepPlans(siblings, self._layers)
+        return StepPlans({shape: each.sibling() for shape, each in self.of_shape.items()})
+
+    @property
+    def num_rows(self) -> int:
+        """Of the last step, padding included."""
+        return len(self._last.seq_lens)
 
     @property
     def executor(self) -> str:
@@ -109,7 +117,8 @@ class Microbatches:
         strict : bool
             Whether a path that does not match its request is an error (`BatchReader`).
         """
-        self._new_plans = new_plans
+        self._kinds = [new_plans]
+        self._reservation: dict[str, int] | None = None
         # The one that was used last comes first.
         self._recent = [Microbatch(BatchReader(strict=strict), new_plans()) for _ in range(count)]
 
@@ -135,15 +144,37 @@ class Microbatches:
         self._recent = [found, *(each for each in self._recent if each is not found)]
         return found
 
+    def add(self, new_plans: Callable[..., StepPlans]) -> None:
+        """Plan for more shapes, too. new_plans: makes plans of them, as that of all others does."""
+        self._kinds.append(new_plans)
+        for each in self._recent:
+            each.eager.add(new_plans())
+        if self._reservation is not None:
+            more = new_plans(**self._reservation)
+            for i, each in enumerate(self._recent):
+                assert each.captured is not None
+                each.captured.add(more if i == 0 else more.sibling())
+
+    def _new_captured(self) -> StepPlans:
+        assert self._reservation is not None
+        first, *others = (new_plans(**self._reservation) for new_plans in self._kinds)
+        for more in others:
+            first.add(more)
+        return first
+
     def reserve(self, **reservation: int) -> None:
         """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs
         are captured once, so a microbatch sends its plan again when another was there in between.
-        reservation: arguments of PackAttention.
+        Where as much is reserved already, it stays: graphs of a draft model have captured it, and
+        are not captured anew with those of the model. reservation: arguments of PackAttention.
         """
+        if reservation == self._reservation:
+            return
+        self._reservation = reservation
         first: StepPlans | None = None
         for each in self._recent:
             if first is None:
-                captured = first = self._new_plans(**reservation)
+                captured = first = self._new_captured()
             else:
                 captured = first.sibling()
             if each.captured is not None:

@@ -137,6 +137,7 @@ class RequestFields(NamedTuple):
 
     row: attrgetter[int]
     protected_len: attrgetter[int]
+    committed_len: attrgetter[int]
     key_by_node_id: attrgetter[Any]
     key_by_node: attrgetter[Any]
 
@@ -151,6 +152,7 @@ def _request_fields(prefix: str) -> RequestFields:
     return RequestFields(
         row=attrgetter(row),
         protected_len=attrgetter(protected_len),
+        committed_len=attrgetter(prefix + "kv_committed_len"),
         key_by_node_id=attrgetter("rid", row, "last_node.id", protected_len),
         key_by_node=attrgetter("rid", row, "last_node", protected_len),
     )

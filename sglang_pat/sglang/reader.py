@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
@@ -22,6 +25,7 @@ from sglang_pat.sglang.radix import (
     PathMismatchError,
     RadixSource,
     Request,
+    RequestFields,
     radix_source,
     unwrapped,
 )
@@ -126,10 +130,9 @@ class BatchReader:
         batch = self._drafts
         if step is None or batch is None or step.reqs is not batch.reqs or self._moved:
             return None
-        on_host = forward_batch.seq_lens_cpu
-        if on_host is None or not self._shares:
+        if not self._shares:
             return None
-        lens = on_host.numpy()[: len(step.reqs)]
+        lens = row_lengths(_given_lens(forward_batch, step.reqs), len(step.reqs), len(step.reqs))
         return batch.growth(lens if drafts.are_chains else lens - 1)  # as rows go beyond
 
     def read(
@@ -169,9 +172,11 @@ class BatchReader:
         self.repeats_last = ahead == 0 and self.is_unchanged(step)
         num_requests: int = forward_batch.batch_size
         reason = self._private_reason(step, num_requests)
+        speculating = step.reqs if step is not None and (drafts is not None or ahead) else None
         if reason is not None or step is None:
             lens = _host_seq_lens(
                 forward_batch,
+                speculating if reason != CUT else None,
                 num_requests - getattr(forward_batch, "num_padding", 0),
                 drafts,
                 ahead,
@@ -182,7 +187,7 @@ class BatchReader:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
-        lens = _host_seq_lens(forward_batch, len(step.reqs), drafts, ahead)
+        lens = _host_seq_lens(forward_batch, speculating, len(step.reqs), drafts, ahead)
         if drafts is not None:
             self._update_rows(step.reqs, drafts.per_request, lens)
         else:
@@ -289,15 +294,35 @@ def _is_idle(forward_batch: Any) -> bool:
     return any(mode is not None and mode.is_idle() for mode in modes)
 
 
+def _given_lens(forward_batch: Any, reqs: Sequence[Request] | None) -> npt.NDArray[np.int64]:
+    """The lengths of requests on the host.
+
+    Where SGLang does not give them, they are those after the last results that it has processed: in
+    speculative decoding a request may be longer by what has been accepted since, never shorter.
+
+    reqs: None if they are not known, or do not speculate. Then this waits for the device.
+    """
+    on_host = forward_batch.seq_lens_cpu
+    if on_host is None and reqs is not None:
+        committed = map(RequestFields.of(reqs[0]).committed_len, reqs)
+        return np.fromiter(committed, dtype=np.int64, count=len(reqs))
+    if on_host is None:
+        on_host = forward_batch.seq_lens.cpu()
+    lens: npt.NDArray[np.int64] = on_host.numpy()
+    return lens
+
+
 def _host_seq_lens(
-    forward_batch: Any, num_requests: int, drafts: Drafts | None, ahead: int
+    forward_batch: Any,
+    reqs: Sequence[Request] | None,
+    num_requests: int,
+    drafts: Drafts | None,
+    ahead: int,
 ) -> IntArray:
     """The lengths of the rows on the host, 0 behind the requests. A copy: SGLang may write to its
-    own."""
-    on_host = forward_batch.seq_lens_cpu
-    if on_host is None:  # only where no requests are known either: this waits for the device
-        on_host = forward_batch.seq_lens.cpu()
-    lens: IntArray = row_lengths(on_host.numpy(), num_requests, forward_batch.batch_size)
+    own. reqs: see `_given_lens`."""
+    given = _given_lens(forward_batch, reqs)
+    lens: IntArray = row_lengths(given, num_requests, forward_batch.batch_size)
     if ahead:
         lens[lens > 0] += ahead
     return lens if drafts is None else drafts.lengths(lens)

@@ -23,7 +23,9 @@ class _Told:
     """What this process has told last. SGLang may build its backend several times."""
 
     routes: dict[str, Any] | None = None
-    draft_routes: dict[str, Any] | None = None  # if there is a draft model
+    # If there is a draft model: of its decode steps, and where it reads what was accepted.
+    draft_routes: dict[str, Any] | None = None
+    extend_routes: dict[str, Any] | None = None
     line: str = ""
     metrics: LayerMetrics | None = None
 
@@ -44,7 +46,9 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
         logger.info(line)
     _Told.line = line
     if model_runner is not None:
-        _Told.draft_routes = None  # SGLang builds its backend after that of the model
+        _Told.draft_routes = _Told.extend_routes = (
+            None  # SGLang builds its backend after that of the model
+        )
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
@@ -61,11 +65,20 @@ def report_draft_routes(routes: Routes) -> None:
         logger.info("draft model: %s", routes)
 
 
+def report_extend_routes(routes: Routes) -> None:
+    """As `report_draft_routes`, where the draft model reads what was accepted."""
+    _Told.extend_routes = routes.as_json()
+    if reports.rank_speaks():
+        logger.info("draft model, reading what was accepted: %s", routes)
+
+
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info: SGLang's arguments name the default backend."""
     told = _Told.routes
     if told is not None and _Told.draft_routes is not None:
         told = told | {"draft_model": _Told.draft_routes}
+    if told is not None and _Told.extend_routes is not None:
+        told = told | {"draft_extend": _Told.extend_routes}
     return result | {SERVER_INFO_KEY: told}
 
 

@@ -7,9 +7,11 @@ branch, masks (`draft_trees.py`): once for eager steps, and once where a capture
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.draft_rows import Drafts, RowTensors
 from sglang_pat.sglang.draft_trees import DraftTrees
@@ -23,7 +25,7 @@ class VerifySteps:
         self.counts = Counter({"steps": 0, "rows": 0})
         self._device = device
         self._eager = self._place(None)
-        self._captured = self._eager
+        self._captured, self._reserved_for = self._eager, 0
         self._trees: DraftTrees | None = None  # of the last step, if it verifies trees
         self.rows_are_in_graphs = False  # whether a captured graph writes its rows itself
 
@@ -36,8 +38,10 @@ class VerifySteps:
         )
 
     def reserve(self, max_requests: int) -> None:
-        """For CUDA graphs."""
-        self._captured = self._place(max_requests)
+        """For CUDA graphs. What is reserved stays, as in `Microbatches`."""
+        if max_requests != self._reserved_for:
+            self._captured = self._place(max_requests)
+            self._reserved_for = max_requests
         self.rows_are_in_graphs = False
 
     def record_in_graph(self, forward_batch: Any) -> None:
@@ -54,6 +58,20 @@ class VerifySteps:
         place = rows, _ = self._captured if is_captured else self._eager
         self._take_trees(place, forward_batch, in_capture=in_capture)
         return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def before_extend(self, forward_batch: Any) -> Any:
+        """A step in which a draft model reads what a verify step has accepted, as that step has
+        seen it. Requests are longer by all draft tokens now, accepted or not."""
+        size, count = forward_batch.batch_size, self.drafts.per_request
+        on_host = forward_batch.seq_lens_cpu
+        return SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=size,
+            req_pool_indices=forward_batch.req_pool_indices[:size],
+            # Padding is shorter.
+            seq_lens=(forward_batch.seq_lens[:size] - count).clamp_(min=1),
+            seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
+        )
 
     def repeat(self, forward_batch: Any) -> None:
         """Go to the next verify step, of a graph that writes its rows itself."""

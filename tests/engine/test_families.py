@@ -104,8 +104,9 @@ def test_speculation(
     verified = found.stats["verify"]
     assert {*found.calls.values()} == {verified["steps"]}
     tokens = speculation["speculative_num_draft_tokens"]
-    # The first prompt is answered once more.
-    assert verified["rows"] == tokens * (sum(found.verify_steps) + found.first_verify_steps)
+    # The first prompt is answered once more. A round may begin before it is known who has ended.
+    rows = tokens * (sum(found.verify_steps) + found.first_verify_steps)
+    assert rows <= verified["rows"] <= rows + tokens * (len(found.tokens) + 1)
 
 
 @pytest.mark.nightly
@@ -129,8 +130,29 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_model"]["pat_layers"] == 1
-    assert found.draft_calls == {("pat", 0): 2 * found.stats["verify"]["steps"]}
+    assert found.routes["draft_extend"]["pat_layers"] == 1
+    assert found.draft_calls == {("pat", 0): 3 * found.stats["verify"]["steps"]}
     assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
+
+
+@pytest.mark.nightly
+def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
+    """What it reads of the verify step gives the only draft."""
+    small = FAMILIES["llama"]
+    draft = small.write(tmp_path / "draft")
+    speculation = CHAINS | {
+        "speculative_num_steps": 1,
+        "speculative_num_draft_tokens": 2,
+        "speculative_draft_model_path": str(draft),
+    }
+    alone = engines.run(small, None)
+    expected = engines.run(small, None, **speculation)
+    found = engines.run(small, "pat", **speculation)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    verified = found.stats["verify"]
+    assert found.stats["draft_extend"] == verified
+    assert found.draft_calls == dict.fromkeys(found.calls, verified["steps"])
 
 
 @pytest.mark.nightly
@@ -152,7 +174,12 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     assert found.tokens == stopped
     assert found.stats["private_steps"] == {}
     assert found.stats["batch_changes"]["leave"] >= len(stopped)
-    few = {"max_total_tokens": 420, "schedule_conservativeness": 0.05}
+    # With overlap SGLang reserves more for each round, and admits fewer.
+    few = {
+        "max_total_tokens": 420,
+        "schedule_conservativeness": 0.05,
+        "disable_overlap_schedule": True,
+    }
     found = engines.run(small, "pat", **few, **drafts)
     assert found.tokens == alone.tokens
     assert found.retractions > 0
@@ -174,14 +201,15 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
         return
     assert found.routes is not None
     routes = dict(found.routes)
-    assert routes.pop("draft_model") == routes
+    assert routes.pop("draft_model") == routes.pop("draft_extend") == routes
     steps = speculation["speculative_num_steps"] - 1
     layers = {layer for _, layer in found.calls}
     verified, drafted = found.stats["verify"], found.stats["draft"]
-    assert found.draft_calls == dict.fromkeys(found.calls, steps * verified["steps"])
+    # Once more, to read what was accepted.
+    assert found.draft_calls == dict.fromkeys(found.calls, (steps + 1) * verified["steps"])
+    assert found.stats["draft_extend"] == verified
     assert found.draft_calls.keys() == found.calls.keys()
-    assert {layer for _, layer in expected.draft_calls} == layers
-    assert {who for who, _ in expected.draft_calls} == {"default"}
+    assert expected.draft_calls.keys() == {("default", layer) for layer in layers}
     assert drafted["steps"] == steps * verified["steps"]
     rows = verified["rows"] // speculation["speculative_num_draft_tokens"]
     assert drafted["rows"] == steps * rows
@@ -197,7 +225,7 @@ def assert_routes(run: Run, family: Family) -> None:
     assert run.layers_of("pat") == family.pat
     assert run.layers_of("default") == tuple(delegated)
     assert run.routes is not None
-    assert {name: each for name, each in run.routes.items() if name != "draft_model"} == {
+    assert {name: each for name, each in run.routes.items() if not name.startswith("draft_")} == {
         "default_backend": "torch_native",
         "pat_layers": len(family.pat),
         "default_layers": {reason: len(layers) for reason, layers in family.default.items()},

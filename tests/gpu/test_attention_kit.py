@@ -3,7 +3,8 @@
     python -m pytest -m cuda tests/gpu/test_attention_kit.py
 
 Eager steps, the steps around a CUDA graph (capture and padded replay, after which the kit checks
-the metadata), prefill in pieces, the verification of drafts, and rounds of a draft model.
+the metadata), prefill in pieces, the verification of drafts, rounds of a draft model, and what it
+reads of a verification.
 
 FlashInfer compiles by nvcc what its packages lack. Without nvcc the cases that need such a kernel
 are skipped, and say which.
@@ -28,6 +29,7 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 from sglang_attention_kit import (
     KitTestCase,
     drafting_by_pat,
+    extending_by_pat,
     is_decoded_by_pat,
     pat_over,
     windowed_decode_case,
@@ -220,3 +222,41 @@ def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager
         )
     # Three steps, in which it is captured at the least.
     assert decoded.layers >= 3 * (2 if eager else 1)
+
+
+def extend_case(backend: str, page_size: int) -> DenseAttentionCase:
+    return DenseAttentionCase(
+        name="extend",
+        backend=backend,
+        forward_mode=ForwardMode.DRAFT_EXTEND_V2,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=page_size,
+        prefix_lens=(5, 9, 11),
+        extend_lens=(3, 3, 3),
+    )
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["against the default", "against itself"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("case", [extend_case(name, 1) for name in BACKENDS], ids=name_of)
+def test_what_a_draft_model_reads_of_a_verify_step(
+    case: DenseAttentionCase, page_size: int, eager: bool
+) -> None:
+    """SGLang's runner captures the step, and replays it padded."""
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_draft_extend_runner as runner,
+    )
+
+    with (
+        kernels_of_default(),
+        extending_by_pat(head_dim=64, drafts=3, requests=REPLAYED, eager=eager) as decoded,
+    ):
+        runner.run_dense_eagle_draft_extend_v2_cuda_graph_runner_case(
+            KitTestCase(),
+            extend_case(case.backend, page_size),
+            cuda_graph_capture_batch_size=REPLAYED,
+            head_dim=64,
+            dtype=DTYPE,
+        )
+    assert decoded.layers >= (2 if eager else 1)

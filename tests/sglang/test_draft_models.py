@@ -28,7 +28,7 @@ from sglang_fakes import (
     runner,
     server_arguments,
 )
-from sglang_trees import TREE_KINDS, Tree
+from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import draft_backend, hooks, route_reports
@@ -462,7 +462,7 @@ def test_the_hook_is_on_the_factory_of_sglang(monkeypatch: pytest.MonkeyPatch) -
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     drafting = Drafting()
-    hooks.check_hooks([draft_backend._HOOK])
+    hooks.check_hooks(draft_backend._HOOKS)
     factory = copy.copy(SimpleNamespace(draft_model_runner=drafting.runner))
     factory.speculative_num_steps = 1
     assert DraftBackendFactory.create_decode_backend(factory) is None
@@ -530,8 +530,24 @@ def test_a_model_stores_no_kv_by_itself_where_pat_attends() -> None:
     assert backend.get_fused_kv_write_buffers(drafting.runner.model[0], None) is None
 
 
-def test_lengths_are_asked_for_on_the_host() -> None:
-    assert Drafting().steps.needs_cpu_seq_lens
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_round_does_with_lengths_that_the_host_learns_late(size: int) -> None:
+    drafting = Drafting()
+    assert not drafting.steps.needs_cpu_seq_lens
+    drafting.steps.init_cuda_graph_state(2, 2)
+    known, lens = [25, 31], [25, 31]
+    for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
+        known, lens = lens, [length + more for length, more in zip(lens, accepted, strict=True)]
+        for req, length in zip(drafting.reqs, known, strict=True):
+            place(req).kv_committed_len = length
+        view = drafting.view(lens, size)
+        view.seq_lens_cpu = None
+        if size:
+            drafting.replay(view)
+        else:
+            drafting.steps.init_forward_metadata(view)
+        drafting.assert_round(view, lens)
+    assert drafting.counters["draft"]["plans_built"] == 1
 
 
 # --- whose steps they are ---

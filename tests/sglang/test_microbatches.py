@@ -18,7 +18,7 @@ SHAPE = Shape(4, 2, 64, 64)
 
 def new_plans(**reservation: int) -> StepPlans:
     attention = PackAttention(4, 2, 64, dtype=torch.float32, **reservation)
-    return StepPlans({SHAPE: attention}, {0: SHAPE})
+    return StepPlans({SHAPE: attention})
 
 
 @pytest.fixture
@@ -108,6 +108,9 @@ def test_graphs_are_captured_once_for_all() -> None:
     assert second is not None
     first.stats.plans_built = 7
     microbatches.reserve(max_requests=4, max_shared_slots=100)
+    # Other graphs may have captured what is there.
+    assert [each.captured for each in microbatches] == [first, second]
+    microbatches.reserve(max_requests=5, max_shared_slots=100)
     again = [each.captured for each in microbatches]
     assert [each.stats.plans_built for each in again if each is not None] == [7, 0]
     assert first not in again

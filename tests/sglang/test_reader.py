@@ -15,6 +15,7 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang import hooks, reader
+from sglang_pat.sglang.draft_rows import Drafts
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
 from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
 
@@ -388,6 +389,22 @@ def test_an_unknown_cache_is_private_and_said_once(
 def test_lengths_that_are_not_on_the_host(tree: Tree, reqs: list[Any]) -> None:
     view = batch_of([6, 5], seq_lens_cpu=None)
     assert read(BatchReader(), reqs, tree.cache, view).seq_lens.tolist() == [6, 5]
+
+
+def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed(
+    tree: Tree, reqs: list[Any]
+) -> None:
+    """In steps of speculative decoding. The device is not asked, which knows of more."""
+    view = batch_of([8, 9], seq_lens_cpu=None)
+    for req, length in zip(reqs, (6, 5), strict=False):
+        place(req).kv_committed_len = length
+    step = StepRequests(reqs[:2], tree.cache, has_beams=False)
+    chains = Drafts(per_request=2, are_chains=True)
+    assert BatchReader().read(step, view, chains).seq_lens.tolist() == [7, 8, 6, 7]
+    assert BatchReader().read(step, view, ahead=1).seq_lens.tolist() == [7, 6]
+    # So where nothing can be shared.
+    alone = step._replace(tree=SimpleNamespace())
+    assert BatchReader().read(alone, view, ahead=1).seq_lens.tolist() == [7, 6]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

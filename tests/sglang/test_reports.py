@@ -117,6 +117,12 @@ def test_log_line() -> None:
     )
     line = log_line(before, after)
     assert "#verified token: 320, #draft step: 80, #draft token: 160, #step" in line
+    before, after = (
+        counters | {"draft_extend": {"steps": steps, "rows": 8 * steps}}
+        for counters, steps in ((before, 3), (after, 43))
+    )
+    line = log_line(before, after)
+    assert "#draft token: 160, #draft extend step: 40, #read draft token: 320, #step" in line
     # Idle ranks read nothing.
     assert "kv read ratio: 1.00" in log_line(after, after)
 

@@ -254,7 +254,7 @@ def test_steps_are_repeated_without_a_plan(
     assert counts[0]["rows"] == len(ACCEPTED) * 2 * DRAFTS
 
 
-@pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "others", "unknown"])
+@pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "others"])
 def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> None:
     server.backend._pat._checks = None
     server.capture(4)
@@ -276,11 +276,40 @@ def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> 
     elif what == "others":
         CHANNEL._step = server.step._replace(reqs=list(server.reqs))
     view = server.view(lens, size)
-    if what == "unknown":
-        view.seq_lens_cpu = None
     server.replay(view)
     assert server.num_repeated == 1
     server.assert_exact(view, lens, CHAIN)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_chains_do_with_lengths_that_the_host_learns_late(
+    server: Server, size: int, is_checked: bool
+) -> None:
+    """After the step behind: SGLang has processed the results of the one before alone."""
+    assert not server.backend.needs_cpu_seq_lens
+    if not is_checked:
+        server.backend._pat._checks = None
+    server.capture(2)
+    known, lens = [25, 31], [25, 31]
+    built = server.backend._pat._counters()["plans_built"]
+    for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
+        known, lens = lens, [length + more for length, more in zip(lens, accepted, strict=True)]
+        for req, length in zip(server.reqs, known, strict=True):
+            place(req).kv_committed_len = length
+        view = server.view(lens, size)
+        view.seq_lens_cpu = None
+        if size:
+            server.replay(view)
+        else:
+            server.backend.init_forward_metadata(view)
+        server.assert_exact(view, lens, CHAIN)
+    assert server.backend._pat._counters()["plans_built"] == built + 1
+    assert server.num_repeated == (3 if size and not is_checked else 0)
+
+
+def test_trees_ask_for_lengths_on_the_host(branching: Server) -> None:
+    assert branching.backend.needs_cpu_seq_lens
 
 
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:

@@ -54,7 +54,7 @@ class Run:
     calls : Counter
         (who decoded, or verified drafts: "pat" or "default", layer id) -> how often.
     draft_calls : Counter
-        As `calls`, of the decode steps of a draft model.
+        As `calls`, of a draft model: of its decode steps, and where it reads what was accepted.
     routes : dict or None
         What pat says of its routes in the server's info. None without pat.
     stats : dict
@@ -296,8 +296,9 @@ def _record_calls() -> None:
     def extend_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **more: Any
     ) -> Any:
-        if batch.forward_mode.is_target_verify():
-            note("default", layer)
+        mode = batch.forward_mode
+        if mode.is_target_verify() or mode.is_draft_extend_v2():
+            note("default", layer, is_draft=mode.is_draft_extend_v2())
         return forward_extend(self, q, k, v, layer, batch, *rest, **more)
 
     LayerAttention.attend = attend_and_note  # type: ignore[assignment]

@@ -61,7 +61,7 @@ FEATURES = (
     Feature(
         "Spec topk=1",
         "yes",
-        "verify steps by pat, also of NGRAM's trees, and decode steps of draft models",
+        "verify steps by pat, also of NGRAM's trees, and all steps of draft models but prompts",
         ("tests/engine/test_families.py::test_speculation",),
     ),
     Feature(

@@ -26,7 +26,10 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 from sglang_pat import PackAttention
 from sglang_pat.sglang import decoder
 from sglang_pat.sglang.backend import with_pat
-from sglang_pat.sglang.draft_backend import with_pat_drafts
+from sglang_pat.sglang.decoder import PatDecoder
+from sglang_pat.sglang.draft_backend import with_pat_drafts, with_pat_extend
+from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.routes import Routes
 
 # Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1
@@ -100,6 +103,40 @@ def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
 
     with pytest.MonkeyPatch.context() as patch, _alone():
         patch.setattr(DraftBackendFactory, "create_decode_backend", build_with_pat)
+        decoded.count(patch)
+        yield decoded
+
+
+@contextlib.contextmanager
+def extending_by_pat(
+    *, head_dim: int, drafts: int, requests: int, eager: bool
+) -> Iterator[Decoded]:
+    """Lets the kit's runner for what a draft model reads of a verify step have pat in its graph.
+
+    drafts: how many tokens it reads of a request. requests: of its graph, at most. eager: also in
+    the step without a graph, with which the kit compares it.
+    """
+    decoded = Decoded()
+    build = DraftBackendFactory.create_draft_extend_backend
+    built: list[Any] = []
+
+    def build_with_pat(factory: Any) -> Any:
+        backend, runner = build(factory), factory.draft_model_runner
+        built.append(backend)
+        if eager or len(built) == 2:
+            runner.model_config.is_local_attention_model = False
+            model = getattr(runner, "model", None)
+            runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
+            routes = Routes.of_runner(runner, runner.server_args.attention_backend)
+            planner = PatDecoder(runner, Environment.read(), routes)
+            planner.reserve(requests)
+            with_pat_extend(backend, runner, planner)
+            runner.model = model
+        return backend
+
+    with pytest.MonkeyPatch.context() as patch, _alone():
+        patch.setattr(DraftBackendFactory, "create_draft_extend_backend", build_with_pat)
+        patch.setattr(decoder, "drafts_of", lambda arguments: (drafts, True))
         decoded.count(patch)
         yield decoded
 

@@ -33,7 +33,15 @@ def define_kernels() -> None:
 
 def install() -> None:
     """After `sglang_cpu_kernels.install()`, which lets `torch_native` verify drafts."""
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    # As on a GPU: the next round begins before the results of the last one are known to the host,
+    # and no backend asks for lengths there.
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
+    TorchNativeAttnBackend.needs_cpu_seq_lens = False
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
     DraftBackendFactory.create_decode_backend = _decode_backend
     DraftBackendFactory.create_draft_extend_backend = lambda self: _torch_native(
@@ -61,6 +69,8 @@ def is_draft_step(backend: Any) -> bool:
 
 class DraftSteps:
     """In place of a default backend's class for consecutive steps of a draft model."""
+
+    needs_cpu_seq_lens = False
 
     def __init__(self, model_runner: Any, num_steps: int) -> None:
         self.attn_backends = [_torch_native(model_runner) for _ in range(num_steps - 1)]

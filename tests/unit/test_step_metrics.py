@@ -75,6 +75,7 @@ counters |= {
     "kv_tokens_query_centric": 300, "kv_tokens_planned": 110, "private_steps": {"no tree": 2},
     "tree_events": {"insert": 5, "evict": 0}, "batch_changes": {"join": 4, "leave": 1},
     "verify": {"steps": 3, "rows": 24}, "draft": {"steps": 6, "plans_built": 1},
+    "draft_extend": {"steps": 3, "rows": 24},
 }
 for nanoseconds in (3_000, 5_000, 1_000_000_000):
     metrics.add_step(PlanningTime("unchanged", nanoseconds))
@@ -101,6 +102,8 @@ print(page())
         "verify_total rows": 24,
         "draft_total steps": 6,
         "draft_total plans_built": 1,
+        "draft_extend_total steps": 3,
+        "draft_extend_total rows": 24,
         "plan_seconds_count unchanged": 3,
         "plan_seconds_bucket unchanged 4e-06": 1,
         "plan_seconds_bucket unchanged 8e-06": 2,

@@ -1,0 +1,486 @@
+"""Steps in which a draft model reads what was accepted, shown to their backend as by SGLang.
+
+Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_fakes import (
+    HEAD_DIM,
+    KV_HEADS,
+    QO_HEADS,
+    DefaultBackend,
+    KVPool,
+    decode_batch,
+    dense,
+    layers,
+    pat_backend,
+    replay_view,
+    runner,
+    server_arguments,
+)
+from sglang_trees import TREE_KINDS, Tree
+
+from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.sglang import draft_backend, hooks, route_reports
+from sglang_pat.sglang.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.hooks import CHANNEL
+from sglang_pat.sglang.options import Reason
+
+DRAFTS, WIDTH, SLOTS = 3, 128, 600
+PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
+ROWS = (1, 2)
+
+
+def pool(seed: int, heads: int = KV_HEADS) -> KVPool:
+    made = KVPool()
+    generator = torch.Generator().manual_seed(seed)
+    shape = (SLOTS, heads, HEAD_DIM)
+    made.keys = [torch.randn(shape, generator=generator) for _ in range(2)]
+    made.values = [torch.randn(shape, generator=generator) for _ in range(2)]
+    return made
+
+
+class Extending:
+    """A model that is served, another one that drafts, and two requests that share a prefix."""
+
+    def __init__(
+        self,
+        *,
+        arguments: dict[str, Any] | None = None,
+        default: Any = None,
+        graphs_first: bool = True,
+        **change: Any,
+    ) -> None:
+        table = torch.zeros(4, WIDTH, dtype=torch.int32)
+        for row in ROWS:
+            table[row, :20] = torch.tensor(PREFIX_SLOTS)
+            table[row, 20:] = torch.arange(20, WIDTH) + 100 + 200 * (row - 1)
+        given = server_arguments(
+            speculative_algorithm="STANDALONE",
+            speculative_num_draft_tokens=DRAFTS,
+            **(arguments or {}),
+        )
+        given._sglang_pat_decodes = True
+        rows = SimpleNamespace(req_to_token=table)
+        of_target = {"token_to_kv_pool": pool(1), "is_draft_worker": False}
+        self.target = runner(server_args=given, req_to_token_pool=rows, **of_target)
+        self.served: Any = pat_backend(self.target)
+        self.served._pat._checks = DebugChecks(RankChecker(None))
+        if graphs_first:
+            self.reserve()
+        fields = {"token_to_kv_pool": pool(2), "req_to_token_pool": rows, "is_draft_worker": True}
+        self.runner = runner(server_args=given, **(fields | change))
+        self.backend: Any = DefaultBackend() if default is None else default
+        factory = SimpleNamespace(draft_model_runner=self.runner)
+        assert draft_backend._after_create_extend_backend(self.backend, factory) is self.backend
+        if not graphs_first:
+            self.reserve()
+        tree = Tree(TREE_KINDS[0])
+        tree.cache.req_to_token_pool = rows
+        tree.insert(PREFIX, PREFIX_SLOTS)
+        self.reqs = [tree.request(f"request {row}", PREFIX, 20, row) for row in ROWS]
+        self.scheduled = SimpleNamespace(reqs=self.reqs, tree_cache=tree.cache)
+        self.table = table
+
+    def reserve(self) -> None:
+        self.served.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = self.served._pat._counters()
+        return counters
+
+    def slots(self, lens: list[int]) -> list[int]:
+        return [
+            int(self.table[row, length + i])
+            for row, length in zip(ROWS, lens, strict=True)
+            for i in range(DRAFTS)
+        ]
+
+    def verify(self, lens: list[int], size: int) -> None:
+        """Let the model verify drafts, in the graph of `size` requests; 0: without."""
+        more = {"spec_info": SimpleNamespace(custom_mask=None, draft_token_num=DRAFTS)}
+        if size:
+            view = replay_view(list(ROWS), lens, self.slots(lens), size, **more)
+        else:
+            view = decode_batch(list(ROWS), lens, self.slots(lens), **more)
+        view.forward_mode = ForwardMode.TARGET_VERIFY
+        hooks._after_init_new(view, object, self.scheduled, self.target)
+        outer = CHANNEL.enter(view)
+        if size:
+            self.served.init_forward_metadata_out_graph(view)
+            self.served.init_forward_metadata_in_graph(view)
+        else:
+            self.served.init_forward_metadata(view)
+        q = torch.randn(view.batch_size * DRAFTS, QO_HEADS, HEAD_DIM)
+        self.served.forward_extend(q, None, None, self.target.model[0], view)
+        CHANNEL.leave(outer)
+
+    def view(self, lens: list[int], size: int = 0) -> Any:
+        """What SGLang shows of the step behind: requests are longer by all draft tokens."""
+        ends = [length + DRAFTS for length in lens]
+        more = {"spec_info": SimpleNamespace(), "input_ids": torch.zeros(len(lens) * DRAFTS)}
+        made = decode_batch(list(ROWS), ends, self.slots(lens), **more)
+        made.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+        hooks._after_init_new(made, object, self.scheduled, self.runner)
+        if not size:
+            return made
+        # Another object, whose tensors are as large as the largest graph.
+        shown = replay_view(list(ROWS), ends, self.slots(lens), 4, **more)
+        shown.forward_mode, shown.batch_size = ForwardMode.DRAFT_EXTEND_V2, size
+        shown.spec_info = made.spec_info
+        return shown
+
+    def prepare(self, view: Any, size: int = 0) -> None:
+        if size:
+            self.backend.init_forward_metadata_out_graph(view)
+            self.backend.init_forward_metadata_in_graph(view)
+        else:
+            self.backend.init_forward_metadata(view)
+
+    def capture(self, size: int) -> None:
+        """Capture the graph of `size` requests, as far as that is seen without one."""
+        more = {"spec_info": SimpleNamespace(), "input_ids": torch.zeros(size * DRAFTS)}
+        view = decode_batch([0] * size, [1] * size, [0] * (size * DRAFTS), **more)
+        view.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+        self.backend.init_forward_metadata_out_graph(view, in_capture=True)
+        self.backend.init_forward_metadata_in_graph(view)
+        self.attend(view, size * DRAFTS)
+
+    def attend(
+        self, view: Any, num_rows: int = 2 * DRAFTS, layer: int = 0, **arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and what a layer answers."""
+        model = self.runner.model
+        q = torch.randn(num_rows, model[layer].tp_q_head_num, HEAD_DIM)
+        out = self.backend.forward_extend(q, None, None, model[layer], view, **arguments)
+        return q, out.view(q.shape)
+
+    def assert_exact(self, view: Any, lens: list[int], num_rows: int = 2 * DRAFTS) -> None:
+        for layer in range(len(self.runner.model)):
+            q, out = self.attend(view, num_rows, layer)
+            for i in range(len(lens)):
+                self.assert_request(q, out, i, lens[i], layer)
+
+    def assert_request(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        request: int,
+        length: int,
+        layer: int = 0,
+        table: torch.Tensor | None = None,
+    ) -> None:
+        """Each token reads its request up to itself, in the draft model's KV."""
+        rows = self.table if table is None else table
+        for j in range(DRAFTS):
+            slots = rows[ROWS[request], : length + j + 1].long()
+            row = request * DRAFTS + j
+            exact = dense(q[row], self.runner.token_to_kv_pool, layer, slots)
+            torch.testing.assert_close(out[row].double(), exact, atol=2e-6, rtol=2e-6)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
+    monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
+    monkeypatch.setattr(CHANNEL, "_last_reqs", [])
+    monkeypatch.setattr(draft_backend._Served, "decoder", None)
+
+
+# Sizes of the graphs that verify and that read; 0: without one.
+PLACES = [(0, 0), (2, 0), (4, 0), (2, 2), (4, 4), (0, 2), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(("verified_in", "read_in"), PLACES)
+def test_each_token_reads_those_before_it(verified_in: int, read_in: int) -> None:
+    extending = Extending()
+    extending.capture(4)
+    extending.capture(2)
+    lens = [25, 31]
+    for accepted in ([0, 0], [1, 3], [2, 1]):
+        lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+        extending.verify(lens, verified_in)
+        view = extending.view(lens, read_in)
+        extending.prepare(view, read_in)
+        if read_in:  # where the graph finds them
+            plans = extending.backend._pat._plans
+            assert plans is extending.served._pat._microbatches.current.captured
+            assert plans.num_rows == read_in * DRAFTS
+        # A graph has padding.
+        extending.assert_exact(view, lens, (read_in or 2) * DRAFTS)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (4, 0), (2, 2)])
+def test_the_plan_of_the_verify_step_is_used(place: tuple[int, int]) -> None:
+    extending = Extending()
+    for lens in ([25, 31], [26, 33]):
+        extending.verify(lens, place[0])
+        before = extending.counters
+        extending.prepare(extending.view(lens, place[1]), place[1])
+        after = extending.counters
+        for name in ("plans_built", "plans_reused", "kv_tokens_planned"):
+            assert after[name] == before[name]
+    assert extending.counters["draft_extend"] == {"steps": 2, "rows": 2 * 2 * DRAFTS}
+    assert extending.counters["verify"] == {"steps": 2, "rows": 2 * 2 * DRAFTS}
+
+
+def test_a_step_that_is_planned_once_more_is_no_verify_step() -> None:
+    extending = Extending()
+    extending.verify([25, 31], 0)
+    extending.prepare(extending.view([25, 31], 2), 2)
+    assert extending.counters["verify"] == {"steps": 1, "rows": 2 * DRAFTS}
+    # The graph of the model has other rows now: its next step is planned.
+    extending.verify([26, 32], 4)
+    view = extending.view([26, 32])
+    extending.prepare(view)
+    extending.assert_exact(view, [26, 32])
+
+
+def test_tokens_are_stored_before_they_are_read() -> None:
+    extending = Extending()
+    lens = [25, 31]
+    extending.verify(lens, 0)
+    view = extending.view(lens)
+    extending.prepare(view)
+    k, v = (torch.randn(2 * DRAFTS, KV_HEADS, HEAD_DIM) for _ in range(2))
+    q = torch.randn(2 * DRAFTS, QO_HEADS, HEAD_DIM)
+    before = extending.target.token_to_kv_pool.keys[1].clone()
+    out = extending.backend.forward_extend(q, k, v, extending.runner.model[1], view)
+    assert torch.equal(extending.runner.token_to_kv_pool.keys[1][extending.slots(lens)], k)
+    assert torch.equal(extending.target.token_to_kv_pool.keys[1], before)
+    for i in range(2):
+        extending.assert_request(q, out.view(q.shape), i, lens[i], layer=1)
+
+
+@pytest.mark.parametrize("graphs_first", [True, False])
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_draft_model_has_a_geometry_of_its_own(graphs_first: bool, size: int) -> None:
+    heads = 2 * QO_HEADS
+    layer = RadixAttention(heads, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0)
+    extending = Extending(graphs_first=graphs_first, model=torch.nn.ModuleList([layer]))
+    for lens in ([25, 31], [27, 32]):
+        extending.verify(lens, size)
+        view = extending.view(lens, size)
+        extending.prepare(view, size)
+        extending.assert_exact(view, lens)
+    assert extending.counters["plans_built"] == 1  # they count as one
+
+
+def test_a_request_that_stopped_takes_no_one_with_it() -> None:
+    extending = Extending()
+    lens = [25, 31]
+    extending.verify(lens, 0)
+    view = extending.view(lens)
+    extending.prepare(view)
+    before = extending.table.clone()
+    (plan,) = (each._plan for each in extending.served._pat._plans._attentions)
+    stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
+    extending.table[ROWS[stopped]] = SLOTS - 1  # its row is the next prompt's
+    q, out = extending.attend(view)
+    assert out.isfinite().all()
+    extending.assert_request(q, out, 1 - stopped, lens[1 - stopped], table=before)
+
+
+def test_rows_that_data_parallelism_adds_are_nothing() -> None:
+    extending = Extending()
+    extending.verify([25, 31], 0)
+    view = extending.view([25, 31])
+    extending.prepare(view)
+    q, out = extending.attend(view, 2 * DRAFTS + 2)
+    assert out[2 * DRAFTS :].tolist() == torch.zeros(2, QO_HEADS, HEAD_DIM).tolist()
+    extending.assert_request(q, out, 1, 31)
+
+
+@pytest.mark.parametrize("what", ["nobody", "others"])
+def test_requests_that_were_not_verified_are_planned_alone(what: str) -> None:
+    extending = Extending()
+    extending.verify([25, 31], 0)
+    if what == "others":
+        extending.scheduled.reqs = extending.reqs[::-1]
+    else:
+        extending.scheduled.reqs = []
+    view = extending.view([40, 22])
+    extending.prepare(view)
+    extending.assert_exact(view, [40, 22])
+
+
+def test_an_idle_rank_plans_nothing() -> None:
+    extending = Extending()
+    view = decode_batch([], [], [], spec_info=None)
+    view.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+    extending.prepare(view)
+    assert extending.counters["draft_extend"] == {"steps": 0, "rows": 0}
+
+
+# --- graphs that SGLang does not capture ---
+
+
+class Captured:
+    """In place of SGLang's runner, which captures when it is made."""
+
+    warm_up: Any = None
+
+    def __init__(self, worker: Any) -> None:
+        if Captured.warm_up is not None:
+            Captured.warm_up()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's, of a draft model of pat's, over a default backend without graphs for it."""
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
+
+    extending = Extending()  # with hooks on the class
+    monkeypatch.setattr(module, "EAGLEDraftExtendCudaGraphRunner", Captured)
+    monkeypatch.setattr(Captured, "warm_up", None)
+    monkeypatch.setattr(draft_backend, "_captures_extends", lambda: True)
+    return SimpleNamespace(
+        device="cuda",
+        extending=extending,
+        draft_extend_attn_backend=extending.backend,
+        cuda_graph_runner_for_draft_extend=None,
+    )
+
+
+def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
+    draft_backend._after_capture(None, worker)
+    assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
+
+
+@pytest.mark.parametrize(
+    "why", ["captured", "cpu", "off", "default", "layers", "warm-up", "others"]
+)
+def test_what_is_read_is_not_captured(
+    worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes, before = worker.extending.backend._pat.routes, None
+    leave = lambda: routes.delegate(1, Reason("attention", "a test"))  # noqa: E731
+    if why == "captured":
+        before = worker.cuda_graph_runner_for_draft_extend = object()
+    elif why == "cpu":
+        worker.device = "cpu"
+    elif why == "off":
+        monkeypatch.setattr(draft_backend, "_captures_extends", lambda: False)
+    elif why == "default":
+        worker.draft_extend_attn_backend = DefaultBackend()
+    elif why == "layers":
+        leave()
+    elif why == "warm-up":  # shows a layer that the default backend has to do
+        monkeypatch.setattr(Captured, "warm_up", leave)
+    elif why == "others":  # of another kind, which have no such steps
+        worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
+    draft_backend._after_capture(None, worker)
+    assert worker.cuda_graph_runner_for_draft_extend is before
+
+
+@pytest.mark.parametrize("is_pats", [True, False])
+def test_slots_have_been_read_when_a_graph_has_run(is_pats: bool) -> None:
+    extending, recorded = Extending(), []
+    event = SimpleNamespace(record=lambda: recorded.append("after"))
+    graphs = SimpleNamespace(
+        model_runner=SimpleNamespace(war_fastpath_read_done_event=event),
+        attn_backend=extending.backend if is_pats else DefaultBackend(),
+    )
+    draft_backend._after_execute(None, graphs, object())
+    assert recorded == (["after"] if is_pats else [])
+    graphs.model_runner = SimpleNamespace()  # of later versions
+    draft_backend._after_execute(None, graphs, object(), select_index=None)
+
+
+# --- the default backend ---
+
+
+def test_prompts_are_the_default_backends() -> None:
+    extending = Extending()
+    view = decode_batch([1], [5], [7])
+    view.forward_mode = ForwardMode.EXTEND
+    extending.backend.init_forward_metadata(view)
+    q = torch.randn(1, QO_HEADS, HEAD_DIM)
+    assert extending.backend.forward_extend(q, None, None, extending.runner.model[0], view) is q
+    assert extending.backend.calls == ["out_graph", "in_graph", "extend"]
+
+
+def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
+    extending = Extending(model=layers(sliding_window_size=8))
+    extending.verify([25, 31], 0)
+    view = extending.view([25, 31])
+    extending.prepare(view)
+    assert extending.backend.calls == ["out_graph", "in_graph"]
+    q, out = extending.attend(view, layer=0)
+    extending.assert_request(q, out, 0, 25)
+    extending.attend(view, layer=1)
+    assert extending.backend.calls[2:] == ["extend"]
+    told = route_reports._after_get_init_info({})["pat"]["draft_extend"]
+    assert (told["pat_layers"], told["default_layers"]) == (1, {"sliding window 8": 1})
+
+
+def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
+    extending = Extending()
+    extending.verify([25, 31], 2)
+    view = extending.view([25, 31], 2)
+    extending.prepare(view, 2)
+    extending.attend(view, layer=0, rope=1)
+    assert extending.backend.calls[-3:] == ["out_graph in capture", "in_graph", "extend"]
+    told = route_reports._after_get_init_info({})["pat"]
+    assert told["draft_extend"]["default_layers"] == {"the argument rope": 1}
+    assert told["default_layers"] == {}
+    q, out = extending.attend(view, layer=1)
+    extending.assert_request(q, out, 0, 25, layer=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_mla_backend": True}, "multi-head latent attention (LlamaForCausalLM)"),
+        ({"draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend fa3"),
+        ({"arguments": {"enable_multi_layer_eagle": True}}, "--enable-multi-layer-eagle"),
+        ({"default": SimpleNamespace()}, "default backend SimpleNamespace, which is closed"),
+        (
+            {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16, "token_to_kv_pool": None},
+            "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16",
+        ),
+    ],
+    ids=["mla", "named", "several layers", "closed", "other numbers"],
+)
+def test_draft_models_that_are_left_to_the_default_backend(
+    change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sglang_pat")
+    if "token_to_kv_pool" in change:
+        change = change | {"token_to_kv_pool": KVPool(torch.bfloat16)}
+    before = type(change.get("default", DefaultBackend()))
+    extending = Extending(**change)
+    assert type(extending.backend) is before
+    assert "draft_extend" not in extending.counters
+    told = route_reports._after_get_init_info({})["pat"]
+    assert told["pat_layers"] == 2  # of the model that is served
+    assert told["draft_extend"]["pat_layers"] == 0
+    (found,) = told["draft_extend"]["default_layers"]
+    assert found == reason.removeprefix("default backend ")
+    assert "reading what was accepted: pat decodes nothing" in caplog.text
+
+
+def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> None:
+    pat_backend(runner())
+    extending = Extending()
+    pat_backend(runner())  # another one, built later in the process
+    backend = DefaultBackend()
+    factory = SimpleNamespace(draft_model_runner=extending.runner)
+    assert draft_backend._after_create_extend_backend(backend, factory) is backend
+    assert type(backend) is DefaultBackend
+    assert draft_backend._after_create_extend_backend(None, factory) is None
+
+
+def test_no_lengths_are_asked_for_on_the_host() -> None:
+    extending = Extending()
+    assert not extending.backend.needs_cpu_seq_lens
+    assert not extending.served.needs_cpu_seq_lens
