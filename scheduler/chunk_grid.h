@@ -9,8 +9,8 @@ namespace pat {
 
 class ChunkGrid {
  public:
-  // Ranges that only some requests of a work item share begin and end at multiples of this within a chunk: of the tokens
-  // that a body takes in one step. So a row's steps are the same ones, whatever segments they are in.
+  // Ranges that only some requests of a work item share begin and end at multiples of this within a chunk: of the
+  // tokens that a body takes in one step. So a row's steps are the same ones, whatever segments they are in.
   static constexpr int32_t kStepTokens = 64;
 
   // Tokens of the chunk that a position lies in: 512 up to position 8,192, then twice as many each time that the

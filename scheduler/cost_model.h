@@ -16,8 +16,8 @@ inline constexpr int32_t kCostUnit = 64;
 // Sums of costs up to this, over any batch that fits into memory, fit into int64.
 inline constexpr int32_t kLargestCost = 1 << 20;
 
-// Packing: throughput. The unit is the time in which the GPU reads one KV token of one KV head from device memory, while
-// all SMs do.
+// Packing: throughput. The unit is the time in which the GPU reads one KV token of one KV head from device memory,
+// while all SMs do.
 struct PackingCosts {
   // A token that another work item has read as well: it comes out of the L2.
   int32_t reread_token = 21;  // 0.33
@@ -92,8 +92,8 @@ struct ShippedCosts {
   bool is_measured;
   CostModel cost;
 };
-// reread_token is that of the H100 (3.0 TB/s), by the bandwidth of device memory. The rest of the H200's values was fitted
-// to 26 plans that read little again.
+// reread_token is that of the H100 (3.0 TB/s), by the bandwidth of device memory. The rest of the H200's values was
+// fitted to 26 plans that read little again.
 inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
     {.gpu = "H100", .is_measured = true, .cost = {}},
     {.gpu = "H200",

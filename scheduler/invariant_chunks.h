@@ -1,9 +1,9 @@
 // Stages 2 and 3 of a batch-invariant plan: forest -> work items.
 //
-// What is added up to a request's result in which order, and so each of its bits, depends on the request's length alone.
-// Its KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is one partial. Within a chunk its
-// tokens are taken in steps that begin at multiples of ChunkGrid::kStepTokens. Who else is in the work item, and which of
-// the steps are shared with whom, changes nothing: other rows' steps leave a row as it is.
+// What is added up to a request's result in which order, and so each of its bits, depends on the request's length
+// alone. Its KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is one partial. Within a
+// chunk its tokens are taken in steps that begin at multiples of ChunkGrid::kStepTokens. Who else is in the work
+// item, and which of the steps are shared with whom, changes nothing: other rows' steps leave a row as it is.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,8 @@ class InvariantChunks {
     int32_t request;
     int32_t node;  // the deepest one that it shares with the holder before; -1: none
     int32_t end;   // of its KV in the chunk
-    // Where what it shares with the holder before ends in the chunk, in whole steps. The chunk's begin: nothing is shared.
+    // Where what it shares with the holder before ends in the chunk, in whole steps. The chunk's begin: nothing is
+    // shared.
     int32_t shared_end;
   };
   // A run of pieces, and how far it has been dealt out.
@@ -64,7 +65,8 @@ class InvariantChunks {
                  int32_t first, int32_t end, Packing& packing, Split& split);
   int32_t span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin, int32_t kv_end,
                   int32_t request, Packing& packing);
-  // Tickets that shrink with what is left. Those of shared pieces are drawn among the private ones, as KvSplitter has it.
+  // Tickets that shrink with what is left. Those of shared pieces are drawn among the private ones, as KvSplitter has
+  // it.
   void deal_tickets(Split& split) const;
 
   int32_t num_workers_;

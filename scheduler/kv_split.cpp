@@ -33,8 +33,8 @@ constexpr int64_t kMostUncutTiles = 8;  // for each worker; of more, guided tick
 // How much faster than private tickets the shared ones are drawn. The last tickets should be private: those are cheap
 // to cut.
 constexpr double kSharedLead = 2;
-// Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further apart
-// by their costs, each worker had better get an even share.
+// Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further
+// apart by their costs, each worker had better get an even share.
 constexpr double kWorstGuidedTail = 1.12;
 // Workers that have less to do than so many of the usual pieces get shorter ones, so that more of them have one, and
 // end sooner: a half or a quarter of the usual.
@@ -49,21 +49,21 @@ constexpr int64_t kEmptyPart = 8;
 // many tokens are read together.
 constexpr int64_t kAlignedPart = 4;
 constexpr int32_t kAlignedRange = 512;
-// What a ticket reads again, for the sake of partials, keeps its worker busy: no more than this part of the ticket may be
-// that, or so many tokens.
+// What a ticket reads again, for the sake of partials, keeps its worker busy: no more than this part of the ticket
+// may be that, or so many tokens.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
 // KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 constexpr int32_t kLongRange = 6144;
-// A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it. Where there is much
-// to do, and nothing is shared or a long range, that makes no difference.
+// A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it. Where there is
+// much to do, and nothing is shared or a long range, that makes no difference.
 constexpr int64_t kStageTokens = 32;
 constexpr int64_t kSegment = 4;
 
-// The time of an even split. Fitted to 2,664 plans of 106 batches on an H100, each of up to 62 us, in tokens of 7.2 ns: the
-// times of the plans of one batch differ by 2.9% from it, in the root mean square.
-// A chain is what a CTA does one after the other: its stages, and so much for each segment and each query row.
+// The time of an even split. Fitted to 2,664 plans of 106 batches on an H100, each of up to 62 us, in tokens of 7.2
+// ns: the times of the plans of one batch differ by 2.9% from it, in the root mean square. A chain is what a CTA does
+// one after the other: its stages, and so much for each segment and each query row.
 constexpr int64_t kSegmentInChain = 13;
 constexpr int64_t kRowInChain = 2;
 // The slowest chain, where others keep the memory busy, and where it is all that is left to wait for.

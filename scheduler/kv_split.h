@@ -16,8 +16,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves four pieces for each worker,
-  // else than a quarter of it; a multiple of kCutGranularity, which is the least in any case.
+  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves four pieces for each
+  // worker, else than a quarter of it; a multiple of kCutGranularity, which is the least in any case.
   int32_t min_piece_tokens;
 };
 // Cuts within a segment lie at multiples of this from its beginning.
@@ -40,8 +40,8 @@ struct Piece {
 struct Ticket {
   int32_t piece_begin = 0;
   int32_t piece_end = 0;
-  // The first piece is what another ticket has left of a tile. It is executed last: so tickets begin with the beginnings
-  // of tiles, and read what these share at the same time.
+  // The first piece is what another ticket has left of a tile. It is executed last: so tickets begin with the
+  // beginnings of tiles, and read what these share at the same time.
   bool rest_comes_last = false;
 };
 
@@ -73,9 +73,10 @@ class KvSplitter {
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
   // A little work becomes one ticket per worker: a contiguous cost-balanced split (Stream-K) with at most
-  // num_workers - 1 cuts. Of a few such splits, the one is taken that is expected to end first, its merge included. The budget of a ticket is the smallest, up to a few tokens, with which the packs fit; found
-  // by bisection, each step linear in the tiles. Tiles that read the same KV are cut at the same places, if that
-  // costs little: they then read it at the same time, and device memory once.
+  // num_workers - 1 cuts. Of a few such splits, the one is taken that is expected to end first, its merge included.
+  // The budget of a ticket is the smallest, up to a few tokens, with which the packs fit; found by bisection, each
+  // step linear in the tiles. Tiles that read the same KV are cut at the same places, if that costs little: they then
+  // read it at the same time, and device memory once.
   //
   // More work becomes tickets that shrink with what is left (guided self-scheduling): the first are large, and the
   // last are small enough to even out what costs cannot foresee. Tickets of shared packs, whose KV mostly comes out
@@ -249,9 +250,9 @@ class KvSplitter {
 
   // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
   bool choose_whole_tiles();
-  // The private packs are in alone_. False, with no particular choice, if workers would end too far apart, or that takes
-  // more cuts than an even split might: a few tiles of many requests with very long KV. So the partials of a batch have
-  // a bound.
+  // The private packs are in alone_. False, with no particular choice, if workers would end too far apart, or that
+  // takes more cuts than an even split might: a few tiles of many requests with very long KV. So the partials of a
+  // batch have a bound.
   bool choose_guided(const Packing& packing, int64_t total);
   // Returns the ticket's cost.
   int64_t take_ticket(const Packing& packing, Stream& stream, int64_t budget, int32_t ticket,

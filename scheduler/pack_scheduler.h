@@ -89,8 +89,8 @@ class PackScheduler {
   KvSplitter splitter_;
   InvariantChunks chunks_;
 
-  // The same with tiles of half the requests. In a small step they may end earlier: more CTAs have work, and tiles of few
-  // requests need fewer cuts, or none.
+  // The same with tiles of half the requests. In a small step they may end earlier: more CTAs have work, and tiles of
+  // few requests need fewer cuts, or none.
   struct Narrow {
     TileSelection tiles;
     Packer packer;

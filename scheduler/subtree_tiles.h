@@ -66,8 +66,8 @@ class SubtreeTiler {
  public:
   SubtreeTiler(const PackingCosts& cost, const TileSelection& tiles) : cost_(cost), tiles_(tiles) {}
 
-  // Divides the requests, in tree order, into runs that fit into a tile. A cut between two neighbours costs an item, and
-  // reading again what both share; all else is read once, however the requests are divided. The cheapest cuts are
+  // Divides the requests, in tree order, into runs that fit into a tile. A cut between two neighbours costs an item,
+  // and reading again what both share; all else is read once, however the requests are divided. The cheapest cuts are
   // found in time linear in nodes + requests + segments. Requests that share nothing are never in one run.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
@@ -79,8 +79,8 @@ class SubtreeTiler {
   void find_common_nodes(const PrefixForest& forest);
   void choose_cuts(const PrefixForest& forest);
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
-  // Nodes that the same requests of a pack hold share a segment if they are short, or, if `fused_levels` is not 0, up to
-  // so many of them. Returns false if these are too many segments for the batch.
+  // Nodes that the same requests of a pack hold share a segment if they are short, or, if `fused_levels` is not 0, up
+  // to so many of them. Returns false if these are too many segments for the batch.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
