@@ -13,6 +13,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool
 from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
@@ -20,14 +21,11 @@ from sglang_fakes import (
     DefaultBackend,
     KVPool,
     decode_batch,
-    dense,
     layers,
     pat_backend,
     replay_view,
     runner,
-    server_arguments,
 )
-from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import draft_backend, hooks, route_reports
@@ -35,22 +33,11 @@ from sglang_pat.sglang.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.hooks import CHANNEL
 from sglang_pat.sglang.options import Reason
 
-DRAFTS, WIDTH, SLOTS = 3, 128, 600
-PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
-ROWS = (1, 2)
+DRAFTS = 3
 
 
-def pool(seed: int, heads: int = KV_HEADS) -> KVPool:
-    made = KVPool()
-    generator = torch.Generator().manual_seed(seed)
-    shape = (SLOTS, heads, HEAD_DIM)
-    made.keys = [torch.randn(shape, generator=generator) for _ in range(2)]
-    made.values = [torch.randn(shape, generator=generator) for _ in range(2)]
-    return made
-
-
-class Extending:
-    """A model that is served, another one that drafts, and two requests that share a prefix."""
+class Extending(DraftScene):
+    """With the backend of that step."""
 
     def __init__(
         self,
@@ -60,44 +47,22 @@ class Extending:
         graphs_first: bool = True,
         **change: Any,
     ) -> None:
-        table = torch.zeros(4, WIDTH, dtype=torch.int32)
-        for row in ROWS:
-            table[row, :20] = torch.tensor(PREFIX_SLOTS)
-            table[row, 20:] = torch.arange(20, WIDTH) + 100 + 200 * (row - 1)
-        given = server_arguments(
-            speculative_algorithm="STANDALONE",
-            speculative_num_draft_tokens=DRAFTS,
-            **(arguments or {}),
-        )
-        given._sglang_pat_decodes = True
-        rows = SimpleNamespace(req_to_token=table)
-        of_target = {"token_to_kv_pool": pool(1), "is_draft_worker": False}
-        self.target = runner(server_args=given, req_to_token_pool=rows, **of_target)
-        self.served: Any = pat_backend(self.target)
+        super().__init__(num_drafts=DRAFTS, arguments=arguments)
+        self.target = self.new_runner(token_to_kv_pool=kv_pool(1), is_draft_worker=False)
+        self.served = pat_backend(self.target)
         self.served._pat._checks = DebugChecks(RankChecker(None))
         if graphs_first:
             self.reserve()
-        fields = {"token_to_kv_pool": pool(2), "req_to_token_pool": rows, "is_draft_worker": True}
-        self.runner = runner(server_args=given, **(fields | change))
+        fields = {"token_to_kv_pool": kv_pool(2), "is_draft_worker": True}
+        self.runner = self.new_runner(**(fields | change))
         self.backend: Any = DefaultBackend() if default is None else default
         factory = SimpleNamespace(draft_model_runner=self.runner)
         assert draft_backend._after_create_extend_backend(self.backend, factory) is self.backend
         if not graphs_first:
             self.reserve()
-        tree = Tree(TREE_KINDS[0])
-        tree.cache.req_to_token_pool = rows
-        tree.insert(PREFIX, PREFIX_SLOTS)
-        self.reqs = [tree.request(f"request {row}", PREFIX, 20, row) for row in ROWS]
-        self.scheduled = SimpleNamespace(reqs=self.reqs, tree_cache=tree.cache)
-        self.table = table
 
     def reserve(self) -> None:
         self.served.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
-
-    @property
-    def counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = self.served._pat._counters()
-        return counters
 
     def slots(self, lens: list[int]) -> list[int]:
         return [
@@ -181,12 +146,9 @@ class Extending:
         table: torch.Tensor | None = None,
     ) -> None:
         """Each token reads its request up to itself, in the draft model's KV."""
-        rows = self.table if table is None else table
         for j in range(DRAFTS):
-            slots = rows[ROWS[request], : length + j + 1].long()
             row = request * DRAFTS + j
-            exact = dense(q[row], self.runner.token_to_kv_pool, layer, slots)
-            torch.testing.assert_close(out[row].double(), exact, atol=2e-6, rtol=2e-6)
+            self.assert_reads(q[row], out[row], request, length + j + 1, layer, table)
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool
 from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
     DefaultBackend,
-    KVPool,
     decode_batch,
     dense,
     layers,
@@ -28,16 +28,14 @@ from sglang_fakes import (
     runner,
     server_arguments,
 )
-from sglang_trees import TREE_KINDS, Tree, place
+from sglang_trees import TREE_KINDS, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import draft_backend, hooks, route_reports
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.hooks import CHANNEL
 
-STEPS, WIDTH, SLOTS = 3, 300, 900
-PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
-ROWS = (1, 2)
+STEPS = 3
 
 
 class DefaultSteps:
@@ -61,17 +59,8 @@ class DefaultSteps:
         self.calls.append(f"graphs of {max_bs} rows")
 
 
-def pool() -> KVPool:
-    made = KVPool()
-    generator = torch.Generator().manual_seed(1)
-    shape = (SLOTS, KV_HEADS, HEAD_DIM)
-    made.keys = [torch.randn(shape, generator=generator) for _ in range(2)]
-    made.values = [torch.randn(shape, generator=generator) for _ in range(2)]
-    return made
-
-
-class Drafting:
-    """A model that is served, another one that drafts, and two requests that share a prefix."""
+class Drafting(DraftScene):
+    """With the backends of the steps of a round."""
 
     def __init__(
         self,
@@ -81,40 +70,19 @@ class Drafting:
         arguments: dict[str, Any] | None = None,
         **change: Any,
     ) -> None:
-        self.table = torch.zeros(4, WIDTH, dtype=torch.int32)
-        for row in ROWS:
-            self.table[row, :20] = torch.tensor(PREFIX_SLOTS)
-            self.table[row, 20:] = torch.arange(20, WIDTH) + 100 + 280 * (row - 1)
-        given = server_arguments(
-            speculative_algorithm="STANDALONE",
-            speculative_num_draft_tokens=STEPS + 2,
-            **(arguments or {}),
-        )
-        given._sglang_pat_decodes = True
-        rows = SimpleNamespace(req_to_token=self.table)
-        served = runner(server_args=given, req_to_token_pool=rows)
-        self.served: Any = pat_backend(served)
-        fields = {"token_to_kv_pool": pool(), "req_to_token_pool": rows, "is_draft_worker": True}
-        self.runner = runner(server_args=given, **(fields | change))
+        super().__init__(tree_kind, num_drafts=STEPS + 2, arguments=arguments)
+        self.served = pat_backend(self.new_runner())
+        fields = {"token_to_kv_pool": kv_pool(1), "is_draft_worker": True}
+        self.runner = self.new_runner(**(fields | change))
         self.steps: Any = DefaultSteps() if steps is None else steps
         factory = SimpleNamespace(draft_model_runner=self.runner)
         assert draft_backend._after_create_decode_backend(self.steps, factory) is self.steps
         if isinstance(self.steps, draft_backend.PatDraftSteps):
             self.decoder._checks = DebugChecks(RankChecker(None))
-        tree = Tree(tree_kind)
-        tree.cache.req_to_token_pool = rows
-        tree.insert(PREFIX, PREFIX_SLOTS)
-        self.reqs = [tree.request(f"request {row}", PREFIX, 20, row) for row in ROWS]
-        self.scheduled = SimpleNamespace(reqs=self.reqs, tree_cache=tree.cache)
 
     @property
     def decoder(self) -> Any:
         return self.steps._drafting
-
-    @property
-    def counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = self.served._pat._counters()
-        return counters
 
     def view(self, lens: list[int], size: int = 0) -> Any:
         """What SGLang shows of a round: eager, or before it replays the graph of `size` rows."""
@@ -168,10 +136,7 @@ class Drafting:
         layer: int = 0,
         table: torch.Tensor | None = None,
     ) -> None:
-        rows = self.table if table is None else table
-        slots = rows[ROWS[request], :length].long()
-        exact = dense(q[request], self.runner.token_to_kv_pool, layer, slots)
-        torch.testing.assert_close(out[request].double(), exact, atol=2e-6, rtol=2e-6)
+        self.assert_reads(q[request], out[request], request, length, layer, table)
 
 
 @pytest.fixture(autouse=True)
