@@ -127,7 +127,7 @@ def _of_body(**body: Any) -> list[Case]:
         return Case(name, forest, **{**body, **more})
 
     invariant = {**SPLIT, "batch_invariant": True}
-    per_node = {"policy": "per-node"}
+    per_node = {"policy": "per-node", "num_workers": 2}
     alone = {"policy": "query-centric", "num_workers": 200}
     return [
         *(case(f"group-{g}", TREE, heads=(2 * g, 2)) for g in (1, 2, 4, 5, 8, 16)),

@@ -105,7 +105,7 @@ def test_sums_are_those_of_planning_every_step_anew() -> None:
     running, tree, account = simulator(
         generate("few-shot", requests=60, seed=1), policies=policies, max_batch=24
     )
-    planned = dict.fromkeys(policies, 0)
+    planned: dict[str, Any] = dict.fromkeys(policies, 0)
     query_centric = lower_bound = 0
     schedulers = {
         policy: new_scheduler(group_size=4, num_workers=33, policy=policy) for policy in policies
@@ -123,10 +123,12 @@ def test_sums_are_those_of_planning_every_step_anew() -> None:
         assert account.last_kv_tokens()["query_centric"] == step.batch.seq_lens.sum()
     totals = account.total_kv_tokens()
     assert account.plans_reused > account.plans_built.total()
+    # At other lengths, requests may be packed in another way, or in tiles of half the rows.
+    planned["memory"] = pytest.approx(planned["memory"], rel=3e-3)
     assert totals == {
         "query_centric": query_centric,
         "lower_bound": lower_bound,
-        "policies": pytest.approx(planned, rel=2e-3),  # packing may differ at other lengths
+        "policies": planned,
     }
 
 
