@@ -150,9 +150,7 @@ class DraftDecoder(PlannedAttention):
         if len(q) <= num_rows:
             return super()._run(run, q, caches, layer, forward_batch)
         # SGLang prepares a round before data parallelism has padded it.
-        out = q.new_zeros(len(q), layer.tp_q_head_num, layer.v_head_dim)
-        out[:num_rows] = run(q[:num_rows])
-        return out
+        return self._run_planned(run, q, num_rows, layer)
 
 
 _PLAN_COUNTS = ("plans_built", "plans_reused")

@@ -98,9 +98,4 @@ class DraftExtend(LayerAttention):
             return super()._run(run, q, caches, layer, forward_batch)
         # The graph of the verify step has padding behind the rows, or data parallelism has added it
         # to these.
-        num_known = min(len(q), num_rows)
-        padded = q.new_zeros(num_rows, *q.shape[1:])
-        padded[:num_known] = q[:num_known]
-        out = q.new_zeros(len(q), layer.tp_q_head_num, layer.v_head_dim)
-        out[:num_known] = run(padded)[:num_known]
-        return out
+        return self._run_planned(run, q, num_rows, layer)

@@ -92,6 +92,20 @@ class LayerAttention:
         out: torch.Tensor = run(q)
         return out
 
+    @staticmethod
+    def _run_planned(
+        run: Callable[..., Any], q: torch.Tensor, num_rows: int, layer: RadixAttention
+    ) -> torch.Tensor:
+        """As `_run`, where so many rows are planned. What `q` has behind them is padding, and reads
+        nothing."""
+        num_known = min(len(q), num_rows)
+        planned = q[:num_known]
+        if num_known < num_rows:
+            planned = torch.cat((planned, q.new_zeros(num_rows - num_known, *q.shape[1:])))
+        out = q.new_zeros(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        out[:num_known] = run(planned)[:num_known]
+        return out
+
     def _scales(self, layer: RadixAttention) -> tuple[float, float]:
         """What the numbers in the caches are multiplied with."""
         return read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)

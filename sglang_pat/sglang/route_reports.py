@@ -46,9 +46,8 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
         logger.info(line)
     _Told.line = line
     if model_runner is not None:
-        _Told.draft_routes = _Told.extend_routes = (
-            None  # SGLang builds its backend after that of the model
-        )
+        # SGLang builds the backends of a draft model after that of the model.
+        _Told.draft_routes = _Told.extend_routes = None
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():

@@ -68,6 +68,19 @@ TREES = {
 }
 
 
+def run_with_drafts(
+    engines: FamilyEngines, small: Family, speculation: dict[str, Any]
+) -> tuple[Run, Run, Run]:
+    """Runs without drafts, with them, and with them on pat. The answers are the same in all, and as
+    many drafts are accepted on pat as elsewhere."""
+    alone = engines.run(small, None)
+    expected = engines.run(small, None, **speculation)
+    found = engines.run(small, "pat", **speculation)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    return alone, expected, found
+
+
 @pytest.mark.parametrize(
     ("family", "speculation"),
     [
@@ -88,13 +101,9 @@ def test_speculation(
     if speculation["speculative_algorithm"] == "STANDALONE":  # the same model drafts
         draft = small.write(tmp_path / "draft")
         speculation = speculation | {"speculative_draft_model_path": str(draft)}
-    alone = engines.run(small, None)
-    expected = engines.run(small, None, **speculation)
-    found = engines.run(small, "pat", **speculation)
+    alone, expected, found = run_with_drafts(engines, small, speculation)
     assert_telling(alone)
-    assert found.tokens == expected.tokens == alone.tokens
     # Some drafts are accepted, not all.
-    assert found.verify_steps == expected.verify_steps
     assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
     assert_routes(found, small)
     assert_drafts(found, expected, speculation)
@@ -122,11 +131,7 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
         "speculative_algorithm": "EAGLE",
         "speculative_draft_model_path": str(draft),
     }
-    alone = engines.run(small, None)
-    expected = engines.run(small, None, **speculation)
-    found = engines.run(small, "pat", **speculation)
-    assert found.tokens == expected.tokens == alone.tokens
-    assert found.verify_steps == expected.verify_steps
+    _, _, found = run_with_drafts(engines, small, speculation)
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_model"]["pat_layers"] == 1
@@ -145,11 +150,7 @@ def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> No
         "speculative_num_draft_tokens": 2,
         "speculative_draft_model_path": str(draft),
     }
-    alone = engines.run(small, None)
-    expected = engines.run(small, None, **speculation)
-    found = engines.run(small, "pat", **speculation)
-    assert found.tokens == expected.tokens == alone.tokens
-    assert found.verify_steps == expected.verify_steps
+    _, _, found = run_with_drafts(engines, small, speculation)
     verified = found.stats["verify"]
     assert found.stats["draft_extend"] == verified
     assert found.draft_calls == dict.fromkeys(found.calls, verified["steps"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,14 +226,10 @@ def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager
 
 
 def extend_case(backend: str, page_size: int) -> DenseAttentionCase:
-    return DenseAttentionCase(
+    return replace(
+        draft_case(backend, page_size),
         name="extend",
-        backend=backend,
         forward_mode=ForwardMode.DRAFT_EXTEND_V2,
-        num_heads=4,
-        num_kv_heads=2,
-        page_size=page_size,
-        prefix_lens=(5, 9, 11),
         extend_lens=(3, 3, 3),
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool
+from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool, told_default_layers
 from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
@@ -423,11 +423,7 @@ def test_draft_models_that_are_left_to_the_default_backend(
     extending = Extending(**change)
     assert type(extending.backend) is before
     assert "draft_extend" not in extending.counters
-    told = route_reports._after_get_init_info({})["pat"]
-    assert told["pat_layers"] == 2  # of the model that is served
-    assert told["draft_extend"]["pat_layers"] == 0
-    (found,) = told["draft_extend"]["default_layers"]
-    assert found == reason.removeprefix("default backend ")
+    assert told_default_layers("draft_extend") == reason.removeprefix("default backend ")
     assert "reading what was accepted: pat decodes nothing" in caplog.text
 
 

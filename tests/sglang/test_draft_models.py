@@ -14,7 +14,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool
+from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool, told_default_layers
 from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
@@ -28,7 +28,7 @@ from sglang_fakes import (
     runner,
     server_arguments,
 )
-from sglang_trees import TREE_KINDS, place
+from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import draft_backend, hooks, route_reports
@@ -388,10 +388,7 @@ def test_whole_draft_models_that_are_left_to_the_default_backend(
     drafting = Drafting(**change)
     assert type(drafting.steps) is before
     assert "draft" not in drafting.counters
-    told = route_reports._after_get_init_info({})["pat"]
-    assert told["pat_layers"] == 2  # of the model that is served
-    assert told["draft_model"]["pat_layers"] == 0
-    (found,) = told["draft_model"]["default_layers"]
+    found = told_default_layers("draft_model")
     assert found == reason.removeprefix("default backend ")
     assert "draft model: pat decodes nothing" in caplog.text
     assert f"decodes all 2 layers: {found}" in caplog.text
@@ -500,11 +497,7 @@ def test_a_round_does_with_lengths_that_the_host_learns_late(size: int) -> None:
     drafting = Drafting()
     assert not drafting.steps.needs_cpu_seq_lens
     drafting.steps.init_cuda_graph_state(2, 2)
-    known, lens = [25, 31], [25, 31]
-    for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
-        known, lens = lens, [length + more for length, more in zip(lens, accepted, strict=True)]
-        for req, length in zip(drafting.reqs, known, strict=True):
-            place(req).kv_committed_len = length
+    for lens in late_lengths(drafting.reqs):
         view = drafting.view(lens, size)
         view.seq_lens_cpu = None
         if size:

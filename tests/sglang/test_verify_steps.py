@@ -25,7 +25,7 @@ from sglang_fakes import (
     runner,
     server_arguments,
 )
-from sglang_trees import TREE_KINDS, Tree, place
+from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import hooks, routes
@@ -291,12 +291,8 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
     if not is_checked:
         server.backend._pat._checks = None
     server.capture(2)
-    known, lens = [25, 31], [25, 31]
     built = server.backend._pat._counters()["plans_built"]
-    for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
-        known, lens = lens, [length + more for length, more in zip(lens, accepted, strict=True)]
-        for req, length in zip(server.reqs, known, strict=True):
-            place(req).kv_committed_len = length
+    for lens in late_lengths(server.reqs):
         view = server.view(lens, size)
         view.seq_lens_cpu = None
         if size:

@@ -10,6 +10,8 @@ import torch
 from sglang_fakes import HEAD_DIM, KV_HEADS, KVPool, dense, runner, server_arguments
 from sglang_trees import TREE_KINDS, Tree
 
+from sglang_pat.sglang import route_reports
+
 WIDTH, SLOTS = 300, 900
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
 ROWS = (1, 2)
@@ -23,6 +25,17 @@ def kv_pool(seed: int, heads: int = KV_HEADS) -> KVPool:
     made.keys = [torch.randn(shape, generator=generator) for _ in range(2)]
     made.values = [torch.randn(shape, generator=generator) for _ in range(2)]
     return made
+
+
+def told_default_layers(key: str) -> str:
+    """What `/get_server_info` says of the layers of a draft model, all of which are left to the
+    default backend. key: of which of its steps."""
+    told = route_reports._after_get_init_info({})["pat"]
+    assert told["pat_layers"] == 2  # of the model that is served
+    assert told[key]["pat_layers"] == 0
+    (found,) = told[key]["default_layers"]
+    assert isinstance(found, str)
+    return found
 
 
 class DraftScene:
