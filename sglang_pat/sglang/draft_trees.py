@@ -1,8 +1,8 @@
 """Drafts that are trees: what a draft token reads of the draft tokens of its step.
 
 A plan covers what a request had before the step. Its draft tokens are few, and each reads those
-before it on its own branch: that attention is computed in torch, from the keys and values that the
-layer has just been given, and merged with the plan's by LSE.
+before it on its own branch: that attention is computed apart, of the keys and values that the layer
+has just stored, and merged with the plan's by LSE.
 """
 
 from __future__ import annotations
@@ -92,6 +92,21 @@ class DraftTrees:
         before_tree = out.view(count, drafts, kv_heads, group, -1).transpose(1, 2)
         tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
         return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
+
+    def merge_stored(
+        self,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        layer: RadixAttention,
+        before: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """As merge(), by one kernel on a GPU, of draft tokens whose keys and values lie in these
+        slots of the caches as they are. The output before is written to."""
+        from sglang_pat.sglang.draft_tree_kernel import merge_drafts  # needs triton
+
+        scaling, logit_cap = float(layer.scaling), float(layer.logit_cap)
+        return merge_drafts(q, caches, slots, self._biases, before, scaling, logit_cap)
 
 
 def _float(x: torch.Tensor) -> torch.Tensor:
