@@ -294,15 +294,9 @@ class PatDecoder(PlannedAttention):
         trees = None if self._verify is None else self._verify.trees()
         if trees is None:
             return super()._run(run, q, caches, layer, forward_batch)
-        before, slots = run(q, return_lse=True), forward_batch.out_cache_loc
-        if q.is_cuda and not self.routes.are_scaled and caches[0].dtype == q.dtype:
-            return trees.merge_stored(q, caches, slots, layer, before)
-        # As the pool has them, which may be rounded to a smaller type.
-        k, v = (cache[slots].to(q.dtype) for cache in caches)
-        if self.routes.are_scaled:
-            k_scale, v_scale = self._scales(layer)
-            k, v = k * k_scale, v * v_scale
-        return trees.merge(q, k, v, layer, before)
+        # Of the caches: what the pool has, which may be rounded to a smaller type.
+        before, scales = run(q, return_lse=True), self._scales(layer)
+        return trees.merge(q, caches, forward_batch.out_cache_loc, layer, before, scales)
 
     # --- statistics ---
 

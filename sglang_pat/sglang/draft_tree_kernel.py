@@ -1,6 +1,6 @@
-"""One kernel in place of the dozen of torch that `DraftTrees.merge` launches in each layer.
+"""The attention of trees of drafts on a GPU: one kernel per layer, where torch launches a dozen.
 
-In Triton, which SGLang brings along. Imported where there is a GPU alone.
+In Triton, which SGLang needs there, too.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,import-untyped"
@@ -11,54 +11,67 @@ import torch
 import triton
 import triton.language as tl
 
+# A step for each draft token waits for its loads: those of so many steps are under way together.
+_STEPS_AT_ONCE = 4
+# Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
+_NUMBERS_PER_WARP = 512
+_FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
+
+
+def reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel reads caches of this type."""
+    if dtype is torch.float8_e4m3fn:
+        return torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
+    return True
+
 
 @triton.jit
-def _merge(
-    q, k_cache, v_cache, slots, biases, out, lse, scaling, logit_cap,
+def _merge_drafts(
+    q, k_cache, v_cache, slots, biases, out, lse, scale, v_scale, logit_cap,
     q_row, q_head, k_slot, k_head, v_slot, v_head,
     NUM_DRAFTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A program is a draft token and a KV head: the query heads of that, one softmax each."""
+    """A program has a draft token and a KV head: it computes that head's group of query heads."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_kv_heads = tl.num_programs(1)
-    first = row // NUM_DRAFTS * NUM_DRAFTS  # of the request's rows
-    heads = tl.arange(0, GROUP_PADDED)
-    is_head = heads < GROUP
-    dims, v_dims = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED)
-    is_dim, is_v_dim = dims < DIM, v_dims < V_DIM
-    query_heads = kv_head * GROUP + heads
+    num_heads = tl.num_programs(1) * GROUP
+    first = row // NUM_DRAFTS * NUM_DRAFTS  # row of the request
+    member = tl.arange(0, GROUP_PADDED)
+    dim, v_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED)
+    in_group, in_key, in_value = member < GROUP, dim < DIM, v_dim < V_DIM
+    head = kv_head * GROUP + member
     query = tl.load(
-        q + row * q_row + query_heads[:, None] * q_head + dims[None, :],
-        mask=is_head[:, None] & is_dim[None, :],
+        q + row * q_row + head[:, None] * q_head + dim[None, :],
+        mask=in_group[:, None] & in_key[None, :],
         other=0.0,
     ).to(tl.float32)
-    places = row * num_kv_heads * GROUP + query_heads
-    largest = tl.load(lse + places, mask=is_head, other=0.0)  # what was before is one key
+    # What was before the step is one more key: its logit is the LSE, its value the output.
+    most = tl.load(lse + row * num_heads + head, mask=in_group, other=0.0)
     total = tl.full((GROUP_PADDED,), 1.0, tl.float32)
-    out_places = out + places[:, None] * V_DIM + v_dims[None, :]
-    is_out = is_head[:, None] & is_v_dim[None, :]
-    result = tl.load(out_places, mask=is_out, other=0.0).to(tl.float32)
-    for j in range(NUM_DRAFTS):
+    places = out + (row * num_heads + head[:, None]) * V_DIM + v_dim[None, :]
+    in_out = in_group[:, None] & in_value[None, :]
+    result = tl.load(places, mask=in_out, other=0.0).to(tl.float32)
+    for j in tl.range(NUM_DRAFTS, loop_unroll_factor=STEPS_AT_ONCE):
         bias = tl.load(biases + row * NUM_DRAFTS + j)
         slot = tl.load(slots + first + j).to(tl.int64)
-        key = tl.load(k_cache + slot * k_slot + kv_head * k_head + dims, mask=is_dim, other=0.0)
-        logit = tl.sum(query * key.to(tl.float32)[None, :], 1) * scaling
-        if HAS_CAP:
-            cap = logit / logit_cap
-            logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * cap) + 1.0))
-        logit += bias
-        now = tl.maximum(largest, logit)
-        before = tl.where(largest == float("-inf"), 0.0, tl.exp(largest - now))
-        weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - now))
+        key = tl.load(k_cache + slot * k_slot + kv_head * k_head + dim, mask=in_key, other=0.0)
         value = tl.load(
-            v_cache + slot * v_slot + kv_head * v_head + v_dims, mask=is_v_dim, other=0.0
+            v_cache + slot * v_slot + kv_head * v_head + v_dim, mask=in_value, other=0.0
         )
-        result = result * before[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
-        total = total * before + weight
-        largest = now
-    tl.store(out_places, (result / total[:, None]).to(out.dtype.element_ty), mask=is_out)
+        logit = tl.sum(query * key.to(tl.float32)[None, :], 1) * scale
+        if HAS_CAP:  # tanh
+            logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * (logit / logit_cap)) + 1.0))
+        logit += bias
+        larger = tl.maximum(most, logit)
+        # Both may be -inf: a row that had nothing before, and a draft token that it does not read.
+        kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - larger))
+        weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - larger))
+        v = value.to(tl.float32) * v_scale
+        result = result * kept[:, None] + weight[:, None] * v[None, :]
+        total = total * kept + weight
+        most = larger
+    tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
 def merge_drafts(
@@ -68,35 +81,53 @@ def merge_drafts(
     biases: torch.Tensor,
     before: tuple[torch.Tensor, torch.Tensor],
     scaling: float,
-    logit_cap: float,
+    logit_cap: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """As `DraftTrees.merge`, of drafts that lie in the caches, in numbers that are not scaled.
+    """Attention over what was before the step, and over the draft tokens that each one reads.
 
     Parameters
     ----------
     q : torch.Tensor
-        `[rows, heads, head_dim]`.
+        Of the draft tokens: `[rows, heads, head_dim]`.
     caches : tuple of torch.Tensor
-        Keys and values: `[slots, KV heads, ...]`.
+        Keys and values: `[slots, KV heads, ...]`, of a type that `reads()` allows.
     slots : torch.Tensor
         Where the draft token of each row is.
     biases : torch.Tensor
-        float32 `[requests, draft tokens, draft tokens]`, contiguous: 0 for what is read, else -inf.
+        float32 `[requests, draft tokens, draft tokens]`, contiguous: 0 for one that is read, else
+        -inf.
     before : tuple of torch.Tensor
-        Output and LSE over what the requests had before. The output is written to.
+        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` over what was before, contiguous.
+        The output is overwritten.
     scaling, logit_cap : float
-        Of the layer.
+        Of the layer. A soft-cap of 0 is none.
+    scales : tuple of float
+        What the keys and the values in the caches are multiplied with.
+
+    Returns
+    -------
+    torch.Tensor
+        The output of `before`.
     """
     (k_cache, v_cache), (out, lse) = caches, before
     num_rows, num_heads, dim = q.shape
     num_kv_heads, v_dim = v_cache.shape[1:]
+    requests, num_drafts, _ = biases.shape
+    if num_rows != requests * num_drafts:
+        raise ValueError(
+            f"q must have {num_drafts} rows for each of {requests} requests, got {num_rows}"
+        )
     group = num_heads // num_kv_heads
-    _merge[(num_rows, num_kv_heads)](
-        q, k_cache, v_cache, slots, biases, out, lse, scaling, logit_cap or 1.0,
+    group_padded, dim_padded = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    _merge_drafts[(num_rows, num_kv_heads)](
+        q, k_cache, v_cache, slots, biases, out, lse,
+        scaling * scales[0], scales[1], logit_cap,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
         v_cache.stride(0), v_cache.stride(1),
-        NUM_DRAFTS=biases.shape[-1], GROUP=group, GROUP_PADDED=triton.next_power_of_2(group),
-        DIM=dim, DIM_PADDED=triton.next_power_of_2(dim),
-        V_DIM=v_dim, V_PADDED=triton.next_power_of_2(v_dim), HAS_CAP=logit_cap > 0,
+        NUM_DRAFTS=num_drafts, GROUP=group, GROUP_PADDED=group_padded,
+        DIM=dim, DIM_PADDED=dim_padded, V_DIM=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
+        HAS_CAP=logit_cap > 0, STEPS_AT_ONCE=_STEPS_AT_ONCE,
+        num_warps=min(max(1, group_padded * dim_padded // _NUMBERS_PER_WARP), 8),
     )  # fmt: skip
     return out

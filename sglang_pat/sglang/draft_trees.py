@@ -2,7 +2,7 @@
 
 A plan covers what a request had before the step. Its draft tokens are few, and each reads those
 before it on its own branch: that attention is computed apart, of the keys and values that the layer
-has just stored, and merged with the plan's by LSE.
+has just stored, and merged with the plan's by LSE. On a GPU one kernel does both.
 """
 
 from __future__ import annotations
@@ -51,67 +51,78 @@ class DraftTrees:
     def merge(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
         layer: RadixAttention,
         before: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """Attention over all that each draft token reads.
 
         Parameters
         ----------
-        q, k, v : torch.Tensor
-            Of the draft tokens: `[rows, heads, head_dim]`, and `[rows, KV heads, ...]`.
+        q : torch.Tensor
+            Of the draft tokens: `[rows, heads, head_dim]`.
+        caches : tuple of torch.Tensor
+            Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
+        slots : torch.Tensor
+            Where the draft token of each row is.
         layer : RadixAttention
             Its scale and soft-cap.
         before : tuple of torch.Tensor
             Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` over what the requests had
-            before the step. An attention sink has been counted there.
+            before the step. An attention sink has been counted there. The output may be
+            overwritten.
+        scales : tuple of float
+            What the keys and the values in the caches are multiplied with.
 
         Returns
         -------
         torch.Tensor
             As the output.
         """
-        out, lse = before
-        count, drafts, kv_heads = len(self._biases), self._num_drafts, k.shape[1]
-        group = q.shape[1] // kv_heads
-        # A few kernels in each layer: rows are [request and KV head, draft token and query head].
-        queries = _float(q.view(count, drafts, kv_heads, group, -1).transpose(1, 2)).flatten(2, 3)
-        keys, values = (_float(x.view(count, drafts, kv_heads, -1).transpose(1, 2)) for x in (k, v))
-        queries, keys, values = (each.flatten(0, 1) for each in (queries, keys, values))
-        logits = torch.bmm(queries, keys.mT).view(count, kv_heads, drafts, group, drafts)
-        scale = layer.scaling
-        if layer.logit_cap:
-            logits, scale = torch.tanh(logits * (scale / layer.logit_cap)), layer.logit_cap
-        logits = torch.add(self._biases[:, None, :, None, :], logits, alpha=scale)
-        # What was before the step is one more key: its logit is the LSE.
-        rest = lse.view(count, drafts, kv_heads, group, 1).transpose(1, 2)
-        weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
-        tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, drafts), values)
-        before_tree = out.view(count, drafts, kv_heads, group, -1).transpose(1, 2)
-        tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
-        return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
+        scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
+        if q.is_cuda:
+            from sglang_pat.sglang import draft_tree_kernel  # needs Triton
 
-    def merge_stored(
-        self,
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        layer: RadixAttention,
-        before: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """As merge(), by one kernel on a GPU, of draft tokens whose keys and values lie in these
-        slots of the caches as they are. The output before is written to."""
-        from sglang_pat.sglang.draft_tree_kernel import merge_drafts  # needs triton
-
-        scaling, logit_cap = float(layer.scaling), float(layer.logit_cap)
-        return merge_drafts(q, caches, slots, self._biases, before, scaling, logit_cap)
+            if draft_tree_kernel.reads(caches[0].dtype, q.device):
+                return draft_tree_kernel.merge_drafts(
+                    q, caches, slots, self._biases, before, scaling, logit_cap, scales
+                )
+        k, v = (
+            cache[slots].float().mul_(scale) for cache, scale in zip(caches, scales, strict=True)
+        )
+        return _merge_in_torch(q, k, v, self._biases, before, scaling, logit_cap)
 
 
-def _float(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous float32 copy, by one kernel."""
-    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
+def _merge_in_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    biases: torch.Tensor,
+    before: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+    logit_cap: float,
+) -> torch.Tensor:
+    """See `DraftTrees.merge`. k, v: float32, of the draft tokens."""
+    out, lse = before
+    (count, drafts, _), kv_heads = biases.shape, k.shape[1]
+    group = q.shape[1] // kv_heads
+    # Rows are [request and KV head, draft token and query head].
+    queries = q.float().view(count, drafts, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+    keys, values = (x.view(count, drafts, kv_heads, -1).transpose(1, 2) for x in (k, v))
+    queries, keys, values = (each.flatten(0, 1) for each in (queries, keys, values))
+    logits = torch.bmm(queries, keys.mT).view(count, kv_heads, drafts, group, drafts) * scaling
+    if logit_cap:
+        logits = logit_cap * torch.tanh(logits / logit_cap)
+    logits += biases[:, None, :, None, :]
+    # What was before the step is one more key: its logit is the LSE.
+    rest = lse.view(count, drafts, kv_heads, group, 1).transpose(1, 2)
+    weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
+    tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, drafts), values)
+    before_tree = out.view(count, drafts, kv_heads, group, -1).transpose(1, 2)
+    tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
+    return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
 
 
 def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) -> torch.Tensor:

@@ -6,18 +6,86 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
-CASES = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
+from sglang_pat.sglang import draft_tree_kernel
+from sglang_pat.sglang.draft_trees import DraftTrees
+
+SCRIPT = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_torch_merges_trees(case: TreeCase, dtype: torch.dtype) -> None:
+    trees = make_trees(case, dtype)
+    assert_exact(merged(trees), trees)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "capability", "by_kernel"),
+    [
+        (torch.bfloat16, (8, 0), True),
+        (torch.float8_e5m2, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 6), False),
+        (torch.float8_e4m3fn, (8, 9), True),
+    ],
+)
+def test_a_kernel_merges_trees_where_it_reads_the_caches(
+    kv_dtype: torch.dtype,
+    capability: tuple[int, int],
+    by_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(draft_tree_kernel, "merge_drafts", lambda *each: given.append(each))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    trees = make_trees(CASES[1]._replace(kv_dtype=kv_dtype), torch.bfloat16)
+    out = merged(trees)
+    assert len(given) == by_kernel
+    if by_kernel:
+        biases, scales = given[0][3], given[0][-1]
+        assert torch.equal(biases, trees.biases)
+        assert scales == trees.scales
+    else:
+        assert_exact(out, trees)
+
+
+def test_rows_that_are_no_trees_are_an_error() -> None:
+    trees = make_trees(CASES[1], torch.bfloat16)
+    with pytest.raises(ValueError, match="q must have 4 rows for each of 3 requests, got 11"):
+        draft_tree_kernel.merge_drafts(
+            trees.q[1:], trees.caches, trees.slots, trees.biases, trees.before, trees.scaling
+        )
+
+
+def merged(trees: Trees) -> torch.Tensor:
+    """By the trees of a step."""
+    q, caches, slots, masks, before, scaling, logit_cap, scales = trees.to("cpu")
+    step = DraftTrees(masks.shape[-1], q.device)
+    step.take(
+        SimpleNamespace(
+            batch_size=len(masks),
+            spec_info=SimpleNamespace(custom_mask=masks.flatten()),
+            seq_lens=torch.full((len(masks),), 9),
+        ),
+        in_capture=False,
+    )
+    layer: Any = SimpleNamespace(scaling=scaling, logit_cap=logit_cap)
+    return step.merge(q, caches, slots, layer, before, scales)
 
 
 @pytest.mark.nightly
-def test_a_kernel_merges_trees_as_torch_does() -> None:
+def test_a_kernel_merges_trees() -> None:
     """Run by Triton's interpreter, in a process of its own: it is chosen on import."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(CASES)], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "agree: 8"
+    assert done.stdout.strip() == f"exact: {2 * len(CASES)}"

@@ -1,78 +1,144 @@
-"""Trees of drafts, computed by the kernel and by torch.
+"""Trees of drafts with random masks, and their attention in float64.
 
     TRITON_INTERPRET=1 python tests/support/draft_tree_cases.py
 
-runs the kernel on a CPU.
+compares the kernel with it, on a CPU.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
-from sglang_pat.sglang.draft_trees import DraftTrees
-
 
 class TreeCase(NamedTuple):
-    """drafts: of each request. logit_cap: 0 for none."""
+    """drafts: of each request. logit_cap: 0 for none. kv_dtype: as the queries' if None; if not,
+    with scales."""
 
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
     drafts: int
-    logit_cap: float
+    logit_cap: float = 0.0
+    kv_dtype: torch.dtype | None = None
 
 
 CASES = [
-    TreeCase(8, 2, 64, 64, 4, 0.0),
-    TreeCase(32, 8, 128, 128, 4, 0.0),
-    TreeCase(5, 5, 80, 80, 3, 20.0),
-    TreeCase(12, 4, 192, 128, 7, 30.0),
+    TreeCase(8, 2, 64, 64, 1),
+    TreeCase(32, 8, 128, 128, 4),
+    TreeCase(5, 5, 80, 80, 3, logit_cap=20.0),
+    TreeCase(12, 4, 192, 128, 7, logit_cap=0.5),
+    TreeCase(14, 2, 128, 128, 6, kv_dtype=torch.float8_e4m3fn),
+    TreeCase(16, 1, 256, 256, 16, kv_dtype=torch.float8_e5m2),
 ]
 REQUESTS, SLOTS = 3, 60
+# A step of the dtype, and what the order of sums is about.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def assert_kernel_agrees(case: TreeCase, dtype: torch.dtype, device: str) -> None:
-    """Also of rows that had nothing before, and of padding, whose slots are one."""
+class Trees(NamedTuple):
+    """Arguments of `merge_drafts()`, but for `biases`: which draft tokens each one reads."""
+
+    q: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor]
+    slots: torch.Tensor
+    masks: torch.Tensor
+    before: tuple[torch.Tensor, torch.Tensor]
+    scaling: float
+    logit_cap: float
+    scales: tuple[float, float]
+
+    @property
+    def biases(self) -> torch.Tensor:
+        return self.masks.float().log()
+
+    def to(self, device: str) -> Trees:
+        caches, before = ((a.to(device), b.to(device)) for a, b in (self.caches, self.before))
+        return self._replace(
+            # Queries are a part of what a layer computes: their rows do not lie side by side.
+            q=torch.cat([self.q, self.q], dim=1).to(device)[:, : self.q.shape[1]],
+            caches=caches,
+            slots=self.slots.to(device),
+            masks=self.masks.to(device),
+            before=before,
+        )
+
+
+def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
+    """On the CPU. Some rows had nothing before; the last request is padding, in one slot."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    count = case.drafts
+    count, rows = case.drafts, REQUESTS * case.drafts
     masks = torch.rand(REQUESTS, count, count, generator=generator) < 0.5
     masks = masks.tril() | torch.eye(count, dtype=torch.bool)
-    rows = (REQUESTS + 1) * count
-    view = SimpleNamespace(
-        batch_size=REQUESTS + 1,
-        num_padding=1,
-        spec_info=SimpleNamespace(custom_mask=masks.flatten().to(device)),
-        seq_lens=torch.full((REQUESTS + 1,), 9, device=device),
-    )
-    q = some(rows, case.heads + 3, case.head_dim).to(device, dtype)[:, : case.heads]  # of a slice
-    keys = some(SLOTS, case.kv_heads, case.head_dim).to(device, dtype)
-    values = some(SLOTS, case.kv_heads, case.v_head_dim).to(device, dtype)
-    slots = torch.randperm(SLOTS, generator=generator)[:rows].to(device)
+    slots = torch.randperm(SLOTS, generator=generator)[:rows]
     slots[-count:] = 0
     out, lse = some(rows, case.heads, case.v_head_dim), 3 * some(rows, case.heads)
     out[1::3], lse[1::3] = 0, float("-inf")
-    before = (out.to(device, dtype), lse.to(device))
-    layer = SimpleNamespace(scaling=0.2, logit_cap=case.logit_cap)
-    trees = DraftTrees(count, torch.device(device), reserved=REQUESTS + 2)
-    trees.take(view, in_capture=False)
-    expected = trees.merge(q, keys[slots], values[slots], layer, before)
-    found = trees.merge_stored(q, (keys, values), slots, layer, before)
-    assert found.isfinite().all()
-    # A step of the dtype: both round numbers that are float32 before.
-    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    stored = case.kv_dtype or dtype
+    return Trees(
+        q=some(rows, case.heads, case.head_dim).to(dtype),
+        caches=(
+            some(SLOTS, case.kv_heads, case.head_dim).to(stored),
+            some(SLOTS, case.kv_heads, case.v_head_dim).to(stored),
+        ),
+        slots=slots,
+        masks=masks,
+        before=(out.to(dtype), lse),
+        scaling=0.2,
+        logit_cap=case.logit_cap,
+        scales=(1.0, 1.0) if case.kv_dtype is None else (0.75, 1.25),
+    )
+
+
+def exact(trees: Trees) -> torch.Tensor:
+    """In float64, of trees on the CPU."""
+    q, (out, lse) = trees.q.double(), trees.before
+    count = trees.masks.shape[-1]
+    result = torch.empty_like(out, dtype=torch.float64)
+    for row in range(len(q)):
+        request, draft = divmod(row, count)
+        read = trees.slots[request * count : (request + 1) * count][trees.masks[request, draft]]
+        group = q.shape[1] // trees.caches[0].shape[1]
+        keys, values = (
+            cache[read].double().repeat_interleave(group, dim=1) * scale
+            for cache, scale in zip(trees.caches, trees.scales, strict=True)
+        )
+        logits = torch.einsum("hd,khd->hk", q[row], keys) * trees.scaling
+        if trees.logit_cap:
+            logits = trees.logit_cap * torch.tanh(logits / trees.logit_cap)
+        weights = torch.cat([lse[row].double()[:, None], logits], dim=1).softmax(dim=1)
+        result[row] = weights[:, :1] * out[row].double()
+        result[row] += torch.einsum("hk,khd->hd", weights[:, 1:], values)
+    return result
+
+
+def assert_exact(found: torch.Tensor, trees: Trees) -> None:
+    """trees: on the CPU."""
+    tolerance = TOLERANCE[trees.q.dtype]
+    torch.testing.assert_close(found.cpu().double(), exact(trees), atol=tolerance, rtol=tolerance)
+
+
+def assert_kernel_is_exact(case: TreeCase, dtype: torch.dtype, device: str) -> None:
+    from sglang_pat.sglang.draft_tree_kernel import merge_drafts  # needs Triton
+
+    trees = make_trees(case, dtype)
+    q, caches, slots, _, before, scaling, logit_cap, scales = there = trees.to(device)
+    out = before[0].clone()
+    found = merge_drafts(
+        q, caches, slots, there.biases, (out, before[1]), scaling, logit_cap, scales
+    )
+    assert found is out
+    assert_exact(found, trees)
 
 
 if __name__ == "__main__":
     for each in CASES:
-        for kind in (torch.float32, torch.bfloat16):
-            assert_kernel_agrees(each, kind, "cpu")
-    print("agree:", 2 * len(CASES))
+        for kind in (torch.float32, torch.float16):
+            assert_kernel_is_exact(each, kind, "cpu")
+    print("exact:", 2 * len(CASES))
