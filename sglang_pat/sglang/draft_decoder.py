@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.plan import KvTokens
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import requests_of
+from sglang_pat.sglang.hooks import StepRequests, requests_of
 from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.planned_attention import PlannedAttention
+from sglang_pat.sglang.reader import BatchReader
 from sglang_pat.sglang.routes import Routes
 
 
@@ -53,11 +55,14 @@ class DraftDecoder(PlannedAttention):
         """
         super().__init__(model_runner, environment, routes)
         device = self.req_to_token_pool.req_to_token.device
+        self._num_steps = num_steps
         self._offsets = torch.arange(1, num_steps + 1, dtype=torch.int64, device=device)[:, None]
         self._reserved = self._offsets[:, :0]  # lengths that captured graphs read
         self._graphs_write = False  # whether a captured graph writes them itself
         self._lens = self._reserved  # of the round, [steps, rows]
         self._at = 0  # the step whose lengths the layers read
+        self._num_rows = 0  # of known requests, in the last round that was planned
+        self._num_repeated = 0  # rounds without a plan()
         self._seen: set[int] = set()  # layers that have run
         self.has_default = False
         self.counts: Counter[str] = Counter({"steps": 0, "rows": 0})
@@ -73,16 +78,29 @@ class DraftDecoder(PlannedAttention):
 
     def plan_eager(self, forward_batch: Any) -> None:
         """Plan a round without a graph."""
-        if forward_batch.batch_size and self.routes.shapes:
-            self._plan(forward_batch, forward_batch.seq_lens + self._offsets, is_captured=False)
+        if not forward_batch.batch_size or not self.routes.shapes:
+            return
+        step = requests_of(forward_batch)
+        microbatch = self._microbatches.of(step)
+        lens = forward_batch.seq_lens + self._offsets
+        self._plan(microbatch.reader, microbatch.eager, step, forward_batch, lens)
 
     def plan_captured(self, forward_batch: Any, in_capture: bool) -> None:
         """Before a CUDA graph is captured or replayed: write the plan that the graph reads."""
         if not forward_batch.batch_size or not self.routes.shapes:
             return
+        step = requests_of(forward_batch)
+        microbatch = self._microbatches.of(step)
+        reader, plans = microbatch.reader, microbatch.captured
+        assert plans is not None
+        if not in_capture and self._repeats(reader, plans, step, forward_batch):
+            return  # what the graph reads is in place
         if in_capture or not self._graphs_write:
             self._write_lens(forward_batch)
-        self._plan(forward_batch, self._reserved[:, : forward_batch.batch_size], is_captured=True)
+        lens = self._reserved[:, : forward_batch.batch_size]
+        self._plan(reader, plans, step, forward_batch, lens)
+        if self._checks is None:  # otherwise each round is checked
+            reader.expect_growth(plans.steps_left())
 
     def record_in_graph(self, forward_batch: Any) -> None:
         """While a graph is captured: let it write the lengths of its steps, of those that SGLang
@@ -94,31 +112,60 @@ class DraftDecoder(PlannedAttention):
         lens = self._reserved[:, : forward_batch.batch_size]
         torch.add(forward_batch.seq_lens, self._offsets, out=lens)
 
-    def _plan(self, forward_batch: Any, lens: torch.Tensor, *, is_captured: bool) -> None:
+    def _plan(
+        self,
+        reader: BatchReader,
+        plans: StepPlans,
+        step: StepRequests | None,
+        forward_batch: Any,
+        lens: torch.Tensor,
+    ) -> None:
         """lens: of each step, on the device. The plan is that of the first one: the others are a
         few tokens longer, of which no pack depends."""
-        step = requests_of(forward_batch)
-        microbatch = self._microbatches.of(step)
-        plans = microbatch.captured if is_captured else microbatch.eager
-        assert plans is not None
-        batch = microbatch.reader.read(step, forward_batch, ahead=1)
-        self._plan_batch(microbatch.reader, plans, batch, forward_batch.req_pool_indices, lens[0])
+        batch = reader.read(step, forward_batch, ahead=1)
+        self._plan_batch(reader, plans, batch, forward_batch.req_pool_indices, lens[0])
         self._lens, self._at = lens, 0
-        if step is not None:
-            self._count(plans, int(np.count_nonzero(batch.seq_lens)))
+        self._num_rows = 0 if step is None else int(np.count_nonzero(batch.seq_lens))
+        self._count(plans.step_tokens)
 
-    def _count(self, plans: StepPlans, num_rows: int) -> None:
-        steps = len(self._offsets)
+    def _repeats(
+        self,
+        reader: BatchReader,
+        plans: StepPlans,
+        step: StepRequests | None,
+        forward_batch: Any,
+    ) -> bool:
+        """Whether a round needs no plan(): the last plan serves it, with what was accepted since,
+        and lies where the round's graph reads it."""
+        is_in_place = self._plans is plans and plans.num_rows == forward_batch.batch_size
+        if not is_in_place or not self._graphs_write:
+            return False
+        growth = reader.growth(step, forward_batch)
+        if growth is None:
+            return False
+        self._num_repeated += 1
+        self._count(plans.step_tokens, growth)
+        return True
+
+    def _count(self, planned: KvTokens, growth: int = 0) -> None:
+        """A round. planned: of the first step of the last round that was planned. growth: KV tokens
+        that there are more now."""
+        steps, num_rows = self._num_steps, self._num_rows
+        if num_rows == 0:
+            return
         self.counts["steps"] += steps
         self.counts["rows"] += steps * num_rows
-        longer = num_rows * steps * (steps - 1) // 2
-        for name, tokens in plans.step_tokens._asdict().items():
-            self.kv_tokens[name] += steps * tokens + longer
+        more = steps * growth + num_rows * steps * (steps - 1) // 2
+        for name, tokens in zip(KvTokens._fields, planned, strict=True):
+            self.kv_tokens[name] += steps * tokens + more
 
     def plan_counts(self) -> Counter[str]:
         """How many rounds were planned, and in how many the last plan was reused."""
         stats = [plans.stats for each in self._microbatches for plans in each.plans()]
-        return Counter({name: sum(getattr(each, name) for each in stats) for name in _PLAN_COUNTS})
+        return Counter(
+            plans_built=sum(each.plans_built for each in stats),
+            plans_reused=self._num_repeated + sum(each.plans_reused for each in stats),
+        )
 
     # --- CUDA graphs ---
 
@@ -151,6 +198,3 @@ class DraftDecoder(PlannedAttention):
             return super()._run(run, q, caches, layer, forward_batch)
         # SGLang prepares a round before data parallelism has padded it.
         return self._run_planned(run, q, num_rows, layer)
-
-
-_PLAN_COUNTS = ("plans_built", "plans_reused")

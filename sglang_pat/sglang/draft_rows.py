@@ -74,8 +74,6 @@ class DraftBatch:
         self.rows: list[DraftRow] = []
         nothing: IntArray = np.zeros(0, dtype=np.int32)
         self._ends = nothing  # of the nodes
-        self._committed = nothing  # at the last take()
-        self._most = nothing  # that may be committed for growth() to serve
 
     def take(
         self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
@@ -104,7 +102,6 @@ class DraftBatch:
             self._of = [_rows_of(req, count) for req in reqs]
             self.rows = [row for each in self._of for row in each.rows]
             self._ends = np.array([each.length for each in self._of], dtype=np.int32)
-        self._committed, self._most = committed, committed
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
@@ -119,16 +116,10 @@ class DraftBatch:
         self._ends[again] = committed[again]
         return anew
 
-    def expect(self, growth: int) -> None:
-        """Let growth() serve requests that are up to `growth` tokens longer than in this step."""
-        self._most = np.minimum(self._ends + MAX_READ_APART, self._committed + growth)
-
-    def growth(self, committed: IntArray) -> int | None:
-        """Tokens that all requests have committed since the last take(); None if take() must be
-        asked again."""
-        if (committed < self._committed).any() or (committed > self._most).any():
-            return None
-        return int((committed - self._committed).sum())
+    @property
+    def longest(self) -> IntArray:
+        """How much requests may have committed until their paths are read anew."""
+        return self._ends + MAX_READ_APART
 
 
 def _rows_of(req: Request, count: int) -> _DraftRows:

@@ -44,7 +44,7 @@ class DraftTrees:
             forward_batch.seq_lens[:num_known],
             self._num_drafts,
         )
-        self._biases[:num_known].copy_(masks).log_()
+        torch.log(masks, out=self._biases[:num_known])
         if num_known < num_requests:
             self._biases[num_known:].copy_(self._chain)
 

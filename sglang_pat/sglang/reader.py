@@ -20,6 +20,7 @@ from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang.beams import BeamSource
 from sglang_pat.sglang.draft_rows import DraftBatch, Drafts, DraftSource
 from sglang_pat.sglang.events import RadixEvents
+from sglang_pat.sglang.growth import Growth
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import (
     PathMismatchError,
@@ -92,6 +93,8 @@ class BatchReader:
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
         self._drafts: DraftBatch | None = None  # of the last step, if it was a verify step
+        self._lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, if they speculate
+        self._growth: Growth | None = None  # of these, if it is expected
         self._shares = False
         self.repeats_last = False  # whether the last step repeated the one before
         channel.subscribe(self)
@@ -117,23 +120,37 @@ class BatchReader:
         return step is not None and step.reqs is self._reqs and not self._moved and self._shares
 
     def expect_growth(self, tokens: int) -> None:
-        """The plan of this verify step serves requests that are so many tokens longer."""
+        """The plan of this step, of speculative decoding, serves requests that are so many tokens
+        longer."""
+        most = self._lens + np.int32(tokens)
         if self._drafts is not None:
-            self._drafts.expect(tokens)
+            most = np.minimum(most, self._drafts.longest)
+        self._growth = Growth(self._lens, most)
 
-    def growth(self, step: StepRequests | None, forward_batch: Any, drafts: Drafts) -> int | None:
-        """Tokens that the requests of a verify step have committed since the last that was read.
+    def growth(
+        self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
+    ) -> int | None:
+        """Tokens that the requests of a step have committed since the last that was read.
 
         None if the step must be read: other requests than in that one, or elsewhere, or one that
-        has outgrown its plan.
+        has outgrown what expect_growth() was told.
+
+        drafts: of a verify step. None: of steps that are told how many tokens they are `ahead`.
         """
         batch = self._drafts
-        if step is None or batch is None or step.reqs is not batch.reqs or self._moved:
+        if (
+            self._growth is None
+            or step is None
+            or self._moved
+            or (batch is None) != (drafts is None)
+        ):
             return None
-        if not self._shares:
+        if not self._shares or step.reqs is not (self._reqs if batch is None else batch.reqs):
             return None
         lens = row_lengths(_given_lens(forward_batch, step.reqs), len(step.reqs), len(step.reqs))
-        return batch.growth(lens if drafts.are_chains else lens - 1)  # as rows go beyond
+        if drafts is not None and not drafts.are_chains:
+            lens -= 1  # as rows go beyond
+        return self._growth.of(lens)
 
     def read(
         self,
@@ -169,6 +186,7 @@ class BatchReader:
             In strict mode, if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
+        self._growth = None
         self.repeats_last = ahead == 0 and self.is_unchanged(step)
         num_requests: int = forward_batch.batch_size
         reason = self._private_reason(step, num_requests)
@@ -193,6 +211,8 @@ class BatchReader:
         else:
             self._drafts = None
             self._update(step.reqs)
+            if ahead:
+                self._lens = lens[: len(step.reqs)] - np.int32(ahead)
         self._shares = True
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
@@ -252,7 +272,7 @@ class BatchReader:
         """Bring the forest to the rows of a verify step, `count` of each request. lens: of the
         rows."""
         batch = self._drafts or DraftBatch()
-        committed = lens[: len(reqs) * count : count] - 1
+        self._lens = committed = lens[: len(reqs) * count : count] - 1
         self._moved = batch.take(reqs, count, committed, self._moved)
         self._drafts = batch
         self._update(batch.rows)
