@@ -94,14 +94,6 @@ def _captures_extends() -> bool:
     return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
 
 
-def _after_execute(result: Any, graphs: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER EAGLEDraftExtendCudaGraphRunner.execute: says in 0.5.17 before the replay that slots
-    have been read, which pat reads in it. Later versions ask for `shared_read_ends`."""
-    event = getattr(graphs.model_runner, "war_fastpath_read_done_event", None)
-    if event is not None and isinstance(graphs.attn_backend, PatMixin):
-        event.record()
-
-
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
 _HOOKS = (
     Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
@@ -110,13 +102,6 @@ _HOOKS = (
         "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
         "_capture_cuda_graphs",
         _after_capture,
-        HookType.AFTER,
-    ),
-    Hook(
-        "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
-        ":EAGLEDraftExtendCudaGraphRunner",
-        "execute",
-        _after_execute,
         HookType.AFTER,
     ),
 )

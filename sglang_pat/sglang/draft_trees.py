@@ -26,27 +26,25 @@ class DraftTrees:
         self._reserved = None
         if reserved is not None:
             self._reserved = self._chain.expand(reserved, -1, -1).clone()
-        # Of a draft token that another one reads, and does not: 0 and -inf.
-        self._biases = self._chain[None]  # [requests, draft tokens, draft tokens that it reads]
+        # [requests, draft tokens, draft tokens that it reads]: 0 for one that is read, else -inf.
+        self._biases = self._chain.expand(0, -1, -1)
 
     def take(self, forward_batch: Any, *, in_capture: bool) -> None:
         """Go to the next step. Rows of padding are chains."""
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
-        else:
+        elif len(self._biases) != num_requests:
             self._biases = self._reserved[:num_requests]
         num_known = num_requests - getattr(forward_batch, "num_padding", 0)
         if in_capture or num_known == 0:
             return
-        masks = square_masks(
-            forward_batch.spec_info.custom_mask,
-            forward_batch.seq_lens[:num_known],
-            self._num_drafts,
-        )
-        torch.log(masks, out=self._biases[:num_known])
+        biases, seq_lens = self._biases, forward_batch.seq_lens
         if num_known < num_requests:
-            self._biases[num_known:].copy_(self._chain)
+            biases[num_known:].copy_(self._chain)
+            biases, seq_lens = biases[:num_known], seq_lens[:num_known]
+        masks = square_masks(forward_batch.spec_info.custom_mask, seq_lens, self._num_drafts)
+        torch.log(masks, out=biases)
 
     def merge(
         self,

@@ -93,10 +93,14 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             self._pat.record_in_graph(forward_batch)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """When a step has read what belongs to several steps. Not asked for in 0.5.17."""
+        """When a step has read what the scheduler may write next. What pat reads later does not
+        matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which lets
+        it write after `init_forward_metadata_out_graph`."""
         ends = super().shared_read_ends(mode)
         if not self._pat_does(mode):
             return ends
+        if mode is ForwardMode.DRAFT_EXTEND_V2 and not self.needs_default:
+            return type(ends).PRE_REPLAY
         return type(ends).max_of((ends, type(ends).IN_REPLAY))
 
     # --- CUDA graphs ---

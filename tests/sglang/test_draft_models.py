@@ -216,6 +216,71 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
     assert after["plans_built"] == before["plans_built"] == 0  # of the model that is served
 
 
+@pytest.mark.parametrize("kind", TREE_KINDS)
+def test_rounds_are_repeated_without_a_plan(kind: str) -> None:
+    """They answer and count as those that are planned. The fourth finds a request outgrown."""
+    counts = []
+    for is_checked in (True, False):
+        drafting = repeating(kind)
+        if is_checked:
+            drafting.decoder._checks = DebugChecks(RankChecker(None))
+        lens = [25, 31]
+        for accepted in ([0, 0], [1, 3], [3, 1], [1, 255], [2, 3]):
+            lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+            view = drafting.view(lens, 2)
+            drafting.replay(view)
+            drafting.assert_round(view, lens)
+        assert drafting.decoder._num_repeated == (0 if is_checked else 3)
+        counts.append({name: drafting.counters[name] for name in ("draft", "draft_kv_tokens")})
+    assert counts[0] == counts[1]
+    draft = counts[0]["draft"]
+    assert (draft["rows"], draft["plans_reused"]) == (5 * STEPS * 2, 3)
+
+
+@pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "outgrown", "others"])
+def test_rounds_that_are_no_repetition_are_planned(what: str) -> None:
+    drafting, lens, size = repeating(), [25, 31], 2
+    for _ in range(2):
+        drafting.replay(drafting.view(lens, 2))
+    assert drafting.decoder._num_repeated == 1
+    if what == "moved":
+        drafting.table[1, 20:60] = torch.arange(700, 740)
+        CHANNEL.note_moved([drafting.reqs[0]])
+    elif what == "graph":
+        size = 4
+    elif what == "eager":
+        drafting.steps.init_forward_metadata(drafting.view(lens))
+    elif what == "shorter":  # as no request is that stays where it is
+        lens = [24, 31]
+    elif what == "outgrown":
+        lens = [25, 288]
+    elif what == "others":
+        drafting.scheduled.reqs = [*drafting.reqs[:1], copy.copy(drafting.reqs[1])]
+    view = drafting.view(lens, size)
+    drafting.replay(view)
+    assert drafting.decoder._num_repeated == 1
+    drafting.assert_round(view, lens)
+
+
+def test_graphs_that_do_not_write_lengths_are_never_repeated() -> None:
+    drafting = repeating(captured=())
+    for lens in ([25, 31], [26, 33]):
+        view = drafting.view(lens, 2)
+        drafting.steps.init_forward_metadata_out_graph(view)
+        drafting.assert_round(view, lens)
+    assert drafting.decoder._num_repeated == 0
+
+
+def repeating(kind: str = TREE_KINDS[0], captured: tuple[int, ...] = (4, 2)) -> Drafting:
+    """Without checks, for which each round would be planned."""
+    drafting = Drafting(kind)
+    drafting.decoder._checks = None
+    drafting.steps.init_cuda_graph_state(4, 4)
+    for size in captured:
+        drafting.capture(size)
+    return drafting
+
+
 def test_a_request_that_outgrows_its_plan_is_planned_anew() -> None:
     drafting = Drafting()
     drafting.steps.init_cuda_graph_state(2, 2)
@@ -253,20 +318,26 @@ def test_other_requests_are_planned_anew() -> None:
     assert drafting.counters["draft"]["plans_built"] == 2
 
 
-def test_a_request_that_stopped_takes_no_one_with_it() -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_request_that_stopped_takes_no_one_with_it(is_repeated: bool) -> None:
     # Its row is given to the next prompt while a round in which it is still may run; here, before
     # the layers run.
-    drafting = Drafting()
-    view = drafting.view([25, 31])
-    drafting.steps.init_forward_metadata(view)
+    drafting, lens = repeating(), [25, 31]
+    drafting.replay(drafting.view(lens, 2))
+    view = drafting.view(lens, 2)
+    if is_repeated:
+        lens = [28, 33]
+        view = drafting.view(lens, 2)
+        drafting.replay(view)
+        assert drafting.decoder._num_repeated == 1
     before = drafting.table.clone()
     (plan,) = (each._plan for each in drafting.decoder._plans._attentions)
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0)
     drafting.table[ROWS[stopped]] = SLOTS - 1
-    for step in range(STEPS):
+    for step in reversed(range(STEPS)):  # so that each one's rows are looked up
         q, out = drafting.attend(view, step)
         assert out.isfinite().all()  # of both
-        length = [25, 31][1 - stopped] + step + 1
+        length = lens[1 - stopped] + step + 1
         drafting.assert_row(q, out, 1 - stopped, length, table=before)
 
 
