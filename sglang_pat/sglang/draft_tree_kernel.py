@@ -14,7 +14,7 @@ import triton.language as tl
 # A step for each draft token waits for its loads: those of so many steps are under way together.
 _STEPS_AT_ONCE = 4
 # Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
-_NUMBERS_PER_WARP = 512
+_NUMBERS_PER_WARP = 1024
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
 
