@@ -138,8 +138,11 @@ def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) ->
         Draft tokens per request.
     """
     count = len(seq_lens)
-    if mask.is_cpu or mask.numel() == count * num_drafts**2:
-        return mask[: count * num_drafts**2].view(count, num_drafts, num_drafts).bool()
+    size = count * num_drafts**2
+    if mask.numel() == size:  # nearly always
+        return mask.view(count, num_drafts, num_drafts).bool()
+    if mask.is_cpu:
+        return mask[:size].view(count, num_drafts, num_drafts).bool()
     widths = seq_lens.long() + num_drafts
     begins = (torch.cumsum(widths, 0) - widths) * num_drafts
     offsets = torch.arange(num_drafts, device=mask.device)
