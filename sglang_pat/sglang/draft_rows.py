@@ -49,8 +49,12 @@ class DraftRow:
 class _DraftRows:
     """The rows of a request, and the node below its path in the tree."""
 
+    __slots__ = ("_node_id", "_span", "ids", "length", "req", "rows")
+
     def __init__(self, req: Request, count: int) -> None:
+        self.req = req
         self.rows = [DraftRow(req, self) for _ in range(count)]
+        self.ids = tuple(map(id, self.rows))
         self.length = -1  # that the request had committed when its path was read; -1: not yet
         self._node_id = -1
         self._span = (-1, -1)
@@ -110,10 +114,11 @@ class DraftBatch:
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
         anew: set[int] = set()
-        for i in np.flatnonzero(again):
-            self._of[i].length = int(committed[i])
-            anew.update(map(id, self._of[i].rows))
         self._ends[again] = committed[again]
+        for i, end in zip(np.flatnonzero(again).tolist(), committed[again].tolist(), strict=True):
+            rows = self._of[i]
+            rows.length = end
+            anew.update(rows.ids)
         return anew
 
     @property
@@ -149,13 +154,11 @@ class DraftSource:
         return self._source.key(reqs)
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
-        apart = {id(row.of): row for row in reqs}
-        found = self._source.read([row.req for row in apart.values()])
-        paths = {
-            key: row.of.extended(path)
-            for (key, row), path in zip(apart.items(), found, strict=True)
-        }
-        return [paths[id(row.of)] for row in reqs]
+        of = [row.of for row in reqs]
+        apart = list(dict.fromkeys(of))
+        found = self._source.read([rows.req for rows in apart])
+        paths = {rows: rows.extended(path) for rows, path in zip(apart, found, strict=True)}
+        return [paths[rows] for rows in of]
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
         return prefix_paths(self.read(reqs), num_rows)
