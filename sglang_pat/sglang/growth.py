@@ -19,15 +19,13 @@ class Growth:
 
     def __init__(self, least: IntArray, most: IntArray) -> None:
         self._least = least
-        room = most - least
-        self._serves = bool((room >= 0).all())
-        self._room = room.view(np.uint32)
+        self._room = np.maximum(most - least, 0).view(np.uint32)
 
     def of(self, lens: IntArray) -> int | None:
         """Tokens that requests of these lengths have more; None if one of them has outgrown the
         plan, or has become shorter."""
         grown = lens - self._least
         # Unsigned, so that what is negative is too much.
-        if not self._serves or (grown.view(np.uint32) > self._room).any():
+        if (grown.view(np.uint32) > self._room).any():
             return None
         return int(grown.sum())
