@@ -113,6 +113,15 @@ void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int3
   params.sinks = {pointer<const void>(sinks), sink_type};
 }
 
+// keys, values: a CUtensorMap each; 0: none.
+void set_maps(DecodeArgument& self, uintptr_t keys, uintptr_t values) {
+  pat::DecodeParams& params = self.params;
+  params.has_kv_maps = keys != 0 && values != 0;
+  if (!params.has_kv_maps) return;
+  params.kv_maps[0] = *pointer<const pat::TensorMap>(keys);
+  params.kv_maps[1] = *pointer<const pat::TensorMap>(values);
+}
+
 template <int kIndex>
 void set_rows(WriteArgument& self, uintptr_t source, int64_t token_stride, int64_t head_stride,
               uintptr_t cache, int64_t slot_bytes, uintptr_t scale, pat::ScaleUse scale_use) {
@@ -162,7 +171,8 @@ PYBIND11_MODULE(_launch_params, module) {
       .def("set_buffers", &set_buffers)
       .def("set_step", &set_step)
       .def("set_launch", &set_launch)
-      .def("set_layer", &set_layer);
+      .def("set_layer", &set_layer)
+      .def("set_maps", &set_maps);
   py::class_<WriteArgument>(module, "WriteArgument", "The argument of write_kv_kernel.")
       .def(py::init<>())
       .def_property_readonly("address", &WriteArgument::address)

@@ -88,8 +88,16 @@ struct TicketCounter {
   uint32_t num_ended;  // CTAs that draw no more
 };
 
+// The rows of one slot after the other, in boxes of 32 slots and 128 bytes, under the swizzle of shared memory: a
+// CUtensorMap.
+struct alignas(64) TensorMap {
+  uint8_t opaque[128];
+};
+
 // Of both kernels of a decode step.
 struct DecodeParams {
+  TensorMap kv_maps[2];  // keys, values
+  bool has_kv_maps;
   PlanView plan;
   const void* q;             // [num_requests, Hq, D]
   uint32_t q_stride_chunks;  // 16-byte chunks between requests

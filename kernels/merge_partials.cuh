@@ -7,6 +7,7 @@
 // alone, so the result does not depend on the launch.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "decode_params.h"
@@ -82,6 +83,38 @@ struct PartialSum {
     return sum;
   }
 
+  // The same of several rows with up to kFew partials each, to the same bits. counts: 0 for none.
+  template <int kFew, int kRows>
+  __device__ __forceinline__ static void of_few(PartialSum (&sums)[kRows],
+                                                const PartialRow<T> (&rows)[kRows],
+                                                const int (&counts)[kRows], int lane) {
+    constexpr int kLoads = kFew / kRowsAtOnce;  // of a lane, of a row
+    const int first = kRowsAtOnce == 1 ? 0 : lane / kLanes;
+    float lses[kRows][kLoads];
+    uint2 values[kRows][kLoads][kVectors];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int partial = i * kRowsAtOnce + first;
+        const int64_t row = int64_t{partial} * rows[r].num_heads;
+        const auto* columns =
+            reinterpret_cast<const uint2*>(rows[r].partial_out + row * kColumns) + lane % kLanes;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          values[r][i][v] = {};
+          if (partial < counts[r]) values[r][i][v] = __ldcg(columns + v * kLanes);
+        }
+        lses[r][i] = partial < counts[r] ? __ldcg(rows[r].partial_lse + row) : -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      sums[r].add(lses[r], values[r]);
+      if constexpr (kRowsAtOnce == 2) sums[r].add(sums[r].of_other_half());
+    }
+  }
+
   // Parts of a row, which its CTA's first num_parts warps have left in shared memory.
   __device__ __forceinline__ static PartialSum of_parts(const float2* states,
                                                         const float4 (*columns)[kVectors][32],
@@ -134,14 +167,15 @@ struct PartialSum {
     return {low.x, low.y, high.x, high.y};
   }
 
-  __device__ __forceinline__ void add(const float (&lses)[kInFlight],
-                                      const uint2 (&values)[kInFlight][kVectors]) {
+  template <int kCount>
+  __device__ __forceinline__ void add(const float (&lses)[kCount],
+                                      const uint2 (&values)[kCount][kVectors]) {
     float latest = lses[0];
 #pragma unroll
-    for (int i = 1; i < kInFlight; ++i) latest = fmaxf(latest, lses[i]);
+    for (int i = 1; i < kCount; ++i) latest = fmaxf(latest, lses[i]);
     raise(latest);
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const float factor = ptx::exp2((lses[i] - shift()) * kLog2E);
       weight += factor;
 #pragma unroll
@@ -213,6 +247,10 @@ struct MergeRow {
   }
 };
 
+// How many partials are few: in merge_partials(), the type of an argument.
+template <int kFew>
+struct Few {};
+
 // With kMergeWarps warps. T, Partial: of outputs and partials. kScales: the partials do not have the scale of the
 // values in them yet. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
@@ -244,8 +282,43 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read
   }
-  // As many rounds in every warp of the CTA: until its first warp has no row.
-  for (int first_own = blockIdx.x; first_own < num_rows; first_own += row_step, own += row_step) {
+  // Several rounds at once, if the CTA's rows have few partials each: one has few loads to wait for. Rounds are as many
+  // in every warp.
+  int first_own = blockIdx.x;
+  const auto merge_few = [&]<int kFew>(Few<kFew>) {
+    constexpr int kRows = std::max(Sum::kInFlight / kFew, 1);
+    if constexpr (kRows == 1) return false;
+    MergeRow rows[kRows];
+    PartialRow<Partial> partials[kRows];
+    int counts[kRows];
+    bool are_few = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int place = own + r * row_step;
+      const int4 at = r == 0 ? entry : place < num_rows ? entries[place / num_heads] : int4{};
+      rows[r] = {at.x, place % num_heads, at.y, at.z};
+      partials[r] = rows[r].template partials<Partial, kColumns>(params);
+      counts[r] = place < num_rows ? at.z : 0;
+      are_few &= counts[r] <= kFew;
+    }
+    if (!__syncthreads_and(are_few)) return false;
+    Sum sums[kRows];
+    Sum::template of_few<kFew>(sums, partials, counts, lane);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (own + r * row_step >= num_rows) continue;
+      if (kSinks) sums[r].add_sink(load_sink(params.sinks, rows[r].head));
+      store_sum<T, kScales>(params, sums[r], rows[r].out_row(params), lane);
+    }
+    first_own += (kRows - 1) * row_step;
+    own += (kRows - 1) * row_step;
+    if (own + row_step < num_rows) entry = entries[(own + row_step) / num_heads];
+    head = (own + row_step) % num_heads;
+    return true;
+  };
+  // Until the CTA's first warp has no row.
+  for (; first_own < num_rows; first_own += row_step, own += row_step) {
+    if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
     MergeRow row{entry.x, head, entry.y, entry.z};
     const bool is_mine = own < num_rows;
     const bool is_long = is_mine && row.num_partials > kWarpPartials;
@@ -273,7 +346,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       const int part = is_shared ? warp : 0;
       Sum sum;
       if (part < num_parts) {
-        sum = Sum::of(row.partials<Partial, kColumns>(params), count * part / num_parts,
+        sum = Sum::of(row.template partials<Partial, kColumns>(params), count * part / num_parts,
                       count * (part + 1) / num_parts, lane);
         if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head));
       }

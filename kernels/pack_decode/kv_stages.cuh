@@ -6,9 +6,12 @@
 
 namespace pat {
 
+// All of a stage's tokens, as usual or as KV that nobody reads again; or some of them.
+enum class StageCopy { kWhole, kWholeOnce, kPart };
+
 // Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
 // turn probability 0 into NaN.
-template <int kRowBytes, bool kWholeStage>
+template <int kRowBytes, StageCopy kKind>
 __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
                                            int32_t lane_slot, int num_tokens,
                                            const RowCopy<kRowBytes>& copy) {
@@ -26,8 +29,10 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
     if constexpr (!Copy::kWholeRows) source += copy.chunk(i) * kChunkBytes;
     const uint32_t target =
         offsets[i % Copy::kPeriod] + i / Copy::kPeriod * Copy::kPeriodRows * kPanelRowBytes;
-    if constexpr (kWholeStage) {
+    if constexpr (kKind == StageCopy::kWhole) {
       ptx::copy_async_16(target, source);
+    } else if constexpr (kKind == StageCopy::kWholeOnce) {
+      ptx::copy_async_16_once(target, source);
     } else {
       ptx::copy_async_16_or_zero(target, source, token < num_tokens);
     }
@@ -50,10 +55,16 @@ class KvStages {
 
   // The KV head of the stages that follow.
   __device__ __forceinline__ void set_head(const DecodeParams& params, int kv_head) {
+    has_map_ = params.has_kv_maps;
+    map_ = &params.kv_maps[kIsKey ? 0 : 1];
+    first_byte_ = kv_head * kRowBytes;
     const void* base = kIsKey ? params.k_cache : params.v_cache;
     cache_ = static_cast<const char*>(base) + kv_head * Copy::kChunks * kChunkBytes;
     if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
   }
+
+  // Whether other work items read any of the KV again. If none does, it need not stay in the L2.
+  __device__ __forceinline__ void set_shared(bool any_shared) { any_shared_ = any_shared; }
 
   // The next stage. lane_slot: the slot of token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
@@ -61,10 +72,21 @@ class KvStages {
     const uint32_t target =
         ptx::shared_address(storage_.kv[ring_.stage]) + (kIsKey ? 0 : kLandingOffset<Dims>);
     const int num_tokens = record.num_tokens();
-    if (num_tokens == kStageTokens) {
-      copy_stage<kRowBytes, true>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+    if constexpr (kHasTma && kRowBytes % kPanelRowBytes == 0) {
+      const int32_t first_slot = __shfl_sync(kFullWarp, lane_slot, 0);
+      if (has_map_ && num_tokens == kStageTokens &&
+          __all_sync(kFullWarp, lane_slot == first_slot + lane_)) {
+        copy_run(target, first_slot, full);
+        ring_.advance();
+        return;
+      }
+    }
+    if (num_tokens < kStageTokens) {
+      copy<StageCopy::kPart>(target, lane_slot, num_tokens);
+    } else if (any_shared_) {
+      copy<StageCopy::kWhole>(target, lane_slot, num_tokens);
     } else {
-      copy_stage<kRowBytes, false>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+      copy<StageCopy::kWholeOnce>(target, lane_slot, num_tokens);
     }
     ptx::barrier_arrive_after_copies(full);
     ring_.advance();
@@ -74,6 +96,25 @@ class KvStages {
   __device__ __forceinline__ void end() { ptx::barrier_arrive(begin(StageRecord::end())); }
 
  private:
+  template <StageCopy kKind>
+  __device__ __forceinline__ void copy(uint32_t target, int32_t lane_slot, int num_tokens) const {
+    copy_stage<kRowBytes, kKind>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+  }
+
+  // Of slots that follow one another: one instruction for each panel.
+  __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full) {
+    if (lane_ == 0) {
+      ptx::barrier_expect(full, kStageTokens * kRowBytes);
+#pragma unroll
+      for (int panel = 0; panel < kRowBytes / kPanelRowBytes; ++panel) {
+        ptx::copy_box(target + panel * kStageTokens * kPanelRowBytes, map_,
+                      first_byte_ + panel * kPanelRowBytes, first_slot, full);
+      }
+      ptx::barrier_arrive_for<32>(full);
+    }
+    __syncwarp();
+  }
+
   // Waits until the next stage may be filled, and leaves its record. Returns the barrier that it fills.
   __device__ __forceinline__ uint32_t begin(const StageRecord& record) {
     const int stage = ring_.stage;
@@ -90,7 +131,11 @@ class KvStages {
   const int lane_;
   const Copy copy_;
   const uint32_t slot_bytes_;
-  const char* cache_;  // of the KV head and this lane's chunk, slot 0
+  bool any_shared_ = true;
+  bool has_map_ = false;
+  const TensorMap* map_;
+  int32_t first_byte_;  // of a slot's rows: the KV head's
+  const char* cache_;   // of the KV head and this lane's chunk, slot 0
   RingPosition<Storage::kStages> ring_;
 };
 

@@ -73,6 +73,7 @@ class Producer {
 
   __device__ __forceinline__ void run() {
     bool has_stages = begin_ticket<true>(tickets_.first());
+    stages_.set_shared(tickets_.any_shared());
     while (has_stages) {
       StageBatch batch = next_;  // none in the first round
       if (batch.begins_item) {

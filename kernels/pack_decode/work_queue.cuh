@@ -89,6 +89,9 @@ template <typename Dims>
 inline constexpr int kOutColumns =
     kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue;
 
+// Whether slots that follow one another are copied by the tensor memory accelerator, for rows of whole panels.
+inline constexpr bool kHasTma = PAT_TARGET_ARCH == 90;
+
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
   return row * rows.reciprocal >> 16;
 }

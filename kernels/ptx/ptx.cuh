@@ -27,7 +27,16 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The same where `valid`, else 16 bytes of zeros; `global` must be a valid address either way.
+// The same of what is read for the last time: it is the first to leave the L2.
+__device__ __forceinline__ void copy_async_16_once(uint32_t shared, const void* global) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(global), "l"(policy)
+               : "memory");
+}
+
+// The first one where `valid`, else 16 bytes of zeros; `global` must be a valid address either way.
 __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const void* global,
                                                       bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
@@ -148,6 +157,24 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// --- tensor maps ---
+
+// Bytes that copies will bring, for which the present phase of a barrier waits.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// The box at (column, row) of what a tensor map describes.
+__device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int column, int row,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%2, %3}], [%4];" ::"r"(shared),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
 }
 
 // --- registers ---

@@ -137,6 +137,11 @@ class KernelConfig:
         return self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
 
     @property
+    def has_tensor_maps(self) -> bool:
+        """Whether the kernels copy slots that follow one another by tensor maps (`kHasTma`)."""
+        return self.arch == (9, 0)
+
+    @property
     def build_options(self) -> str:
         """The options of `sglang-pat build` for this variant."""
         dtype = str(self.dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, load_kernels
+from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_map, load_kernels
 from sglang_pat.plan import PlanHeader
 from sglang_pat.support import MAX_GROUP_SIZE
 
@@ -297,6 +297,14 @@ class DecodeKernels:
             raise ValueError(f"logit_cap must be 0 (none) or positive, got {logit_cap}")
         if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
             raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
+        if self.config.has_tensor_maps:
+            key_map = kv_map(
+                k_cache.data_ptr(), k_cache.shape, k_cache.element_size(), k_slot_bytes
+            )
+            value_map = kv_map(
+                v_cache.data_ptr(), v_cache.shape, v_cache.element_size(), v_slot_bytes
+            )
+            self._decode.set_maps(key_map, value_map)
         self._decode.set_layer(
             q.data_ptr(),
             chunks,

@@ -174,6 +174,39 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
     return LoadedKernels(build(config, force=True).read_bytes(), config)
 
 
+@functools.lru_cache(maxsize=1024)
+def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -> Any:
+    """A tensor map of a cache: boxes of 32 slots and 128 bytes. None where there is none."""
+    if row_bytes % 128 or num_slots < 32:
+        return None
+    u64, u32 = driver.cuuint64_t, driver.cuuint32_t
+    kinds = driver.CUtensorMapDataType, driver.CUtensorMapInterleave, driver.CUtensorMapSwizzle
+    return check(
+        driver.cuTensorMapEncodeTiled(
+            kinds[0].CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            address,
+            [u64(row_bytes), u64(num_slots)],
+            [u64(slot_bytes)],
+            [u32(128), u32(32)],
+            [u32(1), u32(1)],
+            kinds[1].CU_TENSOR_MAP_INTERLEAVE_NONE,
+            kinds[2].CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "describing a KV cache",
+    )
+
+
+def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int) -> int:
+    """Address of the tensor map of keys or values `[num_slots, num_kv_heads, head_dim]`, which
+    stays where it is for a while; 0 if there is none."""
+    row_bytes = shape[1] * shape[2] * element_bytes
+    found = _tensor_map(address, shape[0], row_bytes, slot_bytes)
+    return 0 if found is None else int(found.getPtr())
+
+
 def capture_id(stream: int) -> int:
     """The number of the capture that a stream is in."""
     _, number, *_ = check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), "a capture")
