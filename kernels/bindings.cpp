@@ -134,11 +134,10 @@ void set_rows(WriteArgument& self, uintptr_t source, int64_t token_stride, int64
                               .scale_use = scale_use};
 }
 
-void set_slots(WriteArgument& self, uintptr_t slots, bool slots_are_int64, int32_t num_tokens,
-               int32_t num_kv_heads, int64_t num_slots, uint32_t overflow) {
+void set_slots(WriteArgument& self, uintptr_t slots, bool slots_are_int64, int32_t num_kv_heads,
+               int64_t num_slots, uint32_t overflow) {
   pat::WriteParams& params = self.params;
   params.slots = {pointer<const void>(slots), slots_are_int64};
-  params.num_tokens = num_tokens;
   params.num_kv_heads = num_kv_heads;
   params.num_slots = num_slots;
   params.overflow = overflow;

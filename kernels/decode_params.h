@@ -62,21 +62,20 @@ struct NewRows {
   const void* source;    // [num_tokens, num_kv_heads, D]
   int64_t token_stride;  // in elements
   int64_t head_stride;
-  void* cache;         // [num_slots, num_kv_heads, D], one byte each
+  void* cache;         // [num_slots, num_kv_heads, D]
   int64_t slot_bytes;  // bytes between slots
   const float* scale;  // nullptr with ScaleUse::kNone
-  ScaleUse scale_use;
+  ScaleUse scale_use;  // kNone if the cache has the type of the source
 };
 
 // Where SGLang's padding goes: never written.
 inline constexpr int64_t kPaddingSlot = 0;
 
-// Of write_kv.
+// Of write_kv. The width of its grid is num_tokens.
 struct WriteParams {
   NewRows rows[2];   // keys, values
   IndexArray slots;  // [num_tokens]
   int64_t num_slots;
-  int32_t num_tokens;
   int32_t num_kv_heads;
   uint32_t overflow;  // the byte that numbers beyond the largest one become (fp8_rounding.h)
 };

@@ -62,10 +62,9 @@ __global__ void __launch_bounds__(kGatherThreads)
   gather_slots(params);
 }
 
-// Of a cache that has the model's type, nothing: to store it takes SGLang one kernel.
 __global__ void __launch_bounds__(kWriteThreads)
     write_kv_kernel(const __grid_constant__ WriteParams params) {
-  if constexpr (Dims::kOneByte) write_kv<Element, Dims>(params);
+  write_kv<Element, Dims>(params);
 }
 
 }  // extern "C"

@@ -1,9 +1,12 @@
-// write_kv: keys and values of a step's new tokens into a KV cache of one-byte numbers: scaled, rounded and scattered.
-// The bytes are those of SGLang's pool, which does the same with torch and a store, in up to five kernels.
+// write_kv: keys and values of a step's new tokens into their slots of the KV cache: as they are, or into a cache of
+// one-byte numbers scaled and rounded. The bytes are those of SGLang's pool, which has a store of its own for that, and
+// before it up to four kernels of torch that scale and round.
 //
 // What such a small kernel costs is its start. So the code that runs is short: keys and values share it where they have
 // as many columns, and what is rare (numbers too large, NaN) is behind a branch.
 #pragma once
+
+#include <type_traits>
 
 #include "decode_params.h"
 #include "fp8_rounding.h"
@@ -14,7 +17,7 @@
 namespace pat {
 
 inline constexpr int kWriteThreads = 128;
-inline constexpr int kWriteColumns = 8;  // of a thread: 16 bytes in, 8 out
+inline constexpr int kWriteColumns = 8;  // of a thread: 16 bytes in, as many or 8 out
 
 // Scaled, and rounded to T again, in which torch computes.
 template <typename T>
@@ -64,21 +67,10 @@ __device__ __forceinline__ uint2 to_bytes(const float (&numbers)[kWriteColumns],
   return make_uint2(words[0], words[1]);
 }
 
-// Chunk `chunk` of a token's heads, into its slot.
-template <typename T, KvType kType, int kColumns>
-__device__ __forceinline__ void write_chunk(const WriteParams& params, const NewRows& rows,
-                                            int token, int chunk) {
-  constexpr int kChunks = kColumns / kWriteColumns;
-  static_assert(kChunks * kWriteColumns == kColumns);
-  // Past L1, as all that the predecessor may have written: it may still have been running when this kernel was
-  // launched.
-  const int64_t slot = load_index_past_l1(params.slots, token);
-  const T* const source = static_cast<const T*>(rows.source) + token * rows.token_stride +
-                          chunk / kChunks * rows.head_stride + chunk % kChunks * kWriteColumns;
-  const uint4 columns = __ldcg(reinterpret_cast<const uint4*>(source));
-  const float scale = rows.scale_use == ScaleUse::kNone ? 1.f : __ldcg(rows.scale);
-  if (slot < 0 || slot >= params.num_slots) __trap();  // as SGLang's store does
-  if (slot == kPaddingSlot) return;
+// Eight numbers, given as pairs of T, as bytes.
+template <typename T, KvType kType>
+__device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use, float scale,
+                                              uint32_t overflow) {
   const uint32_t pairs[] = {columns.x, columns.y, columns.z, columns.w};
   float numbers[kWriteColumns];
 #pragma unroll
@@ -87,26 +79,50 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
     numbers[i] = pair.x;
     numbers[i + 1] = pair.y;
   }
-  apply_scale<T>(numbers, rows.scale_use, scale);
-  uint8_t* const target =
-      static_cast<uint8_t*>(rows.cache) + slot * rows.slot_bytes + chunk * kWriteColumns;
-  *reinterpret_cast<uint2*>(target) = to_bytes<kType>(numbers, params.overflow);
+  apply_scale<T>(numbers, use, scale);
+  return to_bytes<kType>(numbers, overflow);
 }
 
-// With kWriteThreads threads, one per chunk of a token's keys and values.
+// Chunk `chunk` of a token's heads, into its slot.
+template <typename T, KvType kType, int kColumns>
+__device__ __forceinline__ void write_chunk(const WriteParams& params, const NewRows& rows,
+                                            uint32_t token, uint32_t chunk) {
+  constexpr int kChunks = kColumns / kWriteColumns;
+  static_assert(kChunks * kWriteColumns == kColumns);
+  constexpr bool kAsTheyAre = kType == KvType::kAsQueries;
+  // Past L1, as all that the predecessor may have written: it may still have been running when this kernel was
+  // launched.
+  const int64_t slot = load_index_past_l1(params.slots, token);
+  const T* const source = static_cast<const T*>(rows.source) + token * rows.token_stride +
+                          chunk / kChunks * rows.head_stride + chunk % kChunks * kWriteColumns;
+  const uint4 columns = __ldcg(reinterpret_cast<const uint4*>(source));
+  const float scale = kAsTheyAre || rows.scale_use == ScaleUse::kNone ? 1.f : __ldcg(rows.scale);
+  if (slot < 0 || slot >= params.num_slots) __trap();  // as SGLang's store does
+  if (slot == kPaddingSlot) return;
+  using Columns = std::conditional_t<kAsTheyAre, uint4, uint2>;
+  auto* const target =
+      reinterpret_cast<Columns*>(static_cast<char*>(rows.cache) + slot * rows.slot_bytes) + chunk;
+  if constexpr (kAsTheyAre) {
+    *target = columns;
+  } else {
+    *target = scaled_bytes<T, kType>(columns, rows.scale_use, scale, params.overflow);
+  }
+}
+
+// With kWriteThreads threads, one per chunk of a token's keys and values. A token has a column of the grid: which token
+// a thread has must not take a division.
 template <typename T, typename Dims>
 __device__ __forceinline__ void write_kv(const WriteParams& params) {
-  const int key_chunks = params.num_kv_heads * (Dims::kKey / kWriteColumns);
-  const int token_chunks = key_chunks + params.num_kv_heads * (Dims::kValue / kWriteColumns);
-  const int index = blockIdx.x * kWriteThreads + threadIdx.x;
-  const int token = index / token_chunks;
-  const int is_value = index % token_chunks >= key_chunks;
-  const int chunk = index % token_chunks - is_value * key_chunks;
   // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that
   // came before this kernel has ended.
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
-  if (token >= params.num_tokens) return;
+  const uint32_t token = blockIdx.x, index = blockIdx.y * kWriteThreads + threadIdx.x;
+  const uint32_t key_chunks = params.num_kv_heads * (Dims::kKey / kWriteColumns);
+  const uint32_t value_chunks = params.num_kv_heads * (Dims::kValue / kWriteColumns);
+  if (index >= key_chunks + value_chunks) return;
+  const bool is_value = index >= key_chunks;
+  const uint32_t chunk = is_value ? index - key_chunks : index;
   const NewRows& rows = params.rows[is_value];
   if (Dims::kKey == Dims::kValue || !is_value) {
     write_chunk<T, Dims::kKv, Dims::kKey>(params, rows, token, chunk);

@@ -118,7 +118,6 @@ class WriteArgument:
         self,
         slots: int,
         slots_are_int64: bool,
-        num_tokens: int,
         num_kv_heads: int,
         num_slots: int,
         overflow: int,

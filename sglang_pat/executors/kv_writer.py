@@ -1,7 +1,8 @@
-"""KvWriter: stores new tokens in a KV cache of one-byte numbers, by one kernel.
+"""KvWriter: stores new tokens in a KV cache, by one kernel.
 
-The bytes are those that torch makes of the same numbers, in four kernels more: a division in place
-by a scale, and a conversion, of keys and of values.
+Over a cache of the model's dtype, as they are. Over one of one-byte numbers, with the bytes that
+torch makes of the same numbers, in four kernels more: a division in place by a scale, and a
+conversion, of keys and of values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from sglang_pat.executors.loaded_kernels import load_kernels
 
 _COLUMNS = 8  # of a thread
 _ALIGNMENT = 16  # bytes that a thread loads
-_MAX_INT32 = 2**31 - 1
 
 
 class KvScale(NamedTuple):
@@ -36,33 +36,35 @@ class KvWriter:
     Parameters
     ----------
     config : KernelConfig
-        With a `kv_dtype`.
+        The kernels that read the cache.
     device : torch.device
-        Its kernels are loaded here, compiled if need be (`jit.py`).
+        They are loaded here, compiled if need be (`jit.py`).
     """
 
     def __init__(self, config: KernelConfig, device: torch.device) -> None:
-        if config.kv_dtype is None:
-            raise ValueError(f"the KV cache must be of one-byte numbers, got {config.dtype}")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
         self._device = device
         self._argument = WriteArgument()
         self._factors: dict[float, torch.Tensor] = {}
-        # What this torch makes of numbers that the type has not got: it differs between versions.
-        infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
-        self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
+        self._overflow = 0
+        if config.kv_dtype is not None:
+            # What this torch makes of numbers that the type has not got: it differs between
+            # versions.
+            infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
+            self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
         if device.type == "cuda":
             with torch.cuda.device(device):  # the first launch may be in a capture
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
         """How to divide by what `torch.Tensor.div_` would be given. A tensor is read at each write.
+        What keeps its dtype is not divided, as in SGLang's pools.
 
         None: the kernel cannot. In a capture, it cannot divide by a number that is new to it.
         """
-        if divisor is None:
+        if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
             # torch rounds such a one to the dividends' type, others it does not.
@@ -126,10 +128,7 @@ class KvWriter:
             return False
         num_tokens, num_heads = k.shape[0], k.shape[1]
         columns = num_heads * (self.config.head_dim + self.config.v_head_dim)
-        num_threads = num_tokens * (columns // _COLUMNS)
-        if num_threads > _MAX_INT32:
-            return False
-        if num_threads == 0:
+        if num_tokens * columns == 0:
             return True
         argument = self._argument
         for set_rows, source, cache, scale in (
@@ -137,13 +136,13 @@ class KvWriter:
             (argument.set_values, v, v_cache, v_scale),
         ):
             strides = source.stride()
+            slot_bytes = cache.stride(0) * cache.element_size()
             set_rows(
-                source.data_ptr(), strides[0], strides[1], cache.data_ptr(), cache.stride(0), *scale
+                source.data_ptr(), strides[0], strides[1], cache.data_ptr(), slot_bytes, *scale
             )
         argument.set_slots(
             slots.data_ptr(),
             slots.dtype == torch.int64,
-            num_tokens,
             num_heads,
             k_cache.shape[0],
             self._overflow,
@@ -151,8 +150,8 @@ class KvWriter:
         with torch.cuda.device(self._device):
             kernels = load_kernels(self.config, torch.cuda.current_device())
             stream = torch.cuda.current_stream().cuda_stream
-            grid = -(-num_threads // kernels.facts.write_threads), 1
-            kernels.write_kv(argument.address, stream, grid)
+            ctas_per_token = -(-columns // (_COLUMNS * kernels.facts.write_threads))
+            kernels.write_kv(argument.address, stream, (num_tokens, ctas_per_token))
         return True
 
     def _takes(self, rows: torch.Tensor, cache: torch.Tensor, head_dim: int) -> bool:
@@ -172,7 +171,7 @@ class KvWriter:
             and cache.data_ptr() % _ALIGNMENT == 0
             and strides[0] * element_bytes % _ALIGNMENT == 0
             and strides[1] * element_bytes % _ALIGNMENT == 0
-            and cache.stride(0) % _ALIGNMENT == 0
+            and cache.stride(0) * cache.element_size() % _ALIGNMENT == 0
         )
 
     def agrees_with_torch(self) -> bool:
@@ -181,23 +180,26 @@ class KvWriter:
         columns = self.config.head_dim, self.config.v_head_dim
         num_tokens = -(-(2**16) // min(columns))
         slots = torch.arange(1, num_tokens + 1, device=self._device)
-        divisor = torch.tensor(0.3137, dtype=torch.float32, device=self._device)
-        for given in (None, float(divisor), divisor):
-            scale = self.scale(given)
+        cache_dtype = self.config.cache_dtype
+        divisors: list[torch.Tensor | float | None] = [None]
+        if self.config.kv_dtype is not None:
+            on_device = torch.tensor(0.3137, dtype=torch.float32, device=self._device)
+            divisors += [float(on_device), on_device]
+        for divisor in divisors:
+            scale = self.scale(divisor)
             if scale is None:
                 return False
             k, v = (self._all_numbers(num_tokens, each) for each in columns)
             k_cache, v_cache = (
-                torch.zeros(num_tokens + 1, 1, each, dtype=torch.uint8, device=self._device)
+                torch.zeros(num_tokens + 1, 1, each, dtype=cache_dtype, device=self._device)
                 for each in columns
             )
-            kv_dtype = self.config.cache_dtype
-            views = k_cache.view(kv_dtype), v_cache.view(kv_dtype)
-            if not self.write(k, v, slots, *views, scale, scale):
+            if not self.write(k, v, slots, k_cache, v_cache, scale, scale):
                 return False
             for rows, cache in ((k, k_cache), (v, v_cache)):
-                expected = rows if given is None else rows.div_(given)
-                if not expected.to(kv_dtype).view(torch.uint8).equal(cache[1:]):
+                expected = rows if divisor is None else rows.div_(divisor)
+                expected = expected.to(cache_dtype)
+                if not expected.view(torch.uint8).equal(cache[1:].view(torch.uint8)):
                     return False
         return True
 

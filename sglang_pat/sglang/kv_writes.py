@@ -1,7 +1,7 @@
 """KvWrites: how the new tokens of the layers that pat decodes get into the KV pool.
 
-By the pool itself, or over an fp8 pool of a kind that is known here, by one kernel that leaves the
-same bytes (`executors/kv_writer.py`). Which one is decided at start.
+By the pool itself, or where it is of a kind that is known here, by one kernel that leaves the same
+bytes (`executors/kv_writer.py`). Which one is decided at start.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.sglang import reports
+from sglang_pat.sglang.kv_scales import is_converted
 from sglang_pat.sglang.routes import Routes, Shape, attention_layers
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,10 @@ class KvWrites:
         self._pool = model_runner.token_to_kv_pool
         self._are_scaled = routes.are_scaled
         self._writers: dict[int, KvWriter] = {}  # by layer id
-        # Not where numbers are stored as they are, which few default backends do: some pools scale
-        # them by 1 then.
-        if not routes.are_scaled or model_runner.device != "cuda":
+        if model_runner.device != "cuda":
+            return
+        # Few default backends store in fp8 without scales: some pools scale by 1 then.
+        if is_converted(model_runner) and not routes.are_scaled:
             return
         writers: dict[Shape, KvWriter | str] = {}
         reasons: dict[str, None] = {}
@@ -62,7 +64,7 @@ class KvWrites:
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():
-            logger.info("SGLang's pool converts new KV to fp8 itself: %s", "; ".join(reasons))
+            logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
     def store(
         self, layer: RadixAttention, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
@@ -103,7 +105,7 @@ class KvWrites:
 
 
 def pool_reason(pool: Any, layer_id: int) -> str | None:
-    """Why the kernel does not write a layer's KV to an fp8 pool.
+    """Why the kernel does not write a layer's KV to a pool.
 
     What is not known here may do more than to divide, to convert and to store. Subclasses count as
     not known.
@@ -135,7 +137,7 @@ def _writer(model_runner: Any, shape: Shape) -> KvWriter | str:
     writer = KvWriter(config, device)
     if writer.agrees_with_torch():
         return writer
-    return f"torch {torch.__version__} converts {model_runner.dtype} in another way than pat"
+    return f"torch {torch.__version__} stores {model_runner.dtype} in another way than pat"
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:

@@ -17,6 +17,7 @@ from sglang_fakes import HEAD_DIM, KV_HEADS, QO_HEADS, SLOTS, decode_batch, laye
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.sglang import kv_writes
+from sglang_pat.sglang.kv_scales import are_scaled
 from sglang_pat.sglang.kv_writes import KvWrites, pool_reason
 from sglang_pat.sglang.routes import Routes
 
@@ -76,9 +77,22 @@ def fp8_runner(**change: Any) -> Any:
     return runner(**(fields | change))
 
 
-def writes_of(model_runner: Any, default: str = "triton", *, scaled: bool = True) -> KvWrites:
+def bf16_runner(**change: Any) -> Any:
+    """Whose pool has the model's dtype."""
+    fields = {
+        "kv_cache_dtype": BF16,
+        "kv_cache_dtype_str": "auto",
+        "token_to_kv_pool": plain_pool(BF16),
+    }
+    return fp8_runner(**(fields | change))
+
+
+of_both_pools = pytest.mark.parametrize("runner_of", [fp8_runner, bf16_runner], ids=["fp8", "bf16"])
+
+
+def writes_of(model_runner: Any, default: str = "triton") -> KvWrites:
     routes = Routes.of_model(model_runner.model, default, None, lambda layer: None)
-    routes.are_scaled = scaled
+    routes.are_scaled = are_scaled(model_runner, default)
     return KvWrites(model_runner, routes)
 
 
@@ -92,18 +106,24 @@ def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tenso
     return torch.stack([keys.view(torch.uint8)[9], values.view(torch.uint8)[9]])
 
 
-BY_TORCH = int(torch.tensor([3.0]).to(E4M3).view(torch.uint8))
+def by_torch(model_runner: Any, number: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of a row of the number, or of that which is stored."""
+    row = torch.full((HEAD_DIM,), 3.0 if number is None else float(number), dtype=BF16)
+    return row.to(model_runner.kv_cache_dtype).view(torch.uint8)
 
 
-def test_the_kernel_writes_to_a_plain_pool(caplog: pytest.LogCaptureFixture) -> None:
-    model_runner = fp8_runner()
+@of_both_pools
+def test_the_kernel_writes_to_a_plain_pool(
+    runner_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model_runner = runner_of()
     with caplog.at_level("INFO"):
         writes = writes_of(model_runner)
     assert (store(writes, model_runner) == 7).all()
     writer = writes._writers[1]
     assert writes._writers == {0: writer, 1: writer}
-    config = KernelConfig(BF16, HEAD_DIM, (9, 0), HEAD_DIM, E4M3)
-    assert writer.config == config
+    kv_dtype = model_runner.kv_cache_dtype
+    assert writer.config == KernelConfig(BF16, HEAD_DIM, (9, 0), HEAD_DIM, kv_dtype)
     (given,) = writer.given
     assert given[2].tolist() == [9]
     assert caplog.messages == []
@@ -120,13 +140,25 @@ def test_scales_are_those_of_the_layer() -> None:
     assert writer.prepared[4:] == [scales["k_scale"], 3.0]
 
 
-def test_the_pool_stores_what_the_kernel_does_not_take() -> None:
-    model_runner = fp8_runner()
+@of_both_pools
+def test_the_pool_stores_what_the_kernel_does_not_take(runner_of: Callable[..., Any]) -> None:
+    model_runner = runner_of()
     writes = writes_of(model_runner)
     writer: Any = writes._writers[1]
     writer.takes = False
-    assert (store(writes, model_runner) == BY_TORCH).all()
+    assert (store(writes, model_runner) == by_torch(model_runner)).all()
     assert len(writer.given) == 1
+
+
+def test_a_pool_of_the_models_dtype_scales_nothing() -> None:
+    """Not even what its model has scales for, as checkpoints for fp8 do."""
+    model_runner = bf16_runner(model=layers(k_scale=torch.tensor(0.5), v_scale=3.0))
+    writes = writes_of(model_runner)
+    writer: Any = writes._writers[1]
+    for takes in (True, False):
+        writer.takes = takes
+        expected = 7 if takes else by_torch(model_runner)
+        assert (store(writes, model_runner) == expected).all()
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
@@ -134,39 +166,50 @@ def test_the_pool_scales_by_what_the_kernel_cannot(name: str) -> None:
     model_runner = fp8_runner(model=layers(**{name: math.pi}))
     writes = writes_of(model_runner)
     stored = store(writes, model_runner)
-    scaled = (torch.tensor([3.0], dtype=BF16) / math.pi).to(E4M3).view(torch.uint8)
-    expected = {"k_scale": (scaled, BY_TORCH), "v_scale": (BY_TORCH, scaled)}[name]
+    plain = by_torch(model_runner)
+    scaled = by_torch(model_runner, torch.tensor(3.0, dtype=BF16) / math.pi)
+    expected = {"k_scale": (scaled, plain), "v_scale": (plain, scaled)}[name]
     assert (stored[0] == expected[0]).all()
     assert (stored[1] == expected[1]).all()
     assert writes._writers[1].given == []
 
 
 @pytest.mark.parametrize(
-    ("change", "scaled"),
-    [({"device": "cpu"}, True), ({}, False)],
-    ids=["on a CPU", "under a default backend that does not scale"],
+    ("runner_of", "device", "default"),
+    [
+        (fp8_runner, "cpu", "triton"),
+        (bf16_runner, "cpu", "triton"),
+        (fp8_runner, "cuda", "torch_native"),
+    ],
+    ids=["fp8, on a CPU", "bf16, on a CPU", "under a default backend that does not scale"],
 )
 def test_the_pool_stores_without_a_word(
-    change: dict[str, Any], scaled: bool, caplog: pytest.LogCaptureFixture
+    runner_of: Callable[..., Any], device: str, default: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model_runner = fp8_runner(**change)
+    model_runner = runner_of(device=device)
     with caplog.at_level("INFO"):
-        writes = writes_of(model_runner, scaled=scaled)
-    assert (store(writes, model_runner) == BY_TORCH).all()
+        writes = writes_of(model_runner, default)
+    assert (store(writes, model_runner) == by_torch(model_runner)).all()
     assert caplog.messages == []
 
 
+def test_a_copy_needs_no_scales_of_the_default_backend() -> None:
+    model_runner = bf16_runner()
+    assert (store(writes_of(model_runner, "torch_native"), model_runner) == 7).all()
+
+
+@of_both_pools
 def test_another_arithmetic_than_torchs_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runner_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Writer, "agrees", False)
-    model_runner = fp8_runner()
+    model_runner = runner_of()
     with caplog.at_level("INFO"):
         writes = writes_of(model_runner)
-    assert (store(writes, model_runner) == BY_TORCH).all()
+    assert (store(writes, model_runner) == by_torch(model_runner)).all()
     assert caplog.messages == [
-        f"SGLang's pool converts new KV to fp8 itself: torch {torch.__version__} converts "
-        "torch.bfloat16 in another way than pat"
+        f"SGLang's pool stores new KV itself: torch {torch.__version__} stores torch.bfloat16 in "
+        "another way than pat"
     ]
 
 
@@ -235,9 +278,7 @@ def test_layers_are_asked_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         writes = writes_of(model_runner)
     assert list(writes._writers) == [1]
-    assert caplog.messages == [
-        "SGLang's pool converts new KV to fp8 itself: a layer of a window's pool"
-    ]
+    assert caplog.messages == ["SGLang's pool stores new KV itself: a layer of a window's pool"]
 
 
 def test_shapes_have_a_writer_each() -> None:

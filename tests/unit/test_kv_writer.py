@@ -43,7 +43,6 @@ class Params(ctypes.Structure):
         ("slots", ctypes.c_uint64),
         ("slots_are_int64", ctypes.c_bool),
         ("num_slots", ctypes.c_int64),
-        ("num_tokens", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("overflow", ctypes.c_uint32),
     ]
@@ -81,23 +80,21 @@ class Device:
         params = Params.from_buffer_copy(Params.from_address(address))
         self.params.append(params)
         index_dtype = torch.int64 if params.slots_are_int64 else torch.int32
-        slots = strided(params.slots, (params.num_tokens,), (1,), index_dtype).long()
+        num_tokens, _ = grid
+        slots = strided(params.slots, (num_tokens,), (1,), index_dtype).long()
         config = self._config
         for rows, columns in ((params.keys, config.head_dim), (params.values, config.v_head_dim)):
-            shape = params.num_tokens, params.num_kv_heads, columns
+            shape = num_tokens, params.num_kv_heads, columns
             strides = rows.token_stride, rows.head_stride, 1
             numbers = strided(rows.source, shape, strides, config.dtype)
             if rows.scale_use:
                 scale = strided(rows.scale, (1,), (1,), torch.float32)
                 numbers = self.scaled(numbers, ScaleUse(rows.scale_use), scale)
-            cache = strided(
-                rows.cache,
-                (params.num_slots, params.num_kv_heads, columns),
-                (rows.slot_bytes, columns, 1),
-                torch.uint8,
-            )
+            stored = numbers.to(config.cache_dtype).contiguous().view(torch.uint8).flatten(1)
+            shape = params.num_slots, stored.shape[1]
+            cache = strided(rows.cache, shape, (rows.slot_bytes, 1), torch.uint8)
             kept = slots != 0
-            cache[slots[kept]] = numbers.to(config.cache_dtype).view(torch.uint8)[kept]
+            cache[slots[kept]] = stored[kept]
 
 
 @pytest.fixture
@@ -118,16 +115,23 @@ def writer(device: Device) -> KvWriter:
     return KvWriter(device._config, CPU)
 
 
-def tensors() -> dict[str, torch.Tensor]:
+@pytest.fixture
+def plain_writer(device: Device) -> KvWriter:
+    """Over a cache of the model's dtype."""
+    device._config = KernelConfig(BF16, DIM, (9, 0), V_DIM)
+    return KvWriter(device._config, CPU)
+
+
+def tensors(cache_dtype: torch.dtype = E4M3, heads: int = HEADS) -> dict[str, torch.Tensor]:
     """Of one write, in parts of a fused qkv."""
-    qkv = torch.randn(TOKENS, 4 * HEADS * DIM + HEADS * (DIM + V_DIM)).to(BF16)
-    _, k, v = qkv.split([4 * HEADS * DIM, HEADS * DIM, HEADS * V_DIM], dim=1)
+    widths = [4 * heads * DIM, heads * DIM, heads * V_DIM]
+    _, k, v = torch.randn(TOKENS, sum(widths)).to(BF16).split(widths, dim=1)
     return {
-        "k": k.view(TOKENS, HEADS, DIM),
-        "v": v.view(TOKENS, HEADS, V_DIM),
+        "k": k.view(TOKENS, heads, DIM),
+        "v": v.view(TOKENS, heads, V_DIM),
         "slots": torch.tensor([3, 19, 0, 7, 1]),
-        "k_cache": torch.zeros(SLOTS, HEADS, DIM, dtype=torch.uint8).view(E4M3),
-        "v_cache": torch.zeros(SLOTS, HEADS, V_DIM, dtype=torch.uint8).view(E4M3),
+        "k_cache": torch.zeros(SLOTS, heads, DIM, dtype=cache_dtype),
+        "v_cache": torch.zeros(SLOTS, heads, V_DIM, dtype=cache_dtype),
     }
 
 
@@ -136,7 +140,7 @@ def test_the_struct_is_the_kernels() -> None:
     argument = WriteArgument()
     argument.set_keys(11, 12, 13, 14, 15, 16, ScaleUse.MULTIPLY)
     argument.set_values(21, 22, 23, 24, 25, 26, ScaleUse.DIVIDE)
-    argument.set_slots(31, True, 32, 33, 34, 35)
+    argument.set_slots(31, True, 32, 33, 34)
     (address,) = (ctypes.c_void_p * 1).from_address(argument.address)
     params = Params.from_address(address)
     keys, values = (
@@ -145,7 +149,7 @@ def test_the_struct_is_the_kernels() -> None:
     assert keys == [11, 12, 13, 14, 15, 16, 1]
     assert values == [21, 22, 23, 24, 25, 26, 2]
     rest = [getattr(params, name) for name, _ in Params._fields_[2:]]
-    assert rest == [31, True, 34, 32, 33, 35]
+    assert rest == [31, True, 33, 32, 34]
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -166,10 +170,28 @@ def test_what_is_written(writer: KvWriter, device: Device, index_dtype: torch.dt
         expected = torch.zeros_like(cache)
         expected[[3, 19, 7, 1]] = scaled[[0, 1, 3, 4]].to(E4M3).view(torch.uint8)
         assert cache.equal(expected)
-    threads = TOKENS * HEADS * (DIM + V_DIM) // 8
-    assert device.launches == [(-(-threads // 128), 1)]
+    assert device.launches == [(TOKENS, 1)]
     infinity = torch.tensor([torch.inf], dtype=BF16).to(E4M3).view(torch.uint8)
     assert device.params[0].overflow == int(infinity)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 13])
+def test_numbers_of_the_models_dtype_are_stored_as_they_are(
+    plain_writer: KvWriter, device: Device, heads: int
+) -> None:
+    """Whatever scales there are: SGLang's pools divide what they convert, and nothing else."""
+    for divisor in (None, 0.5, torch.tensor(0.5), torch.tensor([0.5, 2.0])):
+        assert plain_writer.scale(divisor) == UNSCALED
+    given = tensors(BF16, heads)
+    given["k"][1, 0, 0] = torch.nan
+    assert plain_writer.write(**given)
+    for name in ("k", "v"):
+        cache = given[f"{name}_cache"].view(torch.int16)
+        expected = torch.zeros_like(cache)
+        expected[[3, 19, 7, 1]] = given[name].view(torch.int16)[[0, 1, 3, 4]]
+        assert cache.equal(expected)
+    # A column of CTAs per token, a thread for 8 numbers.
+    assert device.launches == [(TOKENS, -(-heads * (DIM + V_DIM) // 8 // 128))]
 
 
 def misaligned(rows: torch.Tensor) -> torch.Tensor:
@@ -181,8 +203,9 @@ def misaligned(rows: torch.Tensor) -> torch.Tensor:
 MISFITS = {
     "k of another type": lambda t: {"k": t["k"].half()},
     "v in fp8 already": lambda t: {"v": t["v"].to(E4M3)},
-    "a cache of another type": lambda t: {"k_cache": t["k_cache"].view(torch.uint8).view(E5M2)},
-    "a cache of bytes": lambda t: {"v_cache": t["v_cache"].view(torch.uint8)},
+    "a cache of another type": lambda t: {"k_cache": t["k_cache"].to(E5M2)},
+    "a cache of another model": lambda t: {"k_cache": t["k_cache"].half()},
+    "a cache of bytes": lambda t: {"v_cache": t["v_cache"].to(torch.uint8)},
     "k in rows": lambda t: {"k": t["k"].reshape(TOKENS, -1)},
     "more heads than the cache": lambda t: {
         "k": t["k"].repeat(1, 2, 1),
@@ -195,7 +218,7 @@ MISFITS = {
         "v": torch.zeros(TOKENS, HEADS * V_DIM + 4).to(BF16)[:, :-4].unflatten(1, (HEADS, V_DIM))
     },
     "heads of the cache that lie apart": lambda t: {
-        "k_cache": torch.zeros(SLOTS, HEADS, 256, dtype=torch.uint8).view(E4M3)[..., :DIM]
+        "k_cache": torch.zeros(SLOTS, HEADS, 256, dtype=t["k_cache"].dtype)[..., :DIM]
     },
     "caches of different sizes": lambda t: {"v_cache": t["v_cache"][:-1]},
     "fewer slots than tokens": lambda t: {"slots": t["slots"][:-1]},
@@ -205,9 +228,13 @@ MISFITS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["writer", "plain_writer"])
 @pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS.keys())
-def test_what_it_does_not_take(writer: KvWriter, device: Device, change: Any) -> None:
-    given = tensors()
+def test_what_it_does_not_take(
+    request: pytest.FixtureRequest, device: Device, kind: str, change: Any
+) -> None:
+    writer: KvWriter = request.getfixturevalue(kind)
+    given = tensors(writer.config.cache_dtype)
     assert writer.write(**(given | change(given))) is False
     assert device.launches == []
     for name in ("k_cache", "v_cache"):
@@ -262,7 +289,7 @@ def test_kernel_and_torch_are_compared(writer: KvWriter, device: Device) -> None
     assert writer.agrees_with_torch()
     # All numbers, of keys and of values: unscaled, scaled by a number and by a tensor.
     assert [params.keys.scale_use for params in device.params] == [0, 1, 2]
-    assert all(params.num_tokens * V_DIM >= 2**16 for params in device.params)
+    assert all(num_tokens * V_DIM >= 2**16 for num_tokens, _ in device.launches)
     for wrong in (ScaleUse.MULTIPLY, ScaleUse.DIVIDE):
         device.scaled = lambda numbers, use, scale, wrong=wrong: (
             -numbers if use == wrong else as_on_this_cpu(numbers, use, scale)
@@ -270,6 +297,18 @@ def test_kernel_and_torch_are_compared(writer: KvWriter, device: Device) -> None
         assert not writer.agrees_with_torch()
 
 
-def test_a_cache_of_the_models_type_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be of one-byte numbers, got torch\.bfloat16"):
-        KvWriter(KernelConfig(BF16, 128, (9, 0)), CPU)
+def test_a_copy_is_compared_once(
+    plain_writer: KvWriter, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plain_writer.agrees_with_torch()
+    ((num_tokens, _),) = device.launches
+    assert num_tokens * V_DIM >= 2**16
+    real = device._launch
+
+    def another_bit(argument: int, stream: int, grid: tuple[int, int]) -> None:
+        real(argument, stream, grid)
+        values = device.params[-1].values
+        ctypes.c_uint8.from_address(values.cache + values.slot_bytes).value ^= 1
+
+    monkeypatch.setattr(device, "write_kv", another_bit)
+    assert not plain_writer.agrees_with_torch()
