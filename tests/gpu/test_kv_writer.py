@@ -16,24 +16,31 @@ from sglang_pat.support import HEAD_DIMS
 pytestmark = needs_gpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+KV_DTYPES = [E4M3, E5M2, None]  # of the pool. None: that of the model
+KV_NAMES = ["e4m3", "e5m2", "as they are"]
+all_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=KV_NAMES)
+both_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES[:2], ids=KV_NAMES[:2])
+both_pools = pytest.mark.parametrize("kv_dtype", [E4M3, None], ids=["e4m3", "as they are"])
 both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 # Of 1 nothing changes but the sign of NaN. Of 1e-9, float16 makes 0, and of 1e30 infinity.
 DIVISORS = [1.0, 0.3137, 3.0, 0.00217, 448.0, 1e-9, 1e30, 1e-42, -0.5]
 
 
 def writer_of(
-    dtype: torch.dtype = BF16, kv_dtype: torch.dtype = E4M3, pair: tuple[int, int] = (128, 128)
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = E4M3,
+    pair: tuple[int, int] = (128, 128),
 ) -> KvWriter:
     device = torch.device("cuda", torch.cuda.current_device())
     return KvWriter(KernelConfig.for_device(dtype, pair[0], device, pair[1], kv_dtype), device)
 
 
-def caches(num_slots: int, num_heads: int, pair: tuple[int, int]) -> list[torch.Tensor]:
+def caches(num_slots: int, num_heads: int, config: KernelConfig) -> list[torch.Tensor]:
     """Bytes that no conversion of the tests' numbers is likely to make everywhere."""
+    num_bytes = config.cache_dtype.itemsize
     return [
-        torch.full((num_slots, num_heads, columns), 0xA5, dtype=torch.uint8, device="cuda")
-        for columns in pair
+        torch.full((num_slots, num_heads, n * num_bytes), 0xA5, dtype=torch.uint8, device="cuda")
+        for n in (config.head_dim, config.v_head_dim)
     ]
 
 
@@ -42,7 +49,7 @@ def in_torch(
 ) -> torch.Tensor:
     """What MHATokenToKVPool.set_kv_buffer() does before it stores."""
     rows = rows.clone()
-    if divisor is not None:
+    if divisor is not None and rows.dtype != kv_dtype:
         rows.div_(divisor)
     return rows.to(kv_dtype).view(torch.uint8)
 
@@ -63,10 +70,9 @@ def check_write(
 ) -> None:
     """Against a copy of the pool to which torch writes. What is not written stays as it was."""
     config = writer.config
-    pair = config.head_dim, config.v_head_dim
     num_slots = 3 * len(k) + 5
     slots = (torch.randperm(num_slots - 1, device="cuda")[: len(k)] + 1).to(index_dtype)
-    written, expected = caches(num_slots, k.shape[1], pair), caches(num_slots, k.shape[1], pair)
+    written, expected = (caches(num_slots, k.shape[1], config) for _ in range(2))
     scales = writer.scale(k_divisor), writer.scale(v_divisor)
     assert None not in scales
     before = k.clone(), v.clone()
@@ -81,9 +87,9 @@ def check_write(
         assert rows.view(torch.int16).equal(was.view(torch.int16))
 
 
-@both_types
+@all_types
 @both_dtypes
-def test_every_number_by_every_scale(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_every_number_by_every_scale(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """65,536 bit patterns: NaN, infinity, overflow and subnormal numbers among them."""
     writer = writer_of(dtype, kv_dtype)
     numbers = all_numbers(dtype)
@@ -106,10 +112,10 @@ def test_random_scales(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize(
     ("pair", "kv_dtype"),
-    [*((pair, E4M3) for pair in HEAD_DIMS), ((128, 128), E5M2)],
+    [*product(HEAD_DIMS, (E4M3, None)), ((128, 128), E5M2)],
     ids=str,
 )
-def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Parts of a fused qkv, whose rows lie apart; slots of both index types."""
     writer = writer_of(dtype, kv_dtype, pair)
     scale = torch.tensor(0.217, device="cuda")
@@ -122,18 +128,27 @@ def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype, dtype: torch.dtype
         check_write(writer, k, v, scale, 1.7)
         apart = torch.randn(num_heads, num_tokens, pair[0], device="cuda").to(dtype).transpose(0, 1)
         check_write(writer, apart, v, 0.2, None)
+        check_write(writer, k[:, :1].expand(k.shape), v)
 
 
-def test_padding_is_not_written() -> None:
+@both_pools
+def test_keys_may_be_the_values(kv_dtype: torch.dtype | None) -> None:
+    both = torch.randn(9, 3, 128, device="cuda", dtype=BF16)
+    check_write(writer_of(kv_dtype=kv_dtype), both, both)
+
+
+@both_pools
+def test_padding_is_not_written(kv_dtype: torch.dtype | None) -> None:
     """Nor is anything else by tokens that have no slot."""
-    writer = writer_of()
+    writer = writer_of(kv_dtype=kv_dtype)
+    cache_dtype = writer.config.cache_dtype
     k = torch.randn(5, 2, 128, device="cuda", dtype=BF16)
     slots = torch.tensor([0, 3, 0, 1, 0], device="cuda")
-    written = caches(6, 2, (128, 128))
-    assert writer.write(k, -k, slots, *(cache.view(E4M3) for cache in written))
+    written = caches(6, 2, writer.config)
+    assert writer.write(k, -k, slots, *(cache.view(cache_dtype) for cache in written))
     for cache, rows in zip(written, (k, -k), strict=True):
         expected = torch.full_like(cache, 0xA5)
-        expected[[3, 1]] = in_torch(rows[[1, 3]], None, E4M3)
+        expected[[3, 1]] = in_torch(rows[[1, 3]], None, cache_dtype)
         assert cache.equal(expected)
 
 
@@ -141,33 +156,37 @@ def test_no_tokens() -> None:
     writer = writer_of()
     k = torch.empty(0, 2, 128, device="cuda", dtype=BF16)
     slots = torch.empty(0, device="cuda", dtype=torch.int64)
-    assert writer.write(k, k, slots, *(cache.view(E4M3) for cache in caches(6, 2, (128, 128))))
+    assert writer.write(k, k, slots, *(each.view(E4M3) for each in caches(6, 2, writer.config)))
     torch.cuda.synchronize()
 
 
 def test_kernel_and_torch_agree() -> None:
-    for dtype, kv_dtype in product((BF16, FP16), (E4M3, E5M2)):
+    for dtype, kv_dtype in product((BF16, FP16), KV_DTYPES):
         assert writer_of(dtype, kv_dtype).agrees_with_torch()
     assert writer_of(BF16, E4M3, (192, 128)).agrees_with_torch()
+    assert writer_of(BF16, None, (192, 128)).agrees_with_torch()
     other = writer_of()
     other._overflow ^= 1
     assert not other.agrees_with_torch()
 
 
-def test_a_graph_reads_slots_numbers_and_scales_anew() -> None:
-    writer = writer_of()
+@both_pools
+def test_a_graph_reads_slots_numbers_and_scales_anew(kv_dtype: torch.dtype | None) -> None:
+    writer = writer_of(kv_dtype=kv_dtype)
+    cache_dtype = writer.config.cache_dtype
     k, v = torch.randn(2, 8, 2, 128, device="cuda", dtype=BF16)
     slots = torch.arange(1, 9, device="cuda")
     divisor = torch.tensor(0.3, device="cuda")
     on_device, number = writer.scale(divisor), writer.scale(0.7)
     assert on_device is not None
     assert number is not None
-    written = caches(40, 2, (128, 128))
-    views = [cache.view(E4M3) for cache in written]
+    written = caches(40, 2, writer.config)
+    views = [cache.view(cache_dtype) for cache in written]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert writer.scale(0.7) == number
-        assert writer.scale(0.8) is None  # would have to be computed, at each replay
+        # Would have to be computed, at each replay. A copy has no use for it.
+        assert writer.scale(0.8) == (None if kv_dtype else UNSCALED)
         assert writer.write(k, v, slots, *views, on_device, number)
     for _ in range(3):
         k.normal_()
@@ -177,31 +196,36 @@ def test_a_graph_reads_slots_numbers_and_scales_anew() -> None:
         for cache in written:
             cache.fill_(0xA5)
         graph.replay()
-        expected = caches(40, 2, (128, 128))
-        expected[0][slots] = in_torch(k, divisor, E4M3)
-        expected[1][slots] = in_torch(v, 0.7, E4M3)
+        expected = caches(40, 2, writer.config)
+        expected[0][slots] = in_torch(k, divisor, cache_dtype)
+        expected[1][slots] = in_torch(v, 0.7, cache_dtype)
         assert all(map(torch.equal, written, expected))
 
 
+@both_pools
 @pytest.mark.parametrize("lengths", [[(0, 90)] * 5, [(-1, 500)] * 132], ids=["shared", "alone"])
-def test_attention_reads_what_was_just_written(lengths: list[tuple[int, int]]) -> None:
+def test_attention_reads_what_was_just_written(
+    lengths: list[tuple[int, int]], kv_dtype: torch.dtype | None
+) -> None:
     """A kernel starts before the last one ends: writes between kernels of torch and of attention
     have the bits of layers that waited for the device. Each layer's numbers are computed from the
     output of the layer before, and all go to the same slots."""
     case = make_case([(-1, 700)], lengths)
-    heads = Heads(8, 2, kv_dtype=E4M3)
+    heads = Heads(8, 2, kv_dtype=kv_dtype)
+    cache_dtype = kv_dtype or heads.dtype
     tensors = Tensors.make(case, heads)
     num_tokens = len(case.seq_lens)
     written = [
-        cache.nan_to_num(0.0).to(E4M3).contiguous() for cache in (tensors.k_cache, tensors.v_cache)
+        cache.nan_to_num(0.0).to(cache_dtype).contiguous()
+        for cache in (tensors.k_cache, tensors.v_cache)
     ]
     rows = tensors.req_to_token[tensors.req_pool_indices]
     slots = rows.gather(1, tensors.seq_lens[:, None] - 1).squeeze(1).long()
     step = planned_step(heads)
     step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    writer = writer_of()
+    writer = writer_of(kv_dtype=kv_dtype)
     divisor = torch.tensor(0.37, device="cuda")
-    k_scale, scale = float(divisor), writer.scale(divisor)
+    k_scale, scale = float(divisor) if kv_dtype else 1.0, writer.scale(divisor)
     assert scale is not None
     outputs = tensors.q.new_empty((21, *tensors.q.shape))
     weights = torch.randn(8 * 128, 2 * 2 * 128, device="cuda", dtype=BF16)
@@ -217,7 +241,7 @@ def test_attention_reads_what_was_just_written(lengths: list[tuple[int, int]]) -
                 assert writer.write(k, v, slots, *written, scale, UNSCALED)
             else:
                 for cache, new, by in zip(written, (k, v), (divisor, None), strict=True):
-                    cache.view(torch.uint8)[slots] = in_torch(new, by, E4M3)
+                    cache.view(torch.uint8)[slots] = in_torch(new, by, cache_dtype)
                 torch.cuda.synchronize()
             step.decode(before, *written, after, k_scale=k_scale)
             if not by_kernel:

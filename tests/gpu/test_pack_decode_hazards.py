@@ -258,15 +258,17 @@ def test_workers_are_the_ctas_that_the_device_holds() -> None:
     assert default_workers(kernels, device, 8) == ctas_per_sm * num_sms // 8
 
 
-@pytest.mark.parametrize("slot", [-1, 9])
-def test_a_write_stops_at_a_slot_that_is_not_there(slot: int) -> None:
+@pytest.mark.parametrize(
+    ("slot", "kv_dtype"), [(-1, "float8_e4m3fn"), (9, "float8_e4m3fn"), (9, "bfloat16")]
+)
+def test_a_write_stops_at_a_slot_that_is_not_there(slot: int, kv_dtype: str) -> None:
     assert_stopped(
         run_apart(f"""
             from sglang_pat.executors.jit import KernelConfig
             from sglang_pat.executors.kv_writer import KvWriter
 
             device = torch.device("cuda", 0)
-            kv_dtype = torch.float8_e4m3fn
+            kv_dtype = torch.{kv_dtype}
             config = KernelConfig.for_device(torch.bfloat16, 128, device, 0, kv_dtype)
             k = torch.zeros(2, 1, 128, device=device, dtype=torch.bfloat16)
             caches = [torch.zeros(9, 1, 128, device=device).to(kv_dtype) for _ in range(2)]
