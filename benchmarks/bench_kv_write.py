@@ -1,11 +1,12 @@
-"""New tokens into an fp8 KV cache: pat's one kernel against the kernels of SGLang's pool.
+"""New tokens into a KV cache: pat's one kernel against the kernels of SGLang's pool.
 
 Each contender is a CUDA graph of 32 layers, timed interleaved with the others. Alone: the writes of
-32 layers after each other. In layers: a kernel that makes queries, keys and values, the write, and
-the attention; the same without a write is subtracted, so what is left is what a write adds.
+32 layers after each other. Added: a kernel that makes queries, keys and values, the write, and the
+attention; the same without a write is subtracted, so what is left is what a write adds.
 
 SGLang's own store is compiled by nvcc where it runs. A Triton kernel that copies the same bytes
-stands in for it. "16 bits" is that store alone, of numbers that need no conversion.
+stands in for it, and as SGLang's lets the attention start early: behind its stores as in 0.5.17, or
+before them as in 0.5.23. With --sglang, the store of the SGLang that is installed is timed too.
 
     python benchmarks/bench_kv_write.py --json benchmarks/results/h100/kv-write.json
 """
@@ -15,10 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,50 +34,111 @@ from sglang_pat.executors.kv_writer import KvWriter
 
 LAYERS = 32
 HEAD_DIM = 128
-GROUP = 4
-KV_DTYPE, DTYPE = torch.float8_e4m3fn, torch.bfloat16
-SHARED, OWN = 8192, 256
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16  # the second is the model's
 SLOTS = 1 << 16
 _SCALE = 0.0313
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
+class Shape(NamedTuple):
+    """A batch, as `Forest.of_tree` reads it, and the heads that a rank has."""
+
+    tree: str
+    num_qo_heads: int
+    num_kv_heads: int
+
+
+SHAPES = (
+    Shape("1,128_8192,256", 32, 8),
+    Shape("1,8_8192,256", 32, 8),
+    Shape("1_500", 32, 8),
+    Shape("1,128_8192,256", 8, 1),
+    Shape("1,8_8192,256", 8, 1),
+    Shape("1_500", 8, 1),
+)
+
+
 @triton.jit
-def _store(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr):
+def _store(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    k_stride,
+    v_stride,
+    WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     token = tl.program_id(0)
-    slot = tl.load(slots + token)
     columns = tl.arange(0, WIDTH)
-    keys = tl.load(k + token * k_stride + columns)
-    values = tl.load(v + token * v_stride + columns)
-    tl.store(k_cache + slot * WIDTH + columns, keys)
-    tl.store(v_cache + slot * WIDTH + columns, values)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slots + token)
+    if EARLY:
+        keys = tl.load(k + token * k_stride + columns)
+        values = tl.load(v + token * v_stride + columns)
+        if OVERLAPS:
+            tl.extra.cuda.gdc_launch_dependents()
+        if slot != 0:
+            tl.store(k_cache + slot * WIDTH + columns, keys)
+            tl.store(v_cache + slot * WIDTH + columns, values)
+    else:
+        if slot != 0:
+            keys = tl.load(k + token * k_stride + columns)
+            values = tl.load(v + token * v_stride + columns)
+            tl.store(k_cache + slot * WIDTH + columns, keys)
+            tl.store(v_cache + slot * WIDTH + columns, values)
+        if OVERLAPS:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+def store_of(*, early: bool) -> Write:
+    """As the pool's store, of numbers that have the cache's type."""
+    overlaps = torch.cuda.get_device_capability() >= (9, 0)
+    options = {"launch_pdl": True} if overlaps else {}
+
+    def write(k, v, slots, k_cache, v_cache):
+        integers = torch.uint8 if k.dtype == FP8 else torch.int16
+        views = [each.view(integers) for each in (k, v, k_cache, v_cache)]
+        width = k.shape[1] * k.shape[2]
+        warps = max(1, min(4, width * k.element_size() // 512))
+        strides = k.stride(0), v.stride(0)
+        _store[(len(k),)](
+            *views, slots, *strides, width, early, overlaps, num_warps=warps, **options
+        )
+
+    return write
 
 
 def in_torch(divisor: torch.Tensor | None) -> Write:
-    """As MHATokenToKVPool.set_kv_buffer() does it, with one store."""
+    """As MHATokenToKVPool.set_kv_buffer() converts, with one store."""
+    store = store_of(early=False)
 
     def write(k, v, slots, k_cache, v_cache):
         if divisor is not None:
             k.div_(divisor)
             v.div_(divisor)
-        store(k.to(KV_DTYPE), v.to(KV_DTYPE), slots, k_cache, v_cache)
+        store(k.to(FP8), v.to(FP8), slots, k_cache, v_cache)
 
     return write
 
 
-def store(k, v, slots, k_cache, v_cache) -> None:
-    """As the pool's store, of numbers that have the cache's type."""
-    integers = torch.uint8 if k.dtype == KV_DTYPE else torch.int16
-    views = [each.view(integers) for each in (k, v, k_cache, v_cache)]
-    width = k.shape[1] * k.shape[2]
-    _store[(len(k),)](*views, slots, k.stride(0), v.stride(0), width, num_warps=4)
+def by_sglang() -> Write:
+    """The store of SGLang's pools."""
+    from sglang.kernels.ops.kvcache.kvcache import store_cache  # noqa: TID251 (it is timed)
 
+    def write(k, v, slots, k_cache, v_cache):
+        width = k.shape[1] * k.shape[2]
+        rows = [each.view(-1, width) for each in (k, v, k_cache, v_cache)]
+        num_bytes = width * k.element_size()
+        store_cache(
+            *rows, slots, row_bytes=num_bytes, v_row_bytes=num_bytes, size_limit=len(k_cache)
+        )
 
-def of_16_bits(case: Case) -> Write:
-    """Into caches that attention does not read."""
-    caches = [torch.empty_like(cache, dtype=DTYPE) for cache in case.caches[0]]
-    return lambda k, v, slots, *_: store(k, v, slots, *caches)
+    return write
 
 
 def by_kernel(writer: KvWriter, divisor: torch.Tensor | None) -> Write:
@@ -93,28 +155,29 @@ def by_kernel(writer: KvWriter, divisor: torch.Tensor | None) -> Write:
 class Case:
     """Tensors of `LAYERS` layers, and a planned step over the same caches."""
 
-    def __init__(self, num_tokens: int, num_kv_heads: int) -> None:
+    def __init__(self, shape: Shape, kv_dtype: torch.dtype) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self.config = KernelConfig.for_device(DTYPE, HEAD_DIM, device, 0, KV_DTYPE)
-        self.num_tokens, self.num_kv_heads = num_tokens, num_kv_heads
-        self.num_qo_heads = GROUP * num_kv_heads
-        self.widths = [self.num_qo_heads * HEAD_DIM, *[num_kv_heads * HEAD_DIM] * 2]
-        self.source = torch.randn(num_tokens, sum(self.widths), device=device).to(DTYPE)
+        self.config = KernelConfig.for_device(BF16, HEAD_DIM, device, 0, kv_dtype)
+        forest = Forest.of_tree(shape.tree)
+        self.num_tokens = num_tokens = forest.num_requests
+        num_qo_heads, num_kv_heads = shape.num_qo_heads, shape.num_kv_heads
+        self.widths = [num_qo_heads * HEAD_DIM, *[num_kv_heads * HEAD_DIM] * 2]
+        self.source = torch.randn(num_tokens, sum(self.widths), device=device).to(BF16)
         self.qkv = self.source.clone()
-        shape = (SLOTS, num_kv_heads, HEAD_DIM)
+        cache_shape = (SLOTS, num_kv_heads, HEAD_DIM)
         self.caches = [
-            [torch.randn(shape, device=device, dtype=DTYPE).to(KV_DTYPE) for _ in range(2)]
+            [torch.randn(cache_shape, device=device, dtype=BF16).to(kv_dtype) for _ in range(2)]
             for _ in range(2)
         ]
         self.writer = KvWriter(self.config, device)
-        forest = Forest.of_tree(f"1,{num_tokens}_{SHARED},{OWN}")
         table = forest.token_table()
         rows = torch.arange(num_tokens, device=device)
         lengths = torch.from_numpy(forest.seq_lens).to(device)
         self.slots = table[rows, lengths.long() - 1].long()
-        self.step = PlannedStep(DecodeKernels(self.config), self.num_qo_heads, num_kv_heads)
+        self.step = PlannedStep(DecodeKernels(self.config), num_qo_heads, num_kv_heads)
         self.step.write(forest.batch(), table, rows, lengths)
-        self.out = torch.empty(num_tokens, self.num_qo_heads, HEAD_DIM, dtype=DTYPE, device=device)
+        self.out = torch.empty(num_tokens, num_qo_heads, HEAD_DIM, dtype=BF16, device=device)
+        self.scale = _SCALE if kv_dtype == FP8 else 1.0
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values in the fused rows."""
@@ -137,23 +200,23 @@ class Case:
             caches = self.caches[layer % 2]
             if write is not None:
                 write(k, v, self.slots, *caches)
-            self.step.decode(q, *caches, self.out, k_scale=_SCALE, v_scale=_SCALE)
+            self.step.decode(q, *caches, self.out, k_scale=self.scale, v_scale=self.scale)
 
 
-def check(case: Case) -> None:
-    """Both ways leave the same bytes."""
-    divisor = torch.tensor(_SCALE, device="cuda")
-    for scale in (None, divisor):
-        results = []
-        for write in (in_torch(scale), by_kernel(case.writer, scale)):
-            case.qkv.copy_(case.source)
-            _, k, v = case.parts()
-            write(k, v, case.slots, *case.caches[0])
-            results.append([cache.view(torch.uint8).clone() for cache in case.caches[0]])
-            for cache in case.caches[0]:
-                cache.view(torch.uint8)[case.slots] = 0
-        if not all(map(torch.equal, *results)):
-            raise SystemExit("the kernel writes other bytes than torch")
+def check(case: Case, writes: dict[str, Write]) -> None:
+    """All leave the same bytes."""
+    assert (case.slots > 0).all()
+    results = []
+    for write in writes.values():
+        case.qkv.copy_(case.source)
+        _, k, v = case.parts()
+        write(k, v, case.slots, *case.caches[0])
+        results.append([cache.view(torch.uint8).clone() for cache in case.caches[0]])
+        for cache in case.caches[0]:
+            cache.view(torch.uint8)[case.slots] = 0
+    for name, result in zip(writes, results, strict=True):
+        if not all(map(torch.equal, result, results[0])):
+            raise SystemExit(f"{name} writes other bytes than {next(iter(writes))}")
 
 
 def captured(run: Callable[[Write | None], None], write: Write | None) -> torch.cuda.CUDAGraph:
@@ -180,35 +243,25 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[s
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
-def contenders(case: Case, divisor: torch.Tensor | None) -> dict[str, Write]:
-    """By name."""
-    return {
-        "torch": in_torch(divisor),
-        "pat": by_kernel(case.writer, divisor),
-        "16 bits": of_16_bits(case),
+def contenders(case: Case, divisor: torch.Tensor | None, *, with_sglang: bool) -> dict[str, Write]:
+    """By name. divisor: of an fp8 cache."""
+    own = {"pat": by_kernel(case.writer, divisor)}
+    if case.config.kv_dtype is not None:
+        return {"torch": in_torch(divisor)} | own
+    sglang = {"sglang": by_sglang()} if with_sglang else {}
+    return {"as 0.5.17": store_of(early=False), "as 0.5.23": store_of(early=True)} | sglang | own
+
+
+def measure(case: Case, writes: dict[str, Write], rounds: int) -> dict[str, dict[str, float]]:
+    """Time of a layer by contender: of writes alone, of all of it, and what the write adds."""
+    alone = {name: captured(case.alone, write) for name, write in writes.items()}
+    layers = {
+        name: captured(case.in_layers, write)
+        for name, write in (*writes.items(), ("no write", None))
     }
-
-
-def measure(num_tokens: int, num_kv_heads: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Check and time a case, without scales and with them."""
-    case = Case(num_tokens, num_kv_heads)
-    check(case)
-    for scale in (None, torch.tensor(_SCALE, device="cuda")):
-        writes = contenders(case, scale)
-        alone = {name: captured(case.alone, write) for name, write in writes.items()}
-        layers = {
-            name: captured(case.in_layers, write)
-            for name, write in (*writes.items(), ("no write", None))
-        }
-        alone_us, layer_us = microseconds(alone, rounds), microseconds(layers, rounds)
-        yield {
-            "tokens": num_tokens,
-            "kv_heads": num_kv_heads,
-            "scaled": scale is not None,
-            "alone_us": alone_us,
-            "layer_us": layer_us,
-            "added_us": {name: layer_us[name] - layer_us["no write"] for name in writes},
-        }
+    alone_us, layer_us = microseconds(alone, rounds), microseconds(layers, rounds)
+    added_us = {name: layer_us[name] - layer_us["no write"] for name in writes}
+    return {"alone_us": alone_us, "layer_us": layer_us, "added_us": added_us}
 
 
 def main() -> None:
@@ -216,20 +269,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--sglang", action="store_true", help="time SGLang's own store too")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    results = []
-    print("us per layer           | added by the write     | writes alone")
-    print("tokens  heads  scaled  | torch    pat  16 bits  | torch    pat  16 bits")
-    for num_tokens, num_kv_heads in product((128, 8), (8, 1)):
-        for result in measure(num_tokens, num_kv_heads, arguments.rounds):
-            columns = [
-                "  ".join(f"{result[key][name]:5.2f}" for name in ("torch", "pat", "16 bits"))
-                for key in ("added_us", "alone_us")
-            ]
-            head = f"{num_tokens:6}  {num_kv_heads:5}  {result['scaled']!s:>6}"
-            print(f"{head}  | {columns[0]}    | {columns[1]}", flush=True)
-            results.append(result)
+    results: list[dict[str, Any]] = []
+    print("us per layer")
+    print("pool  tokens  heads  scaled  write        added   alone   layer")
+    for kv_dtype, shape in product((BF16, FP8), SHAPES):
+        case = Case(shape, kv_dtype)
+        for is_scaled in (False, True) if kv_dtype == FP8 else (False,):
+            divisor = torch.tensor(_SCALE, device="cuda") if is_scaled else None
+            writes = contenders(case, divisor, with_sglang=arguments.sglang)
+            check(case, writes)
+            times = measure(case, writes, arguments.rounds)
+            pool = "fp8" if kv_dtype == FP8 else "bf16"
+            head = f"{pool:4}  {case.num_tokens:6}  {shape.num_kv_heads:5}  {is_scaled!s:>6}"
+            for name in writes:
+                columns = [times[key][name] for key in ("added_us", "alone_us", "layer_us")]
+                print(f"{head}  {name:10}", *(f"{each:6.2f}" for each in columns), sep="  ")
+            results.append({"pool": pool, **shape._asdict(), "scaled": is_scaled, **times})
     if arguments.json is not None:
         text = json.dumps({"meta": metadata(), "results": results}, indent=1)
         arguments.json.write_text(text + "\n")
