@@ -1,12 +1,13 @@
 """New tokens into a KV cache: pat's one kernel against the kernels of SGLang's pool.
 
 Each contender is a CUDA graph of 32 layers, timed interleaved with the others. Alone: the writes of
-32 layers after each other. Added: a kernel that makes queries, keys and values, the write, and the
-attention; the same without a write is subtracted, so what is left is what a write adds.
+32 layers after each other. Added: two kernels that make queries, keys and values, the write, and
+the attention; the same without a write is subtracted, so what is left is what a write adds.
 
-SGLang's own store is compiled by nvcc where it runs. A Triton kernel that copies the same bytes
-stands in for it, and as SGLang's lets the attention start early: behind its stores as in 0.5.17, or
-before them as in 0.5.23. With --sglang, the store of the SGLang that is installed is timed too.
+SGLang's own kernels are compiled by nvcc where they run. Triton kernels stand in for them. As
+there, each lets the next one start early: what stands for RoPE behind its stores, and the store of
+the pool behind its own as in 0.5.17, or before them as in 0.5.23. With --sglang, the store of the
+SGLang that is installed is timed too.
 
     python benchmarks/bench_kv_write.py --json benchmarks/results/h100/kv-write.json
 """
@@ -35,6 +36,7 @@ from sglang_pat.executors.kv_writer import KvWriter
 LAYERS = 32
 HEAD_DIM = 128
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16  # the second is the model's
+POOLS = {"bf16": BF16, "fp8": FP8}
 SLOTS = 1 << 16
 _SCALE = 0.0313
 
@@ -57,6 +59,25 @@ SHAPES = (
     Shape("1,8_8192,256", 8, 1),
     Shape("1_500", 8, 1),
 )
+
+
+_ROTATED = 256  # numbers of a program
+
+
+@triton.jit
+def _rotate(source, qkv, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
+    offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    tl.store(qkv + offsets, tl.load(source + offsets))
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def overlap() -> tuple[bool, dict[str, Any]]:
+    """Whether kernels let each other start early here, and how they are launched then."""
+    overlaps = torch.cuda.get_device_capability() >= (9, 0)
+    return overlaps, {"launch_pdl": True} if overlaps else {}
 
 
 @triton.jit
@@ -97,8 +118,7 @@ def _store(
 
 def store_of(*, early: bool) -> Write:
     """As the pool's store, of numbers that have the cache's type."""
-    overlaps = torch.cuda.get_device_capability() >= (9, 0)
-    options = {"launch_pdl": True} if overlaps else {}
+    overlaps, options = overlap()
 
     def write(k, v, slots, k_cache, v_cache):
         integers = torch.uint8 if k.dtype == FP8 else torch.int16
@@ -163,7 +183,7 @@ class Case:
         num_qo_heads, num_kv_heads = shape.num_qo_heads, shape.num_kv_heads
         self.widths = [num_qo_heads * HEAD_DIM, *[num_kv_heads * HEAD_DIM] * 2]
         self.source = torch.randn(num_tokens, sum(self.widths), device=device).to(BF16)
-        self.qkv = self.source.clone()
+        self.qkv, self.made = self.source.clone(), self.source.clone()
         cache_shape = (SLOTS, num_kv_heads, HEAD_DIM)
         self.caches = [
             [torch.randn(cache_shape, device=device, dtype=BF16).to(kv_dtype) for _ in range(2)]
@@ -195,8 +215,11 @@ class Case:
     def in_layers(self, write: Write | None) -> None:
         """All layers, with or without a write."""
         q, k, v = self.parts()
+        overlaps, options = overlap()
+        programs = (self.qkv.numel() // _ROTATED,)
         for layer in range(LAYERS):
-            torch.add(self.source, 1.0, out=self.qkv)
+            torch.add(self.source, 1.0, out=self.made)
+            _rotate[programs](self.made, self.qkv, _ROTATED, overlaps, num_warps=1, **options)
             caches = self.caches[layer % 2]
             if write is not None:
                 write(k, v, self.slots, *caches)
@@ -268,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--sglang", action="store_true", help="time SGLang's own store too")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -275,14 +299,13 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     print("us per layer")
     print("pool  tokens  heads  scaled  write        added   alone   layer")
-    for kv_dtype, shape in product((BF16, FP8), SHAPES):
-        case = Case(shape, kv_dtype)
-        for is_scaled in (False, True) if kv_dtype == FP8 else (False,):
+    for pool, shape in product(arguments.pools, SHAPES):
+        case = Case(shape, POOLS[pool])
+        for is_scaled in (False, True) if pool == "fp8" else (False,):
             divisor = torch.tensor(_SCALE, device="cuda") if is_scaled else None
             writes = contenders(case, divisor, with_sglang=arguments.sglang)
             check(case, writes)
             times = measure(case, writes, arguments.rounds)
-            pool = "fp8" if kv_dtype == FP8 else "bf16"
             head = f"{pool:4}  {case.num_tokens:6}  {shape.num_kv_heads:5}  {is_scaled!s:>6}"
             for name in writes:
                 columns = [times[key][name] for key in ("added_us", "alone_us", "layer_us")]
