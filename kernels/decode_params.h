@@ -95,8 +95,6 @@ struct alignas(64) TensorMap {
 
 // Of both kernels of a decode step.
 struct DecodeParams {
-  TensorMap kv_maps[2];  // keys, values
-  bool has_kv_maps;
   PlanView plan;
   const void* q;             // [num_requests, Hq, D]
   uint32_t q_stride_chunks;  // 16-byte chunks between requests
@@ -126,6 +124,8 @@ struct DecodeParams {
   LogitScale logit_scale;  // times the scale of the keys in the cache
   float v_scale;           // of the values in the cache
   SinkArray sinks;
+  bool has_kv_maps;
+  TensorMap kv_maps[2];  // keys, values
 };
 
 }  // namespace pat
