@@ -2,8 +2,9 @@
 
 All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers with a cold L2;
 each is compared with float64 before it is timed. KV slots are scattered over the pool, as in a
-server that has run for a while. Times are per layer. The suites are in workloads.py; what has to
-hold is in kernel_gates.py.
+server that has run for a while; with `--slots runs`, those of a node follow one another, as in one
+that has just started. Times are per layer. The suites are in workloads.py; what has to hold is in
+kernel_gates.py.
 
     python benchmarks/bench_kernels.py --quick --seconds 110 --no-compile
     python benchmarks/bench_kernels.py --suite rank unshared --json FILE
@@ -30,7 +31,7 @@ from baselines import ABLATIONS, CONTENDERS
 from kernel_gates import Case, as_json, gates, is_peer, summary, versus_best
 from metadata import gpu_state, metadata
 from numerics import compare
-from request_forests import Forest
+from request_forests import SLOTS, Forest
 from workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 
 from sglang_pat.bench import timing
@@ -162,7 +163,11 @@ def main() -> int:
     if args.quick and not args.contenders:
         names.remove("cascade")
     copy_bandwidth = timing.copy_bandwidth()
-    info = metadata() | {"copy_gbps": copy_bandwidth / 1e9, "clocks": {"before": gpu_state()}}
+    info = metadata() | {
+        "copy_gbps": copy_bandwidth / 1e9,
+        "clocks": {"before": gpu_state()},
+        "slots": args.slots,
+    }
     print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
     workloads = _workloads(args)
     pool = pool_for(workloads)
@@ -206,7 +211,8 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
         chosen = [
             case for name in SUITES if name in args.suite for case in suite(name, quick=args.quick)
         ]
-    return [replace(case, dtype=getattr(torch, args.dtype)) for case in chosen]
+    dtype = getattr(torch, args.dtype)
+    return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]
 
 
 def _write(path: Path | None, result: dict[str, object]) -> None:
@@ -234,6 +240,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
+    )
     parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
     parser.add_argument(
         "--rounds", type=int, help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick"

@@ -12,6 +12,8 @@ import torch
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 from sglang_pat.replay.pat_trees import PrefixTree
 
+SLOTS = ("scattered", "runs")  # how a forest's KV lies in a pool
+
 
 @dataclass(frozen=True)
 class Forest:
@@ -80,9 +82,17 @@ class Forest:
     def batch(self) -> DecodeBatch:
         return DecodeBatch(self.seq_lens, PrefixPaths.from_lists(self.paths), key=self.name)
 
-    def token_table(self, seed: int = 0) -> torch.Tensor:
-        """req_to_token on the GPU, int32 `[num_requests, longest length]`: slots scattered over
-        1 to `num_tokens`."""
+    def token_table(
+        self, slots: str = "scattered", *, seed: int = 0, device: str = "cuda"
+    ) -> torch.Tensor:
+        """req_to_token, int32 `[num_requests, longest length]`: slots 1 to `num_tokens`.
+
+        Parameters
+        ----------
+        slots
+            Of `SLOTS`. scattered: in any order. runs: the slots of each node and of each request's
+            own tokens follow one another.
+        """
         table = np.zeros((self.num_requests, int(self.seq_lens.max())), dtype=np.int64)
         first = np.cumsum([0] + [tokens for _, tokens in (*self.nodes, *self.requests)])
         for request, path in enumerate(self.paths):
@@ -91,10 +101,11 @@ class Forest:
                 table[request, begin:end] = np.arange(end - begin) + first[node]
             length = int(self.seq_lens[request])
             table[request, end:length] = np.arange(length - end) + first[len(self.nodes) + request]
-        order = torch.randperm(
-            self.num_tokens, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
-        )
-        return (order[torch.from_numpy(table).cuda()] + 1).int()
+        placed = torch.from_numpy(table).to(device)
+        if slots == "scattered":
+            generator = torch.Generator(device).manual_seed(seed)
+            placed = torch.randperm(self.num_tokens, device=device, generator=generator)[placed]
+        return (placed + 1).int()
 
 
 def lognormal_lengths(count: int, median: int, seed: int = 0) -> list[int]:

@@ -38,6 +38,7 @@ from sglang_pat.plan import BufferSizes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from forests import ForestCase, make_case
 from hand_plans import HandPlan, random_plan
+from slot_placements import place
 
 HOPPER = (9, 0)
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -68,6 +69,8 @@ class Case:
         What differs from the defaults of the scheduler here.
     seed
         Of a plan cut at random; None: the scheduler's plan.
+    placement
+        Where in the pool slots lie, as in `slot_placements.py`.
     broken
         Whether the first request's last key is NaN: those beside it are computed anew.
     """
@@ -84,6 +87,7 @@ class Case:
     broken: bool = False
     logit_cap: float = 0.0
     sinks: bool = False
+    placement: str = "scattered"
 
     def config(self, arch: tuple[int, int]) -> KernelConfig:
         return KernelConfig(
@@ -146,6 +150,12 @@ def _of_body(**body: Any) -> list[Case]:
         case("broken-key", TREE, broken=True),
         case("many-items", MANY, scheduler=per_node),
         case("many-tickets", MANY, heads=(16, 4), scheduler=alone),
+        case("runs", TREE, placement="ranges"),
+        case("runs-split", LONG, scheduler=SPLIT, placement="ranges"),
+        case("runs-mixed", LONG, scheduler=SPLIT, placement="mixed"),
+        case("runs-alone", RAGGED, placement="ranges"),
+        case("runs-head-dim-64", TREE, head_dims=(64, 64), placement="mixed"),
+        case("runs-head-dim-256", LONG, head_dims=(256, 256), placement="mixed"),
     ]
 
 
@@ -176,12 +186,12 @@ class _Inputs:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(case.dtype)
 
-        # Slots in any order, at the pool's end.
+        # At the pool's end.
         unused = forest.num_slots + 7
-        pool = unused + forest.num_slots
-        place = unused + torch.randperm(forest.num_slots, generator=generator)
+        places = unused + torch.from_numpy(place(forest, case.placement))
+        pool = int(places.max()) + 1
         used = [row[:n] for row, n in zip(forest.tokens, forest.seq_lens, strict=True)]
-        self.slots = place[torch.from_numpy(np.unique(np.concatenate(used))).long()]
+        self.slots = places[torch.from_numpy(np.unique(np.concatenate(used))).long()]
         self.q = random(num_requests, q_heads, case.head_dims[0])
         self.k, self.v = (
             torch.full((pool, kv_heads, columns), math.nan, dtype=case.dtype)
@@ -192,7 +202,7 @@ class _Inputs:
         self.rows = torch.randperm(2 * num_requests, generator=generator)[:num_requests]
         self.table = torch.full((2 * num_requests, width + 3), OUTSIDE, dtype=torch.int32)
         for row, tokens in zip(self.rows, used, strict=True):
-            self.table[row, : len(tokens)] = place[torch.from_numpy(tokens).long()].int()
+            self.table[row, : len(tokens)] = places[torch.from_numpy(tokens).long()].int()
         self.lens = torch.from_numpy(forest.seq_lens)
         if case.broken:
             self.k[self.table[self.rows[0], self.lens[0] - 1].long()] = math.nan

@@ -20,7 +20,8 @@ LONG_REQUESTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One decode step of a forest. quick: the quick mode measures it too."""
+    """One decode step of a forest. quick: the quick mode measures it too. slots: of `SLOTS`, how
+    its KV lies in the pool."""
 
     forest: Forest
     num_qo_heads: int
@@ -30,6 +31,7 @@ class Workload:
     with_sinks: bool = False
     suite: str = "tree"
     quick: bool = False
+    slots: str = "scattered"
 
     @property
     def name(self) -> str:
@@ -124,7 +126,7 @@ class WorkloadTensors:
 
         return cls(
             random(forest.num_requests, workload.num_qo_heads, workload.head_dim),
-            forest.token_table(),
+            forest.token_table(workload.slots),
             torch.arange(forest.num_requests, device="cuda"),
             torch.from_numpy(forest.seq_lens).long().cuda(),
             random(workload.num_qo_heads) if workload.with_sinks else None,

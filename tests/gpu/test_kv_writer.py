@@ -8,6 +8,7 @@ import pytest
 import torch
 from forests import make_case
 from pack_decode_cases import BF16, FP16, Heads, Tensors, needs_gpu, planned_step
+from slot_placements import move, place
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvWriter
@@ -203,14 +204,25 @@ def test_a_graph_reads_slots_numbers_and_scales_anew(kv_dtype: torch.dtype | Non
 
 
 @both_pools
-@pytest.mark.parametrize("lengths", [[(0, 90)] * 5, [(-1, 500)] * 132], ids=["shared", "alone"])
+@pytest.mark.parametrize(
+    ("lengths", "placement"),
+    [
+        ([(0, 90)] * 5, "scattered"),
+        ([(-1, 500)] * 132, "scattered"),
+        # The new token is the last of a whole stage, which is copied as a run.
+        ([(0, 96)] * 5, "ranges"),
+        ([(-1, 512)] * 132, "ranges"),
+    ],
+    ids=["shared", "alone", "shared, runs", "alone, runs"],
+)
 def test_attention_reads_what_was_just_written(
-    lengths: list[tuple[int, int]], kv_dtype: torch.dtype | None
+    lengths: list[tuple[int, int]], placement: str, kv_dtype: torch.dtype | None
 ) -> None:
     """A kernel starts before the last one ends: writes between kernels of torch and of attention
     have the bits of layers that waited for the device. Each layer's numbers are computed from the
     output of the layer before, and all go to the same slots."""
     case = make_case([(-1, 700)], lengths)
+    case = move(case, place(case, placement))
     heads = Heads(8, 2, kv_dtype=kv_dtype)
     cache_dtype = kv_dtype or heads.dtype
     tensors = Tensors.make(case, heads)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 from forests import ForestCase, make_case
+from hand_plans import HandItem, HandPlan, HandSegment
 from pack_decode_cases import (
     BF16,
     FP16,
@@ -12,10 +17,14 @@ from pack_decode_cases import (
     Heads,
     Tensors,
     check,
+    make_sinks,
     needs_gpu,
     planned_step,
     run,
 )
+
+from sglang_pat._scheduler import OPEN_END
+from sglang_pat.batch import Step
 
 pytestmark = needs_gpu
 
@@ -61,6 +70,86 @@ def test_the_launch_does_not_change_the_bits(head_dim: int) -> None:
         graph.replay()
         assert torch.equal(out, eager[0])
         assert torch.equal(lse, eager[1])
+
+
+MANY = 640  # requests
+COUNTS = {
+    "two": [2],
+    "none to two": [0, 2],
+    "two to four": [2, 3, 4],
+    "up to five": [0, 1, 2, 3, 4, 5],
+    "mostly two": [2] * 40 + [5, 13, 40],
+}
+
+
+def cut(counts: np.ndarray, seq_lens: np.ndarray, group_size: int) -> HandPlan:
+    """Each request alone, in so many work items."""
+    items = []
+    for request, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
+        ends = [*(int(length) * i // int(count) for i in range(count)), OPEN_END]
+        items += [
+            HandItem([request], [HandSegment(request, begin, end, 0, 1)])
+            for begin, end in pairwise(ends)
+        ]
+    return HandPlan(len(counts), group_size, items)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(32, 2, 64),
+        Heads(32, 2, 80, FP16),
+        Heads(32, 2, 128),
+        Heads(32, 2, 256),
+        Heads(32, 2, 128, kv_dtype=torch.float8_e4m3fn),
+    ],
+    ids=["64", "80", "128", "256", "fp8"],
+)
+@pytest.mark.parametrize("name", COUNTS)
+def test_many_rows_have_the_bits_of_few(name: str, heads: Heads, sinks: bool) -> None:
+    """A warp that has several rows sums them at once, if they have few partials each."""
+    rng = np.random.default_rng(0)
+    counts = rng.choice(COUNTS[name], MANY)
+    case = make_case([], [(-1, int(n) * int(rng.integers(1, 9))) for n in counts])
+    tensors = Tensors.make(case, heads)
+    if heads.kv_dtype is not None:
+        caches = {n: getattr(tensors, n).to(heads.kv_dtype) for n in ("k_cache", "v_cache")}
+        tensors = dataclasses.replace(tensors, **caches)
+    step = planned_step(heads, max_requests=1024, max_partials=8192)
+    options = {"sinks": make_sinks(heads) if sinks else None}
+    if heads.kv_dtype is not None:
+        options["v_scale"] = 0.75
+
+    def of_requests(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, lens = torch.from_numpy(rows).cuda(), case.seq_lens[rows]
+        part = dataclasses.replace(
+            tensors,
+            q=tensors.q[chosen],
+            req_pool_indices=tensors.req_pool_indices[chosen],
+            seq_lens=tensors.seq_lens[chosen],
+        )
+        plan = cut(counts[rows], lens, heads.num_qo_heads // heads.num_kv_heads)
+        index = part.req_to_token, part.req_pool_indices, part.seq_lens
+        step.executor.load_plan(plan, Step(*index, lens))
+        return run(step, part, **options)
+
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    num_warps = 2 * 16 * num_sms
+    assert (counts != 1).sum() * heads.num_qo_heads > 2 * num_warps, "several rows for a warp"
+    out, lse = of_requests(np.arange(MANY))
+    if heads.kv_dtype is None:
+        check(out, lse, tensors, sinks=options["sinks"])
+    for _ in range(5):
+        again = of_requests(np.arange(MANY))
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
+    few = num_warps // heads.num_qo_heads // 2
+    for rows in np.array_split(rng.permutation(MANY), MANY // few + 1):
+        alone = of_requests(rows)
+        chosen = torch.from_numpy(rows).cuda()
+        assert torch.equal(alone[0], out[chosen])
+        assert torch.equal(alone[1], lse[chosen])
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -1,6 +1,7 @@
 // Checks on the host that the producers of pack_decode and its consumers mean the same bytes of shared memory, for each
-// pair of head_dims given as PAT_PAIRS. The producer's side is the arithmetic of copy_stage and copy_queries; the
-// consumers' is ldmatrix as mma_body.cuh addresses it, and the operands of wgmma as PTX defines their canonical layouts.
+// pair of head_dims given as PAT_PAIRS. The producer's side is the arithmetic of copy_stage, copy_run and copy_queries;
+// the consumers' is ldmatrix as mma_body.cuh addresses it, and the operands of wgmma as PTX defines their canonical
+// layouts.
 #include "pack_decode/shared_layout.h"
 
 #include <cstdio>
@@ -50,6 +51,34 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
   return memory;
 }
 
+// Address -> element, as boxes of a tensor map leave it: rows of 128 bytes, one for each panel of a stage, of which
+// chunk c of row r is at c ^ (r % 8). For rows of whole panels.
+template <int kColumns, int kElementBytes>
+std::map<uint32_t, int> boxes(uint32_t base) {
+  constexpr int kRowBytes = kColumns * kElementBytes;
+  expect(base % 1024 == 0, "a box begins within its swizzle", kColumns);
+  std::map<uint32_t, int> memory;
+  for (int panel = 0; panel < kRowBytes / kPanelRowBytes; ++panel) {
+    const uint32_t box =
+        base + panel * kStageTokens * kPanelRowBytes;  // as KvStages::copy_run has it
+    for (int row = 0; row < kStageTokens; ++row) {
+      for (int byte = 0; byte < kPanelRowBytes; byte += kElementBytes) {
+        const uint32_t chunk = byte / 16 ^ row % 8;
+        const uint32_t target = box + row * kPanelRowBytes + chunk * 16 + byte % 16;
+        memory[target] = row * 1024 + (panel * kPanelRowBytes + byte) / kElementBytes;
+      }
+    }
+  }
+  return memory;
+}
+
+// Slots that follow one another lie in a stage as others do.
+template <int kColumns, int kElementBytes>
+void check_boxes(const std::map<uint32_t, int>& stage, uint32_t base) {
+  if (kColumns * kElementBytes % kPanelRowBytes != 0) return;
+  expect(boxes<kColumns, kElementBytes>(base) == stage, "boxes and copies differ", kColumns);
+}
+
 // What lies at an address, or -1.
 int at(const std::map<uint32_t, int>& memory, uint32_t address) {
   const auto found = memory.find(address);
@@ -80,6 +109,8 @@ void check_bytes() {
   expect(keys.rbegin()->first < kValueBase, "bytes of keys reach into the values", kKey);
   const auto values = copied<kValue, 1>(kStageTokens, kStageTokens, 0, kValueBase);
   expect(values.rbegin()->first < kEnd, "bytes of values leave", kValue);
+  check_boxes<kKey, 1>(keys, kBase);
+  check_boxes<kValue, 1>(values, kValueBase);
   for (int lane = 0; lane < 32; ++lane) {
     for (int first_token = 0; first_token < kStageTokens; first_token += 16) {
       const int row = first_token + lane / 16 * 8 + lane % 8;
@@ -142,6 +173,7 @@ void check_conversion() {
 
   constexpr uint32_t kLanding = kEnd - Dims::kValueBytes;
   auto memory = copied<kColumns, 1>(kStageTokens, kStageTokens, 0, kLanding);
+  check_boxes<kColumns, 1>(memory, kLanding);
   // One warp after the other: what the first writes, the second does not read.
   for (int warp = 0; warp < Conversion::kWarps; ++warp) {
     std::map<uint32_t, int> written;
@@ -184,6 +216,8 @@ void check() {
   const uint32_t value_base = kBase + Dims::kKeyBytes, end = value_base + Dims::kValueBytes;
   const auto values = copied<kValue, 2>(kStageTokens, kStageTokens, 0, value_base);
   expect(values.rbegin()->first < end, "values leave the stage", kValue);
+  check_boxes<kKey, 2>(keys, kBase);
+  check_boxes<kValue, 2>(values, value_base);
 
   for (int lane = 0; lane < 32; ++lane) {
     for (int first_token = 0; first_token < kStageTokens; first_token += 16) {

@@ -7,11 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import bench_kernels
 import pytest
 import torch
 from baselines import _private_level, _shared_levels
 from kernel_gates import gates, summary
-from request_forests import Forest, lognormal_lengths, random_forest
+from request_forests import SLOTS, Forest, lognormal_lengths, random_forest
 from workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
 
 from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree
@@ -30,6 +31,33 @@ def test_a_forest_of_a_tree_has_its_paths(name: str) -> None:
         for node, other in zip(path, expected, strict=True):
             assert same.setdefault(other.node_id, node.node_id) == node.node_id
     assert len(set(same.values())) == len(same) == len(forest.nodes)
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_equal_slots_are_equal_tokens(slots: str) -> None:
+    forest = Forest.of_tree("1,3,7_50,6,40")
+    table = forest.token_table(slots, device="cpu")
+    assert table.dtype == torch.int32
+    assert sorted(table.unique().tolist()) == [*range(1, forest.num_tokens + 1)]
+    for row, path in zip(table, forest.paths, strict=True):
+        for other, other_path in zip(table, forest.paths, strict=True):
+            same = max((a.kv_end for a, b in zip(path, other_path, strict=True) if a == b))
+            assert torch.equal(row[:same], other[:same])
+        ends = [0, *(node.kv_end for node in path), len(row)]
+        follow = [bool((row[a:b].diff() == 1).all()) for a, b in pairwise(ends)]
+        assert follow == [slots == "runs"] * len(follow)
+
+
+def test_kv_lies_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: str) -> set[str]:
+        monkeypatch.setattr("sys.argv", ["bench_kernels.py", *arguments])
+        args = bench_kernels._arguments()
+        return {args.slots, *(workload.slots for workload in bench_kernels._workloads(args))}
+
+    assert asked() == asked("--tree", "1,4_64,32") == {"scattered"}
+    assert asked("--slots", "runs") == asked("--slots", "runs", "--tree", "1,4_64,32") == {"runs"}
+    with pytest.raises(SystemExit):
+        asked("--slots", "sorted")
 
 
 def test_random_forests_repeat_and_differ() -> None:

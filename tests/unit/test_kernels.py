@@ -71,10 +71,10 @@ def layer(**change: Any) -> LayerInputs:
     return inputs._replace(**change)
 
 
-def loaded_executor() -> CudaExecutor:
+def loaded_executor(arch: tuple[int, int] = (9, 0)) -> CudaExecutor:
     scheduler = make_scheduler()
     plan_case(scheduler, CASE)
-    config = KernelConfig(torch.bfloat16, HEAD_DIM, (9, 0))
+    config = KernelConfig(torch.bfloat16, HEAD_DIM, arch)
     executor = CudaExecutor(DecodeKernels(config), HEADS, torch.device("cpu"), None)
     count = len(CASE.seq_lens)
     table = torch.zeros(count, 4000, dtype=torch.int32)
@@ -98,6 +98,25 @@ def test_soft_cap_and_sinks_have_kernels_of_their_own(monkeypatch: pytest.Monkey
     device = Device(monkeypatch)
     loaded_executor().run(layer(logit_cap=30.0, sinks=torch.zeros(HEADS)))
     assert [name for name, _ in device.launches] == ["gather", "with soft-cap", "with sinks"]
+
+
+@pytest.mark.parametrize(("arch", "num_maps"), [((9, 0), 2), ((8, 0), 0), ((10, 0), 0)])
+def test_keys_and_values_of_a_layer_have_a_map_on_hopper(
+    arch: tuple[int, int], num_maps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Device(monkeypatch)
+    asked: list[tuple[Any, ...]] = []
+
+    def note(*cache: Any) -> int:
+        asked.append(cache)
+        return 0
+
+    monkeypatch.setattr(kernels, "kv_map", note)
+    keys, values = (torch.zeros(40, 4, HEAD_DIM, dtype=torch.bfloat16)[:, 1:3] for _ in range(2))
+    loaded_executor(arch).run(layer(k_cache=keys, v_cache=values))
+    slot_bytes = 4 * HEAD_DIM * 2
+    both = [(cache.data_ptr(), cache.shape, 2, slot_bytes) for cache in (keys, values)]
+    assert asked == both[:num_maps]
 
 
 def test_another_step_is_checked_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +16,24 @@ from sglang_pat._launch_params import NUM_LAUNCH_FACTS, DecodeArgument, GatherAr
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.executors import loaded_kernels
 from sglang_pat.executors.jit import SHIPPED, KernelBuildError, KernelConfig
-from sglang_pat.executors.loaded_kernels import LaunchFacts, check, load_kernels
+from sglang_pat.executors.loaded_kernels import LaunchFacts, check, kv_map, load_kernels
 
 CAPACITY = PlanCapacity(num_tickets=3, num_work_items=5)
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
 
+MAP_BYTES = 128  # of a CUtensorMap
+
+
+def parameters(argument: DecodeArgument | GatherArgument) -> int:
+    (address,) = (ctypes.c_void_p * 1).from_address(argument.address)
+    assert address is not None
+    return address
+
+
 def first_words(argument: DecodeArgument | GatherArgument, count: int) -> list[int]:
     """The first pointers in the parameters: those of the plan's sections."""
-    (address,) = (ctypes.c_void_p * 1).from_address(argument.address)
-    return [*(ctypes.c_uint64 * count).from_address(address)]
+    return [*(ctypes.c_uint64 * count).from_address(parameters(argument))]
 
 
 def test_facts_have_a_name_each() -> None:
@@ -44,6 +54,102 @@ def test_the_plan_is_found_section_by_section() -> None:
 def test_a_capacity_of_other_sections_is_refused() -> None:
     with pytest.raises(ValueError, match=r"capacity must have 6 entries \(PlanCapacity\), got 2"):
         DecodeArgument().set_buffers(4096, [1, 2], 1, 2, 3)
+
+
+# --- tensor maps ---
+
+
+class Encoder:
+    """Notes what maps are made of."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+
+    def __call__(self, kind: Any, rank: int, address: int, *rest: Any) -> tuple[Any, Any]:
+        sizes, strides, box, steps = ([int(n) for n in numbers] for numbers in rest[:4])
+        self.made.append((address, sizes, strides, box, steps, rank, kind, *rest[4:]))
+        pointer = 4096 * len(self.made)
+        return driver.CUresult.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: pointer)
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoder]:
+    fake = Encoder()
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", fake)
+    loaded_kernels._tensor_map.cache_clear()
+    yield fake
+    loaded_kernels._tensor_map.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "element_bytes"),
+    [
+        ((100, 1, 80), 2),
+        ((100, 3, 96), 2),
+        ((100, 1, 64), 1),
+        ((100, 1, 192), 1),
+        ((31, 8, 128), 2),
+        ((0, 8, 128), 2),
+    ],
+)
+def test_no_map_of_what_has_no_whole_boxes(
+    encoder: Encoder, shape: tuple[int, ...], element_bytes: int
+) -> None:
+    """Rows of other than whole 128 bytes, and fewer slots than a box has."""
+    assert kv_map(1 << 20, torch.Size(shape), element_bytes, 4096) == 0
+    assert encoder.made == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "element_bytes", "row_bytes"),
+    [((32, 1, 64), 2, 128), ((1000, 8, 128), 2, 2048), ((77, 2, 128), 1, 256)],
+)
+def test_a_map_has_the_rows_of_a_cache(
+    encoder: Encoder, shape: tuple[int, ...], element_bytes: int, row_bytes: int
+) -> None:
+    """32 slots and 128 bytes at once, slots as far apart as they are, bytes swizzled."""
+    assert kv_map(1 << 20, torch.Size(shape), element_bytes, 8192) == 4096
+    ((address, sizes, strides, box, steps, rank, *modes),) = encoder.made
+    assert (address, sizes, strides) == (1 << 20, [row_bytes, shape[0]], [8192])
+    assert (box, steps, rank) == ([128, 32], [1, 1], 2)
+    assert driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8 in modes
+    assert driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B in modes
+    assert driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE in modes
+
+
+def test_a_map_is_made_once(encoder: Encoder) -> None:
+    """It is asked for in every layer of every step; each cache and view has its own."""
+    shape = torch.Size((100, 8, 128))
+    found = {kv_map(address, shape, 2, 2048) for address in (1 << 20, 1 << 21) for _ in range(3)}
+    assert found == {4096, 8192}
+    assert kv_map(1 << 20, shape, 2, 4096) == 3 * 4096
+    assert kv_map(1 << 20, torch.Size((101, 8, 128)), 2, 2048) == 4 * 4096
+    assert len(encoder.made) == 4
+
+
+def test_maps_are_copied_into_the_parameters() -> None:
+    """They come last, where the driver wants a map: at a multiple of 64 bytes."""
+    maps = [bytes([first, *range(1, MAP_BYTES)]) for first in (11, 22)]
+    buffers = [ctypes.create_string_buffer(each, MAP_BYTES) for each in maps]
+    keys, values = map(ctypes.addressof, buffers)
+    argument = DecodeArgument()
+    begin = parameters(argument)
+    argument.set_maps(keys, values)
+    size = 2 * MAP_BYTES
+    while not (present := ctypes.string_at(begin, size)).endswith(b"".join(maps)):
+        size += 64
+        assert size <= 1024, "no maps in the parameters"
+    assert begin % 64 == 0
+    for one_is_missing in ((0, 0), (keys, 0), (0, values)):
+        argument.set_maps(*one_is_missing)
+        absent = ctypes.string_at(begin, size)
+        changed = [(a, b) for a, b in zip(present, absent, strict=True) if a != b]
+        assert changed == [(1, 0)], "a flag, and nothing else"
+        argument.set_maps(keys, values)
+        assert ctypes.string_at(begin, size) == present
+
+
+# --- the driver ---
 
 
 def test_errors_of_the_driver_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

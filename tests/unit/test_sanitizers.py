@@ -56,6 +56,7 @@ def test_each_body_has_all_that_it_does(body: str) -> None:
     assert any(case.logit_cap > 0 for case in cases)
     assert any(case.sinks for case in cases)
     assert any(case.broken for case in cases)
+    assert {case.placement for case in cases} >= {"scattered", "ranges", "mixed"}
 
 
 @pytest.mark.parametrize("body", GRID)
@@ -69,7 +70,7 @@ def test_plans_split_share_and_merge(body: str) -> None:
 
 
 @pytest.mark.parametrize("uninitialized", [False, True])
-@pytest.mark.parametrize("name", ["split", "random-plan-1"])
+@pytest.mark.parametrize("name", ["split", "random-plan-1", "runs-mixed"])
 def test_cases_are_right_where_plain_torch_runs_them(name: str, uninitialized: bool) -> None:
     (case,) = (case for case in GRID["wgmma"] if case.name == name)
     run(case, torch.device("cpu"), uninitialized=uninitialized)
