@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -118,8 +119,9 @@ void set_maps(DecodeArgument& self, uintptr_t keys, uintptr_t values) {
   pat::DecodeParams& params = self.params;
   params.has_kv_maps = keys != 0 && values != 0;
   if (!params.has_kv_maps) return;
-  params.kv_maps[0] = *pointer<const pat::TensorMap>(keys);
-  params.kv_maps[1] = *pointer<const pat::TensorMap>(values);
+  // They lie within Python objects, which are not aligned as TensorMap is.
+  std::memcpy(&params.kv_maps[0], pointer<const void>(keys), sizeof(pat::TensorMap));
+  std::memcpy(&params.kv_maps[1], pointer<const void>(values), sizeof(pat::TensorMap));
 }
 
 template <int kIndex>

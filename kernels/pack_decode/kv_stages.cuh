@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// All of a stage's tokens, as usual or as KV that nobody reads again; or some of them.
+// All of a stage's tokens, as usual or as KV that need not stay in the L2; or some of them.
 enum class StageCopy { kWhole, kWholeOnce, kPart };
 
 // Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would

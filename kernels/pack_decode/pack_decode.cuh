@@ -47,6 +47,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
     ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);
   }
+  if constexpr (kHasTma) ptx::fence_barrier_init();
   __syncthreads();
 
   if (warp < kConsumerWarps) {

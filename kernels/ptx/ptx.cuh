@@ -27,7 +27,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The same of what is read for the last time: it is the first to leave the L2.
+// The same of what is the first to leave the L2 again.
 __device__ __forceinline__ void copy_async_16_once(uint32_t shared, const void* global) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -78,6 +78,11 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Barriers that this thread has set up are so for what copies by tensor maps do to them. From 9.0 on.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {

@@ -179,6 +179,7 @@ class DecodeKernels:
         self._bind(buffers, step)
         self._set_layer(buffers, layer)
         with torch.cuda.device(buffers.plan.device):
+            self._set_maps(layer)
             stream = torch.cuda.current_stream()
             kernels = self._kernels()
             num_counters = len(buffers.counters)
@@ -297,14 +298,6 @@ class DecodeKernels:
             raise ValueError(f"logit_cap must be 0 (none) or positive, got {logit_cap}")
         if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
             raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
-        if self.config.has_tensor_maps:
-            key_map = kv_map(
-                k_cache.data_ptr(), k_cache.shape, k_cache.element_size(), k_slot_bytes
-            )
-            value_map = kv_map(
-                v_cache.data_ptr(), v_cache.shape, v_cache.element_size(), v_slot_bytes
-            )
-            self._decode.set_maps(key_map, value_map)
         self._decode.set_layer(
             q.data_ptr(),
             chunks,
@@ -324,6 +317,11 @@ class DecodeKernels:
             0 if sinks is None else sinks.data_ptr(),
             SinkType.FLOAT32 if sinks is None else _SINK_TYPES[sinks.dtype],
         )
+
+    def _set_maps(self, layer: LayerInputs) -> None:
+        """On the device of the caches, which have been checked."""
+        if self.config.has_tensor_maps:
+            self._decode.set_maps(_map_of(layer.k_cache), _map_of(layer.v_cache))
 
     def _check_buffers(self, buffers: DeviceBuffers) -> None:
         plan, counters = buffers.plan, buffers.counters
@@ -402,6 +400,11 @@ def _check_step(step: Step, plan: torch.Tensor) -> None:
                 f"{name} must be 1-D int32 or int64, got {tensor.dim()}-D {_name(tensor.dtype)}"
             )
         _check_contiguous(tensor, name, plan)
+
+
+def _map_of(cache: torch.Tensor) -> int:
+    size = cache.element_size()
+    return kv_map(cache.data_ptr(), cache.shape, size, cache.stride(0) * size)
 
 
 def _check_rows(

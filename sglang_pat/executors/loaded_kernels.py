@@ -101,7 +101,6 @@ class LoadedKernels:
         Without sinks and with them.
     gather_slots : Launcher
     write_kv : Launcher
-        Does nothing in variants whose KV cache has the model's type.
     """
 
     def __init__(self, image: bytes, config: KernelConfig) -> None:

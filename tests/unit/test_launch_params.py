@@ -130,8 +130,12 @@ def test_a_map_is_made_once(encoder: Encoder) -> None:
 def test_maps_are_copied_into_the_parameters() -> None:
     """They come last, where the driver wants a map: at a multiple of 64 bytes."""
     maps = [bytes([first, *range(1, MAP_BYTES)]) for first in (11, 22)]
-    buffers = [ctypes.create_string_buffer(each, MAP_BYTES) for each in maps]
-    keys, values = map(ctypes.addressof, buffers)
+    # As within Python objects: not where the parameters want them.
+    buffers = [ctypes.create_string_buffer(64 + MAP_BYTES) for _ in maps]
+    keys, values = (begin + (16 - begin) % 64 for begin in map(ctypes.addressof, buffers))
+    for place, each in zip((keys, values), maps, strict=True):
+        assert place % 64 == 16
+        ctypes.memmove(place, each, MAP_BYTES)
     argument = DecodeArgument()
     begin = parameters(argument)
     argument.set_maps(keys, values)
