@@ -63,7 +63,7 @@ class KvStages {
     if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
   }
 
-  // Whether other work items read any of the KV again. If none does, it need not stay in the L2.
+  // Whether the plan has shared KV. Without, hardly any is read again, and it need not stay in the L2.
   __device__ __forceinline__ void set_shared(bool any_shared) { any_shared_ = any_shared; }
 
   // The next stage. lane_slot: the slot of token `lane`.

@@ -180,22 +180,30 @@ def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -
         return None
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
     kinds = driver.CUtensorMapDataType, driver.CUtensorMapInterleave, driver.CUtensorMapSwizzle
-    return check(
-        driver.cuTensorMapEncodeTiled(
-            kinds[0].CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2,
-            address,
-            [u64(row_bytes), u64(num_slots)],
-            [u64(slot_bytes)],
-            [u32(128), u32(32)],
-            [u32(1), u32(1)],
-            kinds[1].CU_TENSOR_MAP_INTERLEAVE_NONE,
-            kinds[2].CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
-        "describing a KV cache",
+    answer = driver.cuTensorMapEncodeTiled(
+        kinds[0].CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2,
+        address,
+        [u64(row_bytes), u64(num_slots)],
+        [u64(slot_bytes)],
+        [u32(128), u32(32)],
+        [u32(1), u32(1)],
+        kinds[1].CU_TENSOR_MAP_INTERLEAVE_NONE,
+        kinds[2].CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    try:
+        return check(answer, "describing a KV cache")
+    except RuntimeError as error:
+        # The object that cuda-bindings hands to the driver is not aligned as documented.
+        _warn_once(f"{error}: slots that follow one another are copied one by one, which is slower")
+        return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int) -> int:

@@ -127,6 +127,20 @@ def test_a_map_is_made_once(encoder: Encoder) -> None:
     assert len(encoder.made) == 4
 
 
+def test_a_driver_that_makes_no_maps_is_told_of_once(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decoding works without them."""
+    refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: (refused, None))
+    monkeypatch.setattr(driver, "cuGetErrorString", lambda error: (error, b"bad argument"))
+    loaded_kernels._warn_once.cache_clear()
+    shape = torch.Size((100, 8, 128))
+    assert [kv_map(address, shape, 2, 2048) for address in (1 << 20, 1 << 21)] == [0, 0]
+    (record,) = caplog.records
+    assert "bad argument (describing a KV cache): slots that follow one another" in record.message
+
+
 def test_maps_are_copied_into_the_parameters() -> None:
     """They come last, where the driver wants a map: at a multiple of 64 bytes."""
     maps = [bytes([first, *range(1, MAP_BYTES)]) for first in (11, 22)]
