@@ -38,7 +38,7 @@ from sglang_pat.executors.reference import dense_attention
 KV_DTYPE = torch.float8_e4m3fn
 Q_DTYPE = torch.bfloat16
 _CHECKED_REQUESTS = 8
-_POOL_BYTES = 4 << 30  # of K, and of V
+_POOL_BYTES = 8 << 30  # of K, and of V; twice the largest case
 
 
 def pat(workload: Workload, tensors: WorkloadTensors, kv_dtype: torch.dtype = KV_DTYPE) -> Layer:

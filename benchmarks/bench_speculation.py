@@ -1,9 +1,10 @@
 """Speculative decoding: time per accepted token, and how much is accepted, pat against FA3.
 
-    python benchmarks/bench_speculation.py [--drafts small ngram same] [--quick] [--json FILE]
+    python benchmarks/bench_speculation.py [--drafts small ngram same eagle] [--quick] [--json FILE]
 
-Drafts come from what has been said (ngram), from a model that is the served one itself (same), or
-from its first layer (small): SGLang's NGRAM, and STANDALONE. For each there are two servers, of pat
+Drafts come from what has been said (ngram), from a model that is the served one itself (same), from
+its first layer (small), or from that layer as a head on the model (eagle): SGLang's NGRAM,
+STANDALONE and EAGLE. For each there are two servers, of pat
 and of FA3, with the same tokens to verify per step, which start together and are asked in turn.
 What is timed are the steps in which all requests decode (sglang_pat/bench/decoding.py): the time of
 a step is the median of a round's, and what is reported is the median of the rounds, per token that
@@ -39,7 +40,7 @@ from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.latency import difference, read_ratio
 from serving.models import MODELS, TINY, ModelShape
-from serving.nested_models import write_nested
+from serving.nested_models import write_head, write_nested
 from serving.results import write
 from serving.tables import console
 
@@ -47,11 +48,11 @@ from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, decode_run
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 
-DRAFTS = ("small", "ngram", "same")
+DRAFTS = ("small", "ngram", "same", "eagle")
 NONE = "none"
 # Of the models that are served, which fit on 80 GB together. NGRAM waits for the host, and `same`
 # for its drafts.
-LAYERS = {"small": 15, "ngram": 10, "same": 4, NONE: 4}
+LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, NONE: 4}
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
@@ -66,16 +67,16 @@ _CASE = Case(64, 8192, 256, 200)
 _TINY_CASE = Case(6, 256, 64, 64)
 
 
-def speculation(drafts: str, target: Path, draft: Path) -> dict[str, Any]:
-    """Server arguments. target, draft: folders of the model and of the smaller one."""
+def speculation(drafts: str, draft: Path | None) -> dict[str, Any]:
+    """Server arguments. draft: folder of what drafts, if it is a model."""
     if drafts == NONE:
         return {}
     if drafts == "ngram":
         more = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
     else:
         more = {
-            "speculative_algorithm": "STANDALONE",
-            "speculative_draft_model_path": target if drafts == "same" else draft,
+            "speculative_algorithm": "EAGLE" if drafts == "eagle" else "STANDALONE",
+            "speculative_draft_model_path": draft,
             "speculative_num_steps": DRAFT_TOKENS - 1,
             "speculative_eagle_topk": 1,
         }
@@ -363,6 +364,7 @@ def main() -> int:
         folder = Path(name)
         models = write_nested(folder, shape.config, [*layers.values()], args.draft_layers)
         small = models[args.draft_layers]
+        head = write_head(folder, shape.config) if "eagle" in drafts else None
         arguments = shape.arguments | _shared_device(shape, case)
         groups = [drafts] if args.quick else [[each] for each in drafts]
         patience = QUICK_START_SECONDS if args.quick else START_SECONDS
@@ -372,7 +374,8 @@ def main() -> int:
             try:
                 for each in group:
                     model = models[layers[each]]
-                    more = speculation(each, model, small)
+                    draft = {"same": model, "small": small, "eagle": head}.get(each)
+                    more = speculation(each, draft)
                     pairs.append(Pair(each, model, arguments | more, folder))
                 for pair in pairs:
                     measured = run(pair, case, shape.vocab_size, rounds, begun, patience)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from serving.models import write_tokenizer
 
@@ -61,6 +61,41 @@ def write_nested(
         for name in ("ends", *map(str, range(count))):
             (path / f"{name}.safetensors").symlink_to(weights / f"{name}.safetensors")
     return paths
+
+
+def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write an EAGLE head for the models that write_nested() wrote into `folder`.
+
+    Its one layer is their first. What the model knew of a token is left out, the token's embedding
+    goes through: so it drafts as that layer alone does.
+
+    Parameters
+    ----------
+    folder : Path
+    config : mapping
+        Of a Llama.
+
+    Returns
+    -------
+    Path
+        The head's folder.
+    """
+    path = folder / "head"
+    path.mkdir()
+    head = {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
+    write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
+    # EAGLE's layer has no norm of its own at its beginning; the embeddings' length is that of one.
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in load_file(folder / "weights" / "0.safetensors").items()
+        if not name.endswith("input_layernorm.weight")
+    }
+    hidden, dtype = config["hidden_size"], getattr(torch, config["torch_dtype"])
+    weights["fc.weight"] = torch.eye(hidden, 2 * hidden, dtype=dtype)
+    weights["fc.bias"] = torch.zeros(hidden, dtype=dtype)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def _parts(

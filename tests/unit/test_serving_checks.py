@@ -26,7 +26,7 @@ import soak  # noqa: E402
 from serving.answers import Answer, Candidate, agreement  # noqa: E402
 from serving.memory import Memory  # noqa: E402
 from serving.models import MODELS  # noqa: E402
-from serving.nested_models import write_nested  # noqa: E402
+from serving.nested_models import write_head, write_nested  # noqa: E402
 
 from sglang_pat.bench.decoding import DecodeRun  # noqa: E402
 
@@ -301,6 +301,24 @@ def test_the_model_that_drafts_is_the_beginning_of_the_others(tmp_path: Path) ->
     head, embeddings = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
     before = (head @ embeddings.T).argmax(dim=1)
     assert len(before.unique()) > 0.9 * len(before)
+
+
+def test_a_head_drafts_by_the_first_layer_and_the_embedding_alone(tmp_path: Path) -> None:
+    config = MODELS["tiny"].config
+    write_nested(tmp_path, config, [2], draft_layers=1)
+    path = write_head(tmp_path, config)
+    assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 1
+    weights = load_file(path / "model.safetensors")
+    first = load_file(tmp_path / "layers-1" / "0.safetensors")
+    for name, weight in first.items():
+        if "input_layernorm" not in name:
+            assert torch.equal(weights.pop(name.removeprefix("model.")), weight)
+    hidden = config["hidden_size"]
+    embedding, state = torch.randn(2, 3, hidden).to(weights["fc.weight"].dtype)
+    joined = torch.cat((embedding, state), dim=-1)
+    into = torch.nn.functional.linear(joined, weights.pop("fc.weight"), weights.pop("fc.bias"))
+    assert torch.equal(into, embedding)
+    assert not weights
 
 
 # --- soak and profile ---
