@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from kernel_gates import geomean, over_floor, versus_best  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/h100"
+OTHER_GPU = ROOT / "benchmarks/results/h200"
 COMMAND = "python tests/support/recorded_figures.py"
 PAGES = (
     "README.md",
@@ -58,8 +59,9 @@ SHORT_PREFIX = "64 x (2,048 shared) + 128"
 Case = dict[str, Any]
 
 
-def read(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+def read(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """folder: RESULTS."""
+    result: dict[str, Any] = json.loads(((folder or RESULTS) / name).read_text())
     return result
 
 
@@ -76,8 +78,8 @@ def first_server() -> dict[str, Any]:
 # --- kernels ---
 
 
-def kernel_cases(suite: str | None = None) -> list[Case]:
-    cases: list[Case] = read("kernels.json")["cases"]
+def kernel_cases(suite: str | None = None, folder: Path | None = None) -> list[Case]:
+    cases: list[Case] = read("kernels.json", folder)["cases"]
     return [case for case in cases if suite in (None, case["suite"])]
 
 
@@ -88,12 +90,12 @@ def gain(case: Case) -> float:
     return found
 
 
-def kernel_suites() -> str:
+def kernel_suites(folder: Path | None = None) -> str:
     columns = ["geometric mean of time / floor", "cases", "pat", *PEERS.values()]
     columns += ["best other / pat: mean", "least", "most"]
     rows = []
     for (suite, shared), title in SUITES.items():
-        cases = [case for case in kernel_cases(suite) if case["shared"] is shared]
+        cases = [case for case in kernel_cases(suite, folder) if case["shared"] is shared]
         gains = [gain(case) for case in cases]
         cells = [three(geomean(_over_floor(cases, name))) for name in PEERS]
         pat = f"{geomean(over_floor(case) for case in cases):.3f}"
@@ -114,8 +116,8 @@ def kernel_gates() -> str:
     return "\n".join([*lines, kernel_losses()])
 
 
-def kernel_losses() -> str:
-    cases = kernel_cases()
+def kernel_losses(folder: Path | None = None) -> str:
+    cases = kernel_cases(folder=folder)
     lost = sorted((case for case in cases if gain(case) < 1 - NOISE), key=gain)
     if not lost:
         return wrapped(f"In none of the {len(cases)} cases `pat` is slower by over {NOISE:.1%}.")
@@ -154,6 +156,19 @@ def kernel_source() -> str:
         f"Source: `h100/kernels.json` (`bench_kernels.py`, commit {meta['commit']}). What has "
         "changed since that commit is not in it."
     )
+
+
+def other_gpu_kernels() -> str:
+    meta = read("kernels.json", OTHER_GPU)["meta"]
+    source = wrapped(
+        f"Source: `{OTHER_GPU.name}/kernels.json` (`bench_kernels.py`, commit {meta['commit'][:7]})."
+    )
+    return "\n\n".join((source, kernel_suites(OTHER_GPU), kernel_losses(OTHER_GPU)))
+
+
+def other_gpu_servers() -> str:
+    result = read("serving-gates.json", OTHER_GPU)
+    return server_table(f"{OTHER_GPU.name}/serving-gates.json", result["meta"], result["cases"])
 
 
 def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
@@ -265,7 +280,7 @@ def server_tables() -> str:
     for name, result in servers().items():
         cases = [case for case in result["cases"] if case["model"] not in shown]
         shown |= {case["model"] for case in cases}
-        tables.append(server_table(name, result["meta"], cases))
+        tables.append(server_table(f"{RESULTS.name}/{name}", result["meta"], cases))
     return "\n\n".join(tables)
 
 
@@ -287,8 +302,8 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
     shapes = [f"{count} layers of {shape}" for shape, count in layers.items()]
     source = wrapped(
         f"Milliseconds per output token, {' and '.join(shapes)}, SGLang "
-        f"{meta['versions']['sglang']}. Source: `h100/{name}` (`bench_server_gates.py`, commit "
-        f"{meta['commit']})."
+        f"{meta['versions']['sglang']}. Source: `{name}` (`bench_server_gates.py`, commit "
+        f"{meta['commit'][:7]})."
     )
     return f"{source}\n\n{table(columns, rows)}"
 
@@ -388,6 +403,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         kernel_extremes,
         kernel_source,
         kernel_errors,
+        other_gpu_kernels,
+        other_gpu_servers,
         gains_by_sharing,
         gains_in_short,
         gains_without_sharing,
