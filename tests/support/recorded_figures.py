@@ -161,7 +161,8 @@ def kernel_source() -> str:
 def other_gpu_kernels() -> str:
     meta = read("kernels.json", OTHER_GPU)["meta"]
     source = wrapped(
-        f"Source: `{OTHER_GPU.name}/kernels.json` (`bench_kernels.py`, commit {meta['commit'][:7]})."
+        f"Source: `{OTHER_GPU.name}/kernels.json` (`bench_kernels.py`, commit "
+        f"{meta['commit'][:7]})."
     )
     return "\n\n".join((source, kernel_suites(OTHER_GPU), kernel_losses(OTHER_GPU)))
 

@@ -230,7 +230,7 @@ def test_costs_have_a_range() -> None:
 def test_costs_of_gpus_say_whether_they_were_measured() -> None:
     shipped = {gpu: (is_measured, cost) for gpu, is_measured, cost in SHIPPED_COSTS}
     assert list(shipped) == ["H100", "H200", "A100", "L40S", "B200"]
-    assert [gpu for gpu, (is_measured, _) in shipped.items() if is_measured] == ["H100"]
+    assert [gpu for gpu, (is_measured, _) in shipped.items() if is_measured] == ["H100", "H200"]
     assert shipped["H100"][1] == CostModel()
 
 
