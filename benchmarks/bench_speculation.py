@@ -4,11 +4,11 @@
 
 Drafts come from what has been said (ngram), from a model that is the served one itself (same), from
 its first layer (small), or from that layer as a head on the model (eagle): SGLang's NGRAM,
-STANDALONE and EAGLE. For each there are two servers, of pat
-and of FA3, with the same tokens to verify per step, which start together and are asked in turn.
-What is timed are the steps in which all requests decode (sglang_pat/bench/decoding.py): the time of
-a step is the median of a round's, and what is reported is the median of the rounds, per token that
-a request gains: each was accepted. All prompts are in the prefix cache before the clock starts.
+STANDALONE and EAGLE. For each there are two servers, of pat and of FA3, with the same tokens to
+verify per step, which start together and are asked in turn. What is timed are the steps in which
+all requests decode (sglang_pat/bench/decoding.py): the time of a step is the median of a round's,
+and what is reported is the median of the rounds, per token that a request gains: each was accepted.
+All prompts are in the prefix cache before the clock starts.
 
 Draft models decode by pat on pat's server, and read what was accepted by FA3 on both: one as large
 as the model leaves FA3 a fourth of the attention there. The servers of NGRAM copy of a prompt what
@@ -48,10 +48,11 @@ from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, decode_run
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 
-DRAFTS = ("small", "ngram", "same", "eagle")
+TOGETHER = ("small", "ngram", "same")
+DRAFTS = (*TOGETHER, "eagle")
 NONE = "none"
-# Of the models that are served, which fit on 80 GB together. NGRAM waits for the host, and `same`
-# for its drafts.
+# Of the models that are served. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
+# and `same` for its drafts.
 LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, NONE: 4}
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
@@ -411,7 +412,7 @@ def _shared_device(shape: ModelShape, case: Case) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
+    parser.add_argument("--drafts", nargs="+", default=list(TOGETHER), choices=DRAFTS)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
     parser.add_argument("--layers", type=int, metavar="N", help=f"of the model (default: {LAYERS})")
     parser.add_argument(

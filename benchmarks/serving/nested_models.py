@@ -67,7 +67,8 @@ def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
     """Write an EAGLE head for the models that write_nested() wrote into `folder`.
 
     Its one layer is their first. What the model knew of a token is left out, the token's embedding
-    goes through: so it drafts as that layer alone does.
+    goes through: so it drafts as that layer alone does. Nearly all of its drafts are accepted if
+    draft_layers was 1.
 
     Parameters
     ----------

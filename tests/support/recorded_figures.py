@@ -161,8 +161,7 @@ def kernel_source() -> str:
 def other_gpu_kernels() -> str:
     meta = read("kernels.json", OTHER_GPU)["meta"]
     source = wrapped(
-        f"Source: `{OTHER_GPU.name}/kernels.json` (`bench_kernels.py`, commit "
-        f"{meta['commit'][:7]})."
+        f"Source: `{OTHER_GPU.name}/kernels.json` (`bench_kernels.py`, commit {meta['commit']})."
     )
     return "\n\n".join((source, kernel_suites(OTHER_GPU), kernel_losses(OTHER_GPU)))
 
@@ -304,7 +303,7 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
     source = wrapped(
         f"Milliseconds per output token, {' and '.join(shapes)}, SGLang "
         f"{meta['versions']['sglang']}. Source: `{name}` (`bench_server_gates.py`, commit "
-        f"{meta['commit'][:7]})."
+        f"{meta['commit']})."
     )
     return f"{source}\n\n{table(columns, rows)}"
 
