@@ -279,6 +279,7 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("PLAN_VERSION") = pat::kPlanVersion;
   m.attr("OPEN_END") = pat::kOpenEnd;
   m.attr("SHARED_KV") = pat::kSharedKv;
+  m.attr("READ_ONCE") = pat::KvSegment::kReadOnce;
   m.attr("DIRECT_STORE") = pat::kDirectStore;
   m.attr("MAX_PACKS_PER_REQUEST") = pat::kMaxPacksPerRequest;
   m.attr("MAX_GROUP_SIZE") = pat::kMaxGroupSize;

@@ -45,6 +45,8 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
 #undef PAT_PLAN_COUNT
   header_.num_partials = num_partials;
   header_.num_shared_slots = static_cast<int32_t>(packing.num_slots());
+  header_.num_kv_tokens = static_cast<int32_t>(
+      std::min<int64_t>(kv_tokens_.planned, std::numeric_limits<int32_t>::max()));
 }
 
 void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
@@ -138,7 +140,8 @@ KvSegment DecodePlan::kv_segment(const Packing& packing, const Segment& segment,
   return {.kv_request = segment.is_private() ? first_request : kSharedKv,
           .kv_begin = segment.kv_begin + shift,
           .kv_end = segment.is_open ? kOpenEnd : segment.kv_end + shift,
-          .requests = KvSegment::interval(segment.first, segment.end)};
+          .requests = KvSegment::interval(segment.first, segment.end) |
+                      (segment.is_read_once ? KvSegment::kReadOnce : 0)};
 }
 
 bool DecodePlan::write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,

@@ -127,13 +127,14 @@ void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int3
               .num_tokens = 0,
               .cost = 0};
   const auto add = [&](int32_t span, int32_t kv_begin, int32_t kv_end, int32_t i, int32_t last,
-                       bool is_open) {
+                       bool is_open, bool is_read_once) {
     split.segments.push_back({.span = span,
                               .kv_begin = kv_begin,
                               .kv_end = kv_end,
                               .first = i - first,
                               .end = last - first + 1,
-                              .is_open = is_open});
+                              .is_open = is_open,
+                              .is_read_once = is_read_once});
     ++piece.num_segments;
     piece.num_tokens += kv_end - kv_begin;
   };
@@ -156,13 +157,14 @@ void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int3
       if (widest.end > next) {
         const int32_t span =
             span_of(forest, widest.node, next, widest.end, holder.request, packing);
-        add(span, next, widest.end, i, widest.last, false);
+        add(span, next, widest.end, i, widest.last, false, false);
         next = widest.end;
       }
       reaches_.pop_back();
     }
     if (holder.end > next) {
-      add(Segment::kPrivate, next, holder.end, i, i, holder.end == seq_lens[holder.request]);
+      add(Segment::kPrivate, next, holder.end, i, i, holder.end == seq_lens[holder.request],
+          next >= forest.private_begin(holder.request));
     }
   }
   const int32_t num_rows = piece.num_requests * tiles_.group_size();

@@ -333,6 +333,8 @@ void KvSplitter::add_piece(const Packing& packing, const Tile& tile, const Posit
   const auto add = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
+    // Else another piece reads it for the other requests.
+    segment.is_read_once &= at.first <= segment.first && segment.end <= cut.last;
     segment.kv_end = segment.kv_begin + to;
     segment.kv_begin += from;
     segment.first = std::max(segment.first, at.first);

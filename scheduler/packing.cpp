@@ -169,7 +169,11 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   for (size_t n = 0; n < state_.size(); ++n) {
     if (state_[n].remaining == 0) continue;
     const Pack& pack = out.packs[out.segments.size()];
-    const int32_t kv_end = forest.nodes()[n].kv_end;
+    const ForestNode& node = forest.nodes()[n];
+    const int32_t kv_end = node.kv_end;
+    const bool is_read_once = state_[n].pack_begin == node.kv_begin &&
+                              pack.num_requests == node.num_holders &&
+                              pack.num_requests <= tiles_.requests_per_tile();
     const int32_t span =
         out.add_span(out.requests[pack.request_begin], state_[n].pack_begin, kv_end);
     out.segments.push_back({.span = span,
@@ -177,7 +181,8 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                             .kv_end = kv_end,
                             .first = 0,
                             .end = pack.num_requests,
-                            .is_open = false});
+                            .is_open = false,
+                            .is_read_once = is_read_once});
   }
   for (const int32_t request : forest.requests_in_tree_order()) {
     if (seq_lens[request] == private_begin_[request]) continue;
@@ -185,12 +190,14 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                          .num_requests = 1,
                          .segment_begin = static_cast<int32_t>(out.segments.size()),
                          .num_segments = 1});
-    out.segments.push_back({.span = Segment::kPrivate,
-                            .kv_begin = private_begin_[request],
-                            .kv_end = seq_lens[request],
-                            .first = 0,
-                            .end = 1,
-                            .is_open = true});
+    out.segments.push_back(
+        {.span = Segment::kPrivate,
+         .kv_begin = private_begin_[request],
+         .kv_end = seq_lens[request],
+         .first = 0,
+         .end = 1,
+         .is_open = true,
+         .is_read_once = private_begin_[request] == forest.private_begin(request)});
     out.requests.push_back(request);
   }
 }

@@ -139,12 +139,19 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
     const auto last_holder = [&](int32_t node) {
       return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
     };
+    // What a pack reads of a node that it alone holds is read once, and so is what lies below.
+    const auto has_all_holders = [&](int32_t node) {
+      const int32_t holder = nodes[node].holder_begin;
+      return holder >= begin && holder + nodes[node].num_holders <= end;
+    };
     int32_t private_begin = forest.private_begin(request);
+    bool is_private_once = true;
     while (!path_.empty()) {
       const int32_t top = path_.back();
       const int32_t last = last_holder(top);
       if (last == first + 1) {  // no other request of the pack holds it, or what is below
         private_begin = nodes[top].kv_begin;
+        is_private_once = false;
         break;
       }
       int32_t bottom = top;
@@ -163,7 +170,8 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
                               .kv_end = nodes[bottom].kv_end,
                               .first = first,
                               .end = last,
-                              .is_open = false});
+                              .is_open = false,
+                              .is_read_once = has_all_holders(top)});
     }
     if (seq_lens[request] == private_begin) continue;
     out.segments.push_back({.span = Segment::kPrivate,
@@ -171,7 +179,8 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
                             .kv_end = seq_lens[request],
                             .first = first,
                             .end = first + 1,
-                            .is_open = true});
+                            .is_open = true,
+                            .is_read_once = is_private_once});
   }
   const auto num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin;
   if (num_segments == 0) {  // a padding row

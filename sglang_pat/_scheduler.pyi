@@ -14,6 +14,7 @@ _Path = Sequence[tuple[int, int, int, int, int, int]]
 PLAN_MAGIC: int
 PLAN_VERSION: int
 OPEN_END: int
+READ_ONCE: int
 SHARED_KV: int
 DIRECT_STORE: int
 MAX_GROUP_SIZE: int

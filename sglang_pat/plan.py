@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
     OPEN_END,
     PLAN_SECTIONS,
+    READ_ONCE,
     SHARED_KV,
     TILE_TABLE,
     CostModel,
@@ -29,6 +31,7 @@ from sglang_pat.batch import IntArray
 from sglang_pat.support import GROWTH_TOKENS
 
 MIN_PIECE_TOKENS = 256
+_Integers = TypeVar("_Integers", int, npt.NDArray[np.int64])
 
 
 def new_scheduler(
@@ -70,6 +73,7 @@ class PlanHeader(NamedTuple):
     num_merges: int
     num_partials: int
     num_shared_slots: int
+    num_kv_tokens: int
 
 
 class KvTokens(NamedTuple):
@@ -173,9 +177,9 @@ class DecodePlan:
             yield f"merge request {request}: partials [{begin}, {begin + count})"
 
 
-def segment_interval(requests: int) -> tuple[int, int]:
+def segment_interval(requests: _Integers) -> tuple[_Integers, _Integers]:
     """First and end of a segment's requests, counted from its item's first."""
-    return requests & 0xFFFF, requests >> 16
+    return requests & (READ_ONCE - 1), requests >> 16
 
 
 def _describe_segment(segment: list[int], of_item: int) -> str:

@@ -30,7 +30,7 @@
 namespace pat {
 
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
-inline constexpr int32_t kPlanVersion = 3;
+inline constexpr int32_t kPlanVersion = 4;
 
 // KvSegment::kv_end of the segment that ends where its request ends: read from seq_lens when it executes, so
 // that a private tail grows without a new plan.
@@ -73,7 +73,9 @@ struct PlanHeader {
 #undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t reserved[4];
+  int32_t
+      num_kv_tokens;  // that all work items read when the plan is made; INT32_MAX stands for more
+  int32_t reserved[3];
 };
 
 // The first work item of a ticket and its first segment: both are read at once, neither waits for the other.
@@ -101,10 +103,14 @@ struct KvSegment {
   int32_t kv_request;  // request whose own row of req_to_token is read live, or kSharedKv
   int32_t kv_begin;    // position in kv_request, or index into the slot buffer
   int32_t kv_end;      // exclusive, or kOpenEnd; not above kv_begin if the segment is empty
-  int32_t requests;    // first | end << 16
+  int32_t requests;    // first | end << 16 | kReadOnce
+
+  // No other work item reads any of it, so it need not stay in the L2. A hint: results do not depend on it.
+  static constexpr int32_t kReadOnce = 1 << 15;
 
   static constexpr int32_t interval(int32_t first, int32_t end) { return first | end << 16; }
-  constexpr int32_t first_request() const { return requests & 0xffff; }
+  constexpr int32_t first_request() const { return requests & 0x7fff; }
+  constexpr bool is_read_once() const { return requests & kReadOnce; }
   constexpr int32_t end_request() const { return requests >> 16; }
 };
 

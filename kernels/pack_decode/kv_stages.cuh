@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// All of a stage's tokens, as usual or as KV that need not stay in the L2; or some of them.
+// All of a stage's tokens, as usual or as KV that is read once and need not stay in the L2; or some of them.
 enum class StageCopy { kWhole, kWholeOnce, kPart };
 
 // Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
     if constexpr (kKind == StageCopy::kWhole) {
       ptx::copy_async_16(target, source);
     } else if constexpr (kKind == StageCopy::kWholeOnce) {
-      ptx::copy_async_16_once(target, source);
+      ptx::copy_async_16(target, source, ptx::evict_first());
     } else {
       ptx::copy_async_16_or_zero(target, source, token < num_tokens);
     }
@@ -63,8 +63,8 @@ class KvStages {
     if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
   }
 
-  // Whether the plan has shared KV. Without, hardly any is read again, and it need not stay in the L2.
-  __device__ __forceinline__ void set_shared(bool any_shared) { any_shared_ = any_shared; }
+  // Whether KV that is read once is copied as such.
+  __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // The next stage. lane_slot: the slot of token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
@@ -72,21 +72,22 @@ class KvStages {
     const uint32_t target =
         ptx::shared_address(storage_.kv[ring_.stage]) + (kIsKey ? 0 : kLandingOffset<Dims>);
     const int num_tokens = record.num_tokens();
+    const bool is_read_once = streams_ && record.is_read_once();
     if constexpr (kHasTma && kRowBytes % kPanelRowBytes == 0) {
       const int32_t first_slot = __shfl_sync(kFullWarp, lane_slot, 0);
       if (has_map_ && num_tokens == kStageTokens &&
           __all_sync(kFullWarp, lane_slot == first_slot + lane_)) {
-        copy_run(target, first_slot, full);
+        copy_run(target, first_slot, full, is_read_once);
         ring_.advance();
         return;
       }
     }
     if (num_tokens < kStageTokens) {
       copy<StageCopy::kPart>(target, lane_slot, num_tokens);
-    } else if (any_shared_) {
-      copy<StageCopy::kWhole>(target, lane_slot, num_tokens);
-    } else {
+    } else if (is_read_once) {
       copy<StageCopy::kWholeOnce>(target, lane_slot, num_tokens);
+    } else {
+      copy<StageCopy::kWhole>(target, lane_slot, num_tokens);
     }
     ptx::barrier_arrive_after_copies(full);
     ring_.advance();
@@ -102,13 +103,19 @@ class KvStages {
   }
 
   // Of slots that follow one another: one instruction for each panel.
-  __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full) {
+  __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full,
+                                           bool is_read_once) {
     if (lane_ == 0) {
       ptx::barrier_expect(full, kStageTokens * kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < kRowBytes / kPanelRowBytes; ++panel) {
-        ptx::copy_box(target + panel * kStageTokens * kPanelRowBytes, map_,
-                      first_byte_ + panel * kPanelRowBytes, first_slot, full);
+        const uint32_t box = target + panel * kStageTokens * kPanelRowBytes;
+        const int column = first_byte_ + panel * kPanelRowBytes;
+        if (is_read_once) {
+          ptx::copy_box(box, map_, column, first_slot, full, ptx::evict_first());
+        } else {
+          ptx::copy_box(box, map_, column, first_slot, full);
+        }
       }
       ptx::barrier_arrive_for<32>(full);
     }
@@ -131,7 +138,7 @@ class KvStages {
   const int lane_;
   const Copy copy_;
   const uint32_t slot_bytes_;
-  bool any_shared_ = true;
+  bool streams_ = false;
   bool has_map_ = false;
   const TensorMap* map_;
   int32_t first_byte_;  // of a slot's rows: the KV head's

@@ -73,7 +73,7 @@ class Producer {
 
   __device__ __forceinline__ void run() {
     bool has_stages = begin_ticket<true>(tickets_.first());
-    stages_.set_shared(tickets_.any_shared());
+    stages_.set_streams(exceeds_l2(tickets_.num_kv_tokens()));
     while (has_stages) {
       StageBatch batch = next_;  // none in the first round
       if (batch.begins_item) {
@@ -104,6 +104,13 @@ class Producer {
   }
 
  private:
+  // Whether what the plan reads is more than the L2 keeps for long. With less, hints cost up to 2%.
+  __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
+    constexpr int64_t kBytesPerToken = (Dims::kKey + Dims::kValue) * Dims::kElementBytes;
+    constexpr int64_t kBytes = 16'000'000;  // measured on an H100 and an H200, whose L2 has 50 MB
+    return num_kv_tokens * (kBytesPerToken * params_.num_kv_heads) > kBytes;
+  }
+
   // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else
   // may be what the predecessor writes.
   template <bool kIsFirst>
@@ -179,7 +186,8 @@ class Producer {
     const int first = segment.first_request(), end = segment.end_request();
     record_ =
         StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size)
-            .template of_tile<Dims>(item_.tile);
+            .template of_tile<Dims>(item_.tile)
+            .as_read_once(segment.is_read_once());
     return true;
   }
 

@@ -43,8 +43,9 @@ struct SegmentSource {
   __device__ __forceinline__ bool counts_for(int request) const {
     return request >= first_request() && request < end_request();
   }
-  __device__ __forceinline__ int first_request() const { return requests & 0xffff; }
-  __device__ __forceinline__ int end_request() const { return requests >> 16; }
+  __device__ __forceinline__ int first_request() const { return segment().first_request(); }
+  __device__ __forceinline__ int end_request() const { return segment().end_request(); }
+  __device__ __forceinline__ bool is_read_once() const { return segment().is_read_once(); }
 
   // Where each lane holds one.
   __device__ __forceinline__ SegmentSource of_lane(int lane) const {
@@ -53,6 +54,9 @@ struct SegmentSource {
             .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
             .requests = __shfl_sync(kFullWarp, requests, lane)};
   }
+
+ private:
+  __device__ __forceinline__ KvSegment segment() const { return {.requests = requests}; }
 };
 
 }  // namespace pat

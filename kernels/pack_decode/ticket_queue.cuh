@@ -33,7 +33,7 @@ class TicketQueue {
     const PlanHeader& header = *params_.plan.header;
     const int4 identity = *reinterpret_cast<const int4*>(&header);  // its first four fields
     num_draws_ = header.num_tickets * params_.num_kv_heads;
-    any_shared_ = header.num_shared_slots > 0;
+    num_kv_tokens_ = header.num_kv_tokens;
     if (identity.x != kPlanMagic || identity.y != kPlanVersion ||
         identity.z != params_.num_requests || identity.w != params_.rows.group_size) {
       __trap();  // no plan, or one of another batch than this graph was captured for
@@ -41,8 +41,8 @@ class TicketQueue {
     return static_cast<int>(blockIdx.x) < num_draws_ ? range : TicketRange::none();
   }
 
-  // Whether the plan has KV that several requests read.
-  __device__ __forceinline__ bool any_shared() const { return any_shared_; }
+  // That the plan's items read of one KV head.
+  __device__ __forceinline__ int32_t num_kv_tokens() const { return num_kv_tokens_; }
 
   // Has the next draw on its way, once per ticket.
   __device__ __forceinline__ void draw_ahead() {
@@ -110,7 +110,7 @@ class TicketQueue {
   int num_draws_ = 0;  // tickets times KV heads
   int drawn_ = 0;      // the counter's answer, in lane 0 of the K producer
   bool is_drawn_ = false;
-  bool any_shared_ = false;
+  int32_t num_kv_tokens_ = 0;
   uint32_t handed_on_ = 0;  // draws from the K producer to the V producer so far
 };
 

@@ -129,8 +129,8 @@ struct ItemRecord {
 // the only one of an item without KV is empty.
 struct StageRecord {
   // First bits.
-  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kWgmma = 21, kEnd = 22, kAny = 24,
-                       kWhole = 28;
+  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kWgmma = 21, kEnd = 22,
+                       kReadOnce = 23, kAny = 24, kWhole = 28;
 
   uint32_t packed;
 
@@ -156,6 +156,11 @@ struct StageRecord {
     return {packed | uint32_t{is_last} << kLast};
   }
 
+  // For the producers: see KvSegment::kReadOnce.
+  __device__ __forceinline__ StageRecord as_read_once(bool is_read_once) const {
+    return {packed | uint32_t{is_read_once} << kReadOnce};
+  }
+
   // Of an item of a tile.
   template <typename Dims>
   __device__ __forceinline__ StageRecord of_tile(int tile) const {
@@ -172,6 +177,7 @@ struct StageRecord {
   __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
   __device__ __forceinline__ bool is_for_wgmma() const { return packed >> kWgmma & 1; }
   __device__ __forceinline__ bool is_end() const { return packed >> kEnd & 1; }
+  __device__ __forceinline__ bool is_read_once() const { return packed >> kReadOnce & 1; }
   __device__ __forceinline__ bool counts_for(int unit) const { return packed >> kAny >> unit & 1; }
   __device__ __forceinline__ bool is_whole(int unit) const { return packed >> kWhole >> unit & 1; }
 

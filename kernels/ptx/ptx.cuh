@@ -27,10 +27,15 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The same of what is the first to leave the L2 again.
-__device__ __forceinline__ void copy_async_16_once(uint32_t shared, const void* global) {
+// For copies of what is the first to leave the L2 again.
+__device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global,
+                                              uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
                "l"(global), "l"(policy)
                : "memory");
@@ -179,6 +184,14 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int c
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
       "{%2, %3}], [%4];" ::"r"(shared),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int column, int row,
+                                         uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
 

@@ -16,7 +16,7 @@ from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV
 from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import add_sinks, check_slots
-from sglang_pat.plan import DecodePlan
+from sglang_pat.plan import DecodePlan, segment_interval
 
 
 class _Chunk(NamedTuple):
@@ -39,7 +39,7 @@ class InvariantExecution:
             slots: list[list[torch.Tensor]] = [[] for _ in range(count)]
             for segment in segments[segment_begin : segment_begin + num_segments]:
                 segment_slots = _slots_of(segment, shared_slots, step)
-                for request in range(segment[3] & 0xFFFF, segment[3] >> 16):
+                for request in range(*segment_interval(segment[3])):
                     slots[request].append(segment_slots)
             for (request, partial_slot), parts in zip(
                 item_requests[first : first + count], slots, strict=True

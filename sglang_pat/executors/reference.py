@@ -19,7 +19,7 @@ import torch
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
 from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.plan import DecodePlan, copy_plan
+from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
 
 # KV elements that one batched product gathers at most, so that memory stays bounded for long
 # contexts.
@@ -97,7 +97,7 @@ class PlanExecution:
         is_open = ends == OPEN_END
         # As the kernels do: the host may know of less.
         ends[is_open] = step.seq_lens.cpu().numpy()[segments[is_open, 0]]
-        first, end = segments[:, 3] & 0xFFFF, segments[:, 3] >> 16
+        first, end = segment_interval(segments[:, 3])
         ranges = _SegmentRanges(
             tile=items[item_of, 0],
             kv_request=segments[:, 0],

@@ -20,6 +20,7 @@ from sglang_pat._scheduler import (
     PLAN_MAGIC,
     PLAN_SECTIONS,
     PLAN_VERSION,
+    READ_ONCE,
     SHARED_KV,
     TILE_TABLE,
     PlanCapacity,
@@ -36,6 +37,7 @@ class HandSegment(NamedTuple):
     kv_end: int
     first: int
     end: int
+    is_read_once: bool = False
 
 
 @dataclasses.dataclass
@@ -46,6 +48,8 @@ class HandItem:
 
 class HandPlan:
     """What an executor's load_plan() asks of a scheduler, for a plan that is given.
+
+    Its header claims so many KV tokens that the kernels heed what is read once.
 
     Parameters
     ----------
@@ -86,7 +90,9 @@ class HandPlan:
             tile = next(i for i, (block_q, _, _) in enumerate(TILE_TABLE) if rows <= block_q)
             head = (tile, len(requests), len(item_requests), len(segments), len(own), 0, 0, 0)
             work_items.append(head)
-            segments += [(*s[:3], s.first | s.end << 16) for s in own]
+            segments += [
+                (*s[:3], s.first | s.end << 16 | (READ_ONCE if s.is_read_once else 0)) for s in own
+            ]
             for request in requests:
                 item_requests.append((request, next_slot[request]))
                 next_slot[request] += counts[request] != 1
@@ -110,7 +116,7 @@ class HandPlan:
         self._header = [
             *(PLAN_MAGIC, PLAN_VERSION, num_requests, group_size),
             *self._counts.values(),
-            *(self.num_partials, self.num_shared_slots),
+            *(self.num_partials, self.num_shared_slots, np.iinfo(np.int32).max),
         ]
 
     def required_capacity(self) -> PlanCapacity:
@@ -136,7 +142,8 @@ class HandPlan:
 
 def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
     """Cut a batch into work items at random: subtree tiles and packs of single nodes, segments in
-    any order, requests without KV in their item, segments without tokens.
+    any order, requests without KV in their item, segments without tokens, any of them said to be
+    read once.
     """
     rng = np.random.default_rng(seed)
     cap = MAX_ROWS // group_size
@@ -189,6 +196,8 @@ def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
             size = int(rng.integers(1, len(segments) + 1)) if rng.random() < 0.3 else len(segments)
             part, segments = segments[:size], segments[size:]
             first, end = min(s.first for s in part), max(s.end for s in part)
+            # No result depends on it.
+            part = [s._replace(is_read_once=rng.random() < 0.5) for s in part]
             if rng.random() < 0.5:  # else some requests may have nothing here
                 part = [s._replace(first=s.first - first, end=s.end - first) for s in part]
                 result.append(HandItem(run[first:end], part))

@@ -6,18 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_pat._scheduler import OPEN_END
+from sglang_pat._scheduler import OPEN_END, READ_ONCE
 from sglang_pat.plan import DecodePlan, segment_interval
 
 
 class Segment(NamedTuple):
-    """kv_request, kv_begin and kv_end as in the plan; `entries` are rows of its item_requests."""
+    """kv_request, kv_begin and kv_end as in the plan; `entries` are rows of its item_requests.
+
+    is_read_once: the plan says that no other work item reads it.
+    """
 
     item: int
     kv_request: int
     kv_begin: int
     kv_end: int
     entries: range
+    is_read_once: bool
 
 
 def plan_segments(plan: DecodePlan) -> list[Segment]:
@@ -31,7 +35,8 @@ def plan_segments(plan: DecodePlan) -> list[Segment]:
             row, end = segment_interval(requests)
             assert 0 <= row < end <= count
             entries = range(first + row, first + end)
-            result.append(Segment(item, kv_request, kv_begin, kv_end, entries))
+            is_once = bool(requests & READ_ONCE)
+            result.append(Segment(item, kv_request, kv_begin, kv_end, entries, is_once))
     assert len(result) == plan.header.num_kv_segments
     return result
 

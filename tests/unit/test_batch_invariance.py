@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat._scheduler import OPEN_END, SHARED_KV, PackScheduler, num_chunks
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan, new_scheduler
+from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan, new_scheduler, segment_interval
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 STEP = 64
@@ -166,7 +166,7 @@ def ranges_of(plan: DecodePlan, seq_lens: np.ndarray) -> list[list[list[tuple[in
     for _, count, first, segment_begin, num_segments, *_ in plan.work_items.tolist():
         of_item: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         for segment in segments[segment_begin : segment_begin + num_segments]:
-            for request in range(segment[3] & 0xFFFF, segment[3] >> 16):
+            for request in range(*segment_interval(segment[3])):
                 of_item[request].append(positions_of(plan, segment, seq_lens))
         requests = plan.item_requests[first : first + count, 0].tolist()
         for request, each in zip(requests, of_item, strict=True):

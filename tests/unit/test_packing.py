@@ -17,7 +17,7 @@ def shared_packs(case: ForestCase, policy: str, group_size: int = 4) -> list[tup
     plan = plan_case(make_scheduler(group_size, num_workers=1, policy=policy), case)
     span_of = {span[3]: span for span in plan.gather_spans.tolist()}
     packs: dict[int, tuple[int, int, int]] = {}
-    for _, kv_request, kv_begin, _, entries in plan_segments(plan):
+    for _, kv_request, kv_begin, _, entries, _ in plan_segments(plan):
         if kv_request == SHARED_KV:
             _, position, tokens, _ = span_of[kv_begin]
             packs[kv_begin] = (position, tokens, packs.get(kv_begin, (0, 0, 0))[2] + len(entries))
@@ -96,7 +96,7 @@ def test_memory_reads_the_levels_of_a_tree_in_one_work_item() -> None:
     assert plan.header.num_partials == 0
     assert [
         (kv_request, [plan.item_requests[entry, 0] for entry in entries])
-        for _, kv_request, _, _, entries in plan_segments(plan)
+        for _, kv_request, _, _, entries, _ in plan_segments(plan)
     ] == [
         (SHARED_KV, [0, 2, 1, 3]),
         (SHARED_KV, [0, 2]),
@@ -105,6 +105,36 @@ def test_memory_reads_the_levels_of_a_tree_in_one_work_item() -> None:
         (1, [1]),  # the other child has one holder only
         (3, [3]),
     ]
+
+
+def test_what_one_work_item_reads_alone_is_marked() -> None:
+    """Of 48 requests in three tiles: not the root, nor the child of 32 of them, but those of 16 and
+    8, and private tails. A cut between positions changes nothing, one between requests does."""
+    nodes = [(-1, 900), (0, 700), (0, 600), (2, 500)]
+    requests = [(1, 400)] * 32 + [(3, 300)] * 8 + [(2, 300)] * 8
+    case = make_case(nodes, requests)
+
+    def marked(num_workers: int) -> dict[int, set[bool]]:
+        """By the length of a node; 0: tails."""
+        found: dict[int, set[bool]] = {}
+        plan = plan_case(make_scheduler(num_workers=num_workers), case)
+        spans = plan.gather_spans.tolist()
+        for segment in plan_segments(plan):
+            length = 0
+            if segment.kv_request == SHARED_KV:
+                (length,) = (s[2] for s in spans if s[3] <= segment.kv_begin < s[3] + s[2])
+            found.setdefault(length, set()).add(segment.is_read_once)
+        return found
+
+    expected = {900: {False}, 700: {False}, 600: {True}, 500: {True}, 0: {True}}
+    assert marked(1) == expected
+    assert marked(33) == expected
+
+    one = make_case([(-1, 8000)], [(0, 10)] * 2)
+    plan = plan_case(make_scheduler(num_workers=33), one)
+    shared = [s for s in plan_segments(plan) if s.kv_request == SHARED_KV]
+    assert len(shared) > 2
+    assert all(s.is_read_once for s in shared)
 
 
 def test_memory_lets_short_levels_share_a_segment() -> None:

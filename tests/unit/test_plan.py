@@ -162,6 +162,11 @@ def test_a_plan_begins_with_magic_and_version() -> None:
     assert plan.header[:2] == (PLAN_MAGIC, PLAN_VERSION)
 
 
+def test_the_header_has_the_tokens_that_are_read() -> None:
+    plan = plan_case(make_scheduler(), three_level_case(300))
+    assert plan.header.num_kv_tokens == plan.kv_tokens.planned > 300
+
+
 def test_every_tile_of_the_table_is_chosen() -> None:
     """A tile that no pack can select would be dead code in the kernels."""
     chosen = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from forests import (
@@ -27,7 +29,7 @@ from sglang_pat._scheduler import (
     TILE_TABLE,
     PackScheduler,
 )
-from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
+from sglang_pat.plan import BufferSizes, DecodePlan, new_scheduler, write_plan
 
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 many = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -50,10 +52,13 @@ def gathered_slots(plan: DecodePlan, case: ForestCase) -> np.ndarray:
 
 
 def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> None:
-    """Every request reads each of its KV tokens exactly once, and nothing else."""
+    """Every request reads each of its KV tokens exactly once, and nothing else. What is said to be
+    read by one work item alone is."""
     shared = gathered_slots(plan, case)
     read: list[list[np.ndarray]] = [[] for _ in seq_lens]
-    for _, kv_request, kv_begin, kv_end, entries in plan_segments(plan):
+    readers: Counter[int] = Counter()  # work items by token
+    once = []  # tokens of which the plan says that they have one
+    for _, kv_request, kv_begin, kv_end, entries, is_read_once in plan_segments(plan):
         if kv_request == SHARED_KV:
             slots = shared[kv_begin:kv_end]
         else:
@@ -61,9 +66,12 @@ def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> 
             slots = case.tokens[kv_request, kv_begin:end]
         for request in plan.item_requests[entries, 0].tolist():
             read[request].append(slots)
+        readers.update(slots.tolist())
+        once += slots.tolist() if is_read_once else []
     for request, seq_len in enumerate(seq_lens.tolist()):
         have = np.concatenate([np.empty(0, np.int32), *read[request]])
         np.testing.assert_array_equal(np.sort(have), np.sort(case.tokens[request, :seq_len]))
+    assert all(readers[token] == 1 for token in once)
 
 
 def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None:
@@ -82,7 +90,7 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
         assert tile == 0 or rows > TILE_TABLE[tile - 1][0]
         taken[first : first + count] += 1
     assert (taken == 1).all()
-    for _, kv_request, kv_begin, kv_end, entries in plan_segments(plan):
+    for _, kv_request, kv_begin, kv_end, entries, _ in plan_segments(plan):
         assert kv_begin >= 0
         assert kv_end > kv_begin or kv_end == OPEN_END
         assert kv_request == SHARED_KV or plan.item_requests[entries, 0].tolist() == [kv_request]
@@ -92,7 +100,7 @@ def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None
     num_requests = len(case.seq_lens)
     positions: list[list[int]] = [[] for _ in range(h.num_item_requests)]
     spans = plan.gather_spans
-    for _, kv_request, kv_begin, _, entries in plan_segments(plan):
+    for _, kv_request, kv_begin, _, entries, _ in plan_segments(plan):
         position = kv_begin
         if kv_request == SHARED_KV:
             span = spans[np.searchsorted(spans[:, 3], kv_begin, side="right") - 1]
@@ -149,6 +157,15 @@ def test_every_plan_is_right(
     check_structure(plan, case, group_size)
     check_coverage(plan, case, case.seq_lens)
     check_tokens(plan, case)
+
+
+@many
+@given(case=forest_cases(), group_size=st.integers(1, 16), num_workers=st.sampled_from([1, 33]))
+def test_every_batch_invariant_plan_covers_its_batch(
+    case: ForestCase, group_size: int, num_workers: int
+) -> None:
+    scheduler = new_scheduler(group_size=group_size, num_workers=num_workers, batch_invariant=True)
+    check_coverage(plan_case(scheduler, case), case, case.seq_lens)
 
 
 @many
