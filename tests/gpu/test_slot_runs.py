@@ -160,6 +160,23 @@ def test_random_forests(seed: int) -> None:
     check_same(results(case, heads, step, plan=plan, seed=seed))
 
 
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(8, 2), Heads(8, 2, 80), Heads(4, 1, 256), Heads(8, 2, kv_dtype=E4M3)],
+    ids=lambda h: f"{h.head_dim}-{h.kv_dtype}",
+)
+def test_hints_for_the_l2_do_not_change_the_bits(heads: Heads) -> None:
+    """Neither where they are right nor where they are not."""
+    case, step = random_case(3), planned_step(heads)
+    plan = random_plan(case, heads.num_qo_heads // heads.num_kv_heads, 3)
+    found = results(case, heads, step, plan=plan)
+    for value in (False, True):
+        said = plan.said_to_be_read_once(value)
+        others = results(case, heads, step, plan=said)
+        found |= {f"{where}, {value}": each for where, each in others.items()}
+    check_same(found)
+
+
 def test_sinks_and_soft_cap() -> None:
     heads = Heads(8, 2)
     step = planned_step(heads, **SPLIT)

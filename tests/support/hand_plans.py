@@ -6,6 +6,7 @@ and empty segments that no scheduler may ever write.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
@@ -118,6 +119,16 @@ class HandPlan:
             *self._counts.values(),
             *(self.num_partials, self.num_shared_slots, np.iinfo(np.int32).max),
         ]
+
+    def said_to_be_read_once(self, value: bool) -> HandPlan:
+        """The same plan with all of its segments said to be read once, or none."""
+        plan = copy.copy(self)
+        segments = [
+            (*fields, requests & ~READ_ONCE | (READ_ONCE if value else 0))
+            for *fields, requests in self._sections["kv_segments"]
+        ]
+        plan._sections = self._sections | {"kv_segments": segments}
+        return plan
 
     def required_capacity(self) -> PlanCapacity:
         return PlanCapacity(**self._counts)
