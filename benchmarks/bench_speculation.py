@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from serving.results import write
 from serving.tables import console
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, decode_run
+from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 
 TOGETHER = ("small", "ngram", "same")
@@ -97,6 +98,8 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
     for _ in range(rounds):
         for backend, server in servers.items():
             runs[backend].append(decode_run(server, prompts, case.generated))
+    for backend, server in servers.items():
+        ask_again_if_held_up(runs[backend], partial(decode_run, server, prompts, case.generated))
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
     answers = {backend: passes[-1].answers for backend, passes in runs.items()}
     off = {

@@ -12,12 +12,13 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from serving.tables import console, show_failure
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, decode_run
+from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
 from sglang_pat.bench.server import Server, Start, running_server, sampling_of
 
 # Of the arguments of a server that is not alone on its GPU.
@@ -172,6 +173,9 @@ def ask_in_turn(
     for _ in range(rounds):
         for member in members:
             runs[member.name].append(decode_run(member.server, prompts, num_tokens))
+    for member in members:
+        ask = partial(decode_run, member.server, prompts, num_tokens)
+        ask_again_if_held_up(runs[member.name], ask)
     return runs
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import decode_run, tpot
+from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, tpot
 from sglang_pat.bench.server import Server, sampling_of
 
 REPEATS = 3
@@ -41,7 +41,12 @@ def measure(server: Server, case: Case, vocab_size: int) -> dict[str, Any]:
     # Compiles what is compiled at first use.
     server.generate(prompts, sampling_of(4, case.temperature))
     before = server.stats()
-    runs = [decode_run(server, prompts, case.generated, case.temperature) for _ in range(REPEATS)]
+
+    def ask() -> DecodeRun:
+        return decode_run(server, prompts, case.generated, case.temperature)
+
+    runs = [ask() for _ in range(REPEATS)]
+    ask_again_if_held_up(runs, ask)
     counted = difference(server.stats(), before)
     spread = tpot(runs)
     result = {

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, Spread, decode_run, ratio, tpot
+from sglang_pat.bench.decoding import (
+    DecodeRun,
+    Spread,
+    ask_again_if_held_up,
+    decode_run,
+    ratio,
+    tpot,
+)
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.model_layers import decoder_config, positive
 
@@ -191,7 +198,13 @@ def _runs(server: Server, case: Case, vocab_size: int, rounds: int) -> list[Deco
     if case.prefix:  # first alone, so that the prompts find it in the tree
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
     server.generate(prompts, sampling_of(4))  # compiles what is compiled at first use
-    return [decode_run(server, prompts, case.generated) for _ in range(rounds)]
+
+    def ask() -> DecodeRun:
+        return decode_run(server, prompts, case.generated)
+
+    runs = [ask() for _ in range(rounds)]
+    ask_again_if_held_up(runs, ask)
+    return runs
 
 
 def compare(pat: Measured, other: Measured) -> list[Compared]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,19 @@ def decode_run(
     answers = [last[index][1] for index in range(len(prompts))]
     cached = sum(answer["meta_info"].get("cached_tokens", 0) for answer in answers)
     return DecodeRun(slices, 1000 * (opens - begin), cached / sum(map(len, prompts)), answers)
+
+
+def ask_again_if_held_up(runs: list[DecodeRun], ask: Callable[[], DecodeRun]) -> None:
+    """Replace passes whose tokens were held up between GPU and client, and then came all at once.
+
+    Seen where prompts are a million tokens together: 0.13 ms apart, at steps of 5 ms. Such a pass
+    has less than half of the time per token that the slowest pass of the server has. `ask` makes
+    another one, once for each.
+    """
+    slowest = max(run.tpot_ms for run in runs)
+    for index, run in enumerate(runs):
+        if run.tpot_ms < slowest / 2:
+            runs[index] = ask()
 
 
 def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:

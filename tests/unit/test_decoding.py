@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from sglang_pat.bench import decoding
-from sglang_pat.bench.decoding import SLICE, DecodeRun, Spread, decode_run, ratio, slices_of, tpot
+from sglang_pat.bench.decoding import (
+    SLICE,
+    DecodeRun,
+    Spread,
+    ask_again_if_held_up,
+    decode_run,
+    ratio,
+    slices_of,
+    tpot,
+)
 
 
 def test_a_slice_is_the_time_between_tokens() -> None:
@@ -91,3 +100,19 @@ def test_a_ratio_compares_slices_of_the_same_token() -> None:
     assert tpot(pat).median == 2
     with pytest.raises(RuntimeError, match="no slice at the same token"):
         ratio([_run({8: 1.0})], [_run({16: 1.0})])
+
+
+def test_passes_whose_tokens_came_at_once_are_repeated() -> None:
+    steady, slower, held_up = _run({8: 5.0}), _run({8: 9.9}), _run({8: 0.13})
+    asked = []
+
+    def ask() -> DecodeRun:
+        asked.append(_run({8: 5.1}))
+        return asked[-1]
+
+    runs = [held_up, steady, held_up, slower]
+    ask_again_if_held_up(runs, ask)
+    assert len(asked) == 2
+    assert runs == [asked[0], steady, asked[1], slower]
+    ask_again_if_held_up(runs, ask)
+    assert len(asked) == 2
