@@ -98,9 +98,11 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
     for _ in range(rounds):
         for backend, server in servers.items():
             runs[backend].append(decode_run(server, prompts, case.generated))
-    for backend, server in servers.items():
-        ask_again_if_held_up(runs[backend], partial(decode_run, server, prompts, case.generated))
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
+    for backend, server in servers.items():
+        ask = partial(decode_run, server, prompts, case.generated)
+        for held_up in ask_again_if_held_up(runs[backend], ask):
+            console.print(f"{backend}: {held_up:.2f} ms per token came at once, asked again")
     answers = {backend: passes[-1].answers for backend, passes in runs.items()}
     off = {
         backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])

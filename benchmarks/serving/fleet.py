@@ -175,7 +175,8 @@ def ask_in_turn(
             runs[member.name].append(decode_run(member.server, prompts, num_tokens))
     for member in members:
         ask = partial(decode_run, member.server, prompts, num_tokens)
-        ask_again_if_held_up(runs[member.name], ask)
+        for held_up in ask_again_if_held_up(runs[member.name], ask):
+            console.print(f"{member.name}: {held_up:.2f} ms per token came at once, asked again")
     return runs
 
 

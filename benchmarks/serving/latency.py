@@ -46,8 +46,8 @@ def measure(server: Server, case: Case, vocab_size: int) -> dict[str, Any]:
         return decode_run(server, prompts, case.generated, case.temperature)
 
     runs = [ask() for _ in range(REPEATS)]
-    ask_again_if_held_up(runs, ask)
     counted = difference(server.stats(), before)
+    ask_again_if_held_up(runs, ask)
     spread = tpot(runs)
     result = {
         "tpot_ms": spread.median,

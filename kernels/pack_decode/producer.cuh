@@ -104,10 +104,10 @@ class Producer {
   }
 
  private:
-  // Whether what the plan reads is more than the L2 keeps for long. With less, hints cost up to 2%.
+  // Whether the plan reads more than the L2 keeps for long. Where it reads less, hints cost up to 2%.
   __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
     constexpr int64_t kBytesPerToken = (Dims::kKey + Dims::kValue) * Dims::kElementBytes;
-    constexpr int64_t kBytes = 16'000'000;  // measured on an H100 and an H200, whose L2 has 50 MB
+    constexpr int64_t kBytes = 16'000'000;  // measured on an H100, whose L2 has 50 MB
     return num_kv_tokens * (kBytesPerToken * params_.num_kv_heads) > kBytes;
   }
 

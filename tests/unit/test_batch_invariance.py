@@ -11,6 +11,7 @@ import torch
 from forests import ForestCase, forest_cases, make_case, three_level_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_segments import plan_segments
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat._scheduler import OPEN_END, SHARED_KV, PackScheduler, num_chunks
@@ -237,6 +238,12 @@ def test_a_shared_chunk_is_read_once_per_tile(num_requests: int) -> None:
     plan = plan_of(case, scheduler_of())
     assert plan.header.num_work_items == -(-num_requests // 16)
     assert plan.header.num_shared_slots == 512
+
+
+def test_private_tails_are_said_to_be_read_once() -> None:
+    case = make_case([(-1, 1024)], [(0, 1000)] * 2)
+    for segment in plan_segments(plan_of(case, scheduler_of())):
+        assert segment.is_read_once is (segment.kv_request != SHARED_KV)
 
 
 @many
