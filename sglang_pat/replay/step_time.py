@@ -1,9 +1,10 @@
 """How long a decode step takes, estimated: what it moves, at speeds measured on an H100.
 
 `advice.py` asks for it. The constants were fitted to the recorded runs of one H100
-(`benchmarks/results/h100/`: serving.json of both SGLang versions, kernels-cascade.json) and a test
-compares them. Pat and a query-centric kernel obey one law: they differ in what they read, and from
-where. Other GPUs are scaled by their data sheets, which no run has checked.
+(`benchmarks/results/h100/`: serving.json of both SGLang versions, serving-gates-whole.json,
+bench.json, kernels-cascade.json) and a test compares them. Pat and a query-centric kernel obey one
+law: they differ in what they read, and from where. Other GPUs are scaled by their data sheets,
+which no run has checked.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from sglang_pat.replay.models import GPUS, Gpu, Weights, parameter_bytes, read_w
 _H100 = GPUS["H100"]
 _KV_SHARE = 2.91e12 / _H100.bytes_per_second  # of the peak bandwidth, KV from memory
 _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
-_WEIGHT_SHARE = 2.57e12 / _H100.bytes_per_second
-_FLOPS_SHARE = 646e12 / _H100.flops_per_second
-_L2_PER_SM = 6.5e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
+_WEIGHT_SHARE = 2.62e12 / _H100.bytes_per_second
+_FLOPS_SHARE = 700e12 / _H100.flops_per_second
+_L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
 _LAYER_SECONDS = 12e-6  # of a layer's norms and launches
-_PREFILL_SHARE = 450 / 989  # of the peak of the tensor cores
+_PREFILL_SHARE = 360 / 989  # of the peak of the tensor cores
 _PREFILL_SECONDS = 0.002  # of every prefill, beside reading the weights
 
 _MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
