@@ -73,8 +73,7 @@ struct PlanHeader {
 #undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t
-      num_kv_tokens;  // that all work items read when the plan is made; INT32_MAX stands for more
+  int32_t num_kv_tokens;     // that all work items read at planning time, or INT32_MAX
   int32_t reserved[3];
 };
 
@@ -109,7 +108,7 @@ struct KvSegment {
   static constexpr int32_t kReadOnce = 1 << 15;
 
   static constexpr int32_t interval(int32_t first, int32_t end) { return first | end << 16; }
-  constexpr int32_t first_request() const { return requests & 0x7fff; }
+  constexpr int32_t first_request() const { return requests & (kReadOnce - 1); }
   constexpr bool is_read_once() const { return requests & kReadOnce; }
   constexpr int32_t end_request() const { return requests >> 16; }
 };

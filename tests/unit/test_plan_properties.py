@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from forests import (
@@ -56,8 +54,8 @@ def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> 
     read by one work item alone is."""
     shared = gathered_slots(plan, case)
     read: list[list[np.ndarray]] = [[] for _ in seq_lens]
-    readers: Counter[int] = Counter()  # work items by token
-    once = []  # tokens of which the plan says that they have one
+    readers = np.zeros(case.tokens.max(initial=0) + 1, dtype=int)  # work items by token
+    once = [np.empty(0, np.int32)]  # tokens of which the plan says that they have one
     for _, kv_request, kv_begin, kv_end, entries, is_read_once in plan_segments(plan):
         if kv_request == SHARED_KV:
             slots = shared[kv_begin:kv_end]
@@ -66,12 +64,13 @@ def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> 
             slots = case.tokens[kv_request, kv_begin:end]
         for request in plan.item_requests[entries, 0].tolist():
             read[request].append(slots)
-        readers.update(slots.tolist())
-        once += slots.tolist() if is_read_once else []
+        readers[slots] += 1
+        if is_read_once:
+            once.append(slots)
     for request, seq_len in enumerate(seq_lens.tolist()):
         have = np.concatenate([np.empty(0, np.int32), *read[request]])
         np.testing.assert_array_equal(np.sort(have), np.sort(case.tokens[request, :seq_len]))
-    assert all(readers[token] == 1 for token in once)
+    assert (readers[np.concatenate(once)] == 1).all()
 
 
 def check_structure(plan: DecodePlan, case: ForestCase, group_size: int) -> None:
