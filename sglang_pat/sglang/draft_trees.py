@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.executors.layer import Scale
+
 
 class DraftTrees:
     """The trees of a step: which draft tokens each one reads.
@@ -53,7 +55,7 @@ class DraftTrees:
         slots: torch.Tensor,
         layer: RadixAttention,
         before: tuple[torch.Tensor, torch.Tensor],
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[Scale, Scale] = (1.0, 1.0),
     ) -> torch.Tensor:
         """Attention over all that each draft token reads.
 
@@ -71,7 +73,7 @@ class DraftTrees:
             Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` over what the requests had
             before the step. An attention sink has been counted there. The output may be
             overwritten.
-        scales : tuple of float
+        scales : tuple of float or torch.Tensor
             What the keys and the values in the caches are multiplied with.
 
         Returns

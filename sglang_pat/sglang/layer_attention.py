@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.kv_writes import KvWrites
 from sglang_pat.sglang.microbatches import StepPlans
@@ -106,6 +107,6 @@ class LayerAttention:
         out[:num_known] = run(planned)[:num_known]
         return out
 
-    def _scales(self, layer: RadixAttention) -> tuple[float, float]:
+    def _scales(self, layer: RadixAttention) -> tuple[Scale, Scale]:
         """What the numbers in the caches are multiplied with."""
         return read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)

@@ -117,13 +117,23 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
         "query heads per KV head 32",
         "query heads per KV head = 32 .layer 1.; supported: 1 to 16",
     ),
-    "scales on the device": (
-        lambda: fp8_runner(model=scaled_layers(v_scale_float=None)),
-        "KV pool with scales that the host does not know",
-        "KV pool = with scales that the host does not know .layer 1.",
+    "a scale per head": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones(2))),
+        "KV pool scaled by 2 numbers of torch.float32",
+        "KV pool = scaled by 2 numbers of torch.float32 .layer 1.",
+    ),
+    "a scale of another type": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones((), dtype=torch.float64))),
+        "KV pool scaled by 1 numbers of torch.float64",
+        "KV pool = scaled by 1 numbers of torch.float64 .layer 1.",
+    ),
+    "a scale elsewhere": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones((), device="meta"))),
+        "KV pool scaled by a number on meta",
+        "KV pool = scaled by a number on meta .layer 1.",
     ),
     "a scale of nothing": (
-        lambda: fp8_runner(model=scaled_layers(k_scale_float=0.0)),
+        lambda: fp8_runner(model=scaled_layers(k_scale=torch.tensor(0.0))),
         "KV pool scaled by 0.0",
         "KV pool = scaled by 0.0 .layer 1.",
     ),
@@ -441,13 +451,15 @@ def test_scales_count_where_the_default_backend_stores_by_them() -> None:
     assert [*Routes.of_runner(model_runner, "torch_native").shapes] == [0, 1]
     uncertain = Routes.of_runner(model_runner, "intel_amx")
     assert str(uncertain.delegated[1]) == "KV pool scaled, under intel_amx"
-    unknown = fp8_runner(model=scaled_layers(k_scale_float=None))
-    assert [*Routes.of_runner(unknown, "torch_native").shapes] == [0, 1]
+    odd = fp8_runner(model=scaled_layers(k_scale=torch.ones(2)))
+    assert [*Routes.of_runner(odd, "torch_native").shapes] == [0, 1]
 
 
 def test_scales_are_those_that_the_pool_divides_by() -> None:
     layer = scaled_layers()[-1]
+    layer.k_scale_float = layer.v_scale_float = 1.0  # out of date after an update of the weights
     assert read_scales(layer) == (0.5, 3.0)
+    assert read_scales(layer)[0] is layer.k_scale
     layer.k_scale = layer.v_scale = None
     assert read_scales(layer) == (1.0, 1.0)
     layer.k_scale = layer.v_scale = 0.25  # from --quantization-param-path
