@@ -6,14 +6,17 @@
 
 namespace pat {
 
+// Scale of the keys that the host does not have; 1 if it has it.
+__device__ __forceinline__ float key_scale_on_device(const DecodeParams& params) {
+  return params.k_scale_on_device == nullptr ? 1.f : *params.k_scale_on_device;
+}
+
 // Scale of the logits, that of the keys included. With a soft-cap, scores are scaled before it.
 template <bool kOneByte, bool kSoftCap>
 __device__ __forceinline__ decltype(auto) logit_scale(const DecodeParams& params) {
   if constexpr (kOneByte) {
     LogitScale scale = params.logit_scale;
-    if (params.k_scale_on_device != nullptr) {
-      (kSoftCap ? scale.inner : scale.outer) *= *params.k_scale_on_device;
-    }
+    (kSoftCap ? scale.inner : scale.outer) *= key_scale_on_device(params);
     return scale;
   } else {
     return (params.logit_scale);

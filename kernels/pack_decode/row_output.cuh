@@ -109,7 +109,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
   constexpr bool kMayEnd = kOwnTiles * kKvWarps != kTiles;  // the last warp's share is smaller
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
-  const float outer = logit_scale<Dims::kOneByte, kSoftCap>(params).outer;
+  decltype(auto) scale = logit_scale<Dims::kOneByte, kSoftCap>(params);
   const int kv_warp = warp % kKvWarps;
   const int first_warp = warp - kv_warp;
   const bool has_part = kv_warp < num_parts;
@@ -149,12 +149,12 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
     const float shift = maximum == -INFINITY ? 0.f : maximum;  // the item is empty
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
-      total += states[other].y * ptx::exp2((states[other].x - shift) * outer);
+      total += states[other].y * ptx::exp2((states[other].x - shift) * scale.outer);
     }
 
     float2 own[kOwnTiles] = {};
     if (has_part) {
-      const float factor = ptx::exp2((part.maximum[h] - shift) * outer);
+      const float factor = ptx::exp2((part.maximum[h] - shift) * scale.outer);
 #pragma unroll
       for (int receiver = 0; receiver < kKvWarps; ++receiver) {
         const int rank = kv_warp - (kv_warp > receiver);
