@@ -34,7 +34,7 @@ from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.options import drafts_of
 from sglang_pat.sglang.planned_attention import PlannedAttention
 from sglang_pat.sglang.radix import Request
-from sglang_pat.sglang.reader import BatchReader
+from sglang_pat.sglang.reader import BatchReader, num_known
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.route_reports import report_routes
@@ -229,8 +229,9 @@ class PatDecoder(PlannedAttention):
         drafts, verify = None, self._verify
         if verify is not None and forward_batch.forward_mode.is_target_verify():
             drafts = verify.drafts
+            known = num_known(step, forward_batch)
             req_pool_indices, seq_lens = verify.take(
-                forward_batch, is_captured=is_captured, in_capture=in_capture
+                forward_batch, known, is_captured=is_captured, in_capture=in_capture
             )
         elif verify is not None:
             verify.leave()
@@ -265,7 +266,7 @@ class PatDecoder(PlannedAttention):
         if growth is None:
             return False
         count = verify.drafts.per_request
-        verify.repeat(forward_batch)
+        verify.repeat(forward_batch, len(step.reqs))
         if not self._repeats.add(forward_batch.batch_size, begun_ns, count * growth):
             return False
         verify.count(len(step.reqs) * count)
@@ -296,7 +297,8 @@ class PatDecoder(PlannedAttention):
             return super()._run(run, q, caches, layer, forward_batch)
         # Of the caches: what the pool has, which may be rounded to a smaller type.
         before, scales = run(q, return_lse=True), self._scales(layer)
-        return trees.merge(q, caches, forward_batch.out_cache_loc, layer, before, scales)
+        slots = forward_batch.out_cache_loc[: len(q)]
+        return trees.merge(q, caches, slots, layer, before, scales)
 
     # --- statistics ---
 

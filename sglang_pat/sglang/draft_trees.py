@@ -29,14 +29,14 @@ class DraftTrees:
         # [requests, draft tokens, draft tokens that it reads]: 0 for one that is read, else -inf.
         self._biases = self._chain.expand(0, -1, -1)
 
-    def take(self, forward_batch: Any, *, in_capture: bool) -> None:
-        """Go to the next step. Rows of padding are chains."""
+    def take(self, forward_batch: Any, num_known: int, *, in_capture: bool) -> None:
+        """Go to the next step. num_known: its requests that have masks. Those behind are padding,
+        whose rows are chains."""
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
         elif len(self._biases) != num_requests:
             self._biases = self._reserved[:num_requests]
-        num_known = num_requests - getattr(forward_batch, "num_padding", 0)
         if in_capture or num_known == 0:
             return
         biases, seq_lens = self._biases, forward_batch.seq_lens
