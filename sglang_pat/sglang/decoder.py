@@ -133,18 +133,8 @@ class PatDecoder(PlannedAttention):
         begun_ns = time.perf_counter_ns()
         step = self._acknowledge(forward_batch)
         microbatch = self._microbatches.of(step)
-        if (
-            not in_capture
-            and microbatch.reader.is_unchanged(step)
-            and self._repeats.add(forward_batch.batch_size, begun_ns)
-        ):
+        if not in_capture and self._repeats_last(microbatch.reader, step, forward_batch, begun_ns):
             return  # what the graph reads is in place
-        if (
-            self._verify is not None
-            and not in_capture
-            and self._repeats_verify(microbatch.reader, step, forward_batch, begun_ns)
-        ):
-            return
         if forward_batch.batch_size == 0:
             return
         num_repeated = self._repeats.end()
@@ -253,6 +243,15 @@ class PatDecoder(PlannedAttention):
             reader.expect_growth(plans.steps_left())
             num_growing, steps = 0, self._reports.steps_left
         self._repeats.begin(forward_batch.batch_size, steps, plans.step_tokens, num_growing)
+
+    def _repeats_last(
+        self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
+    ) -> bool:
+        """Whether a step needs no plan(): it is of the kind of the last one, whose plan serves
+        it."""
+        if forward_batch.forward_mode is _VERIFY:
+            return self._repeats_verify(reader, step, forward_batch, begun_ns)
+        return reader.is_unchanged(step) and self._repeats.add(forward_batch.batch_size, begun_ns)
 
     def _repeats_verify(
         self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int

@@ -112,8 +112,9 @@ class BatchReader:
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def is_unchanged(self, step: StepRequests | None) -> bool:
-        """Whether a step has the requests of the last one, where they were, and these could share.
-        It is then like the last, but that each request is a token longer.
+        """Whether a decode step has the requests of the last one, which decoded too, where they
+        were, and these could share. It is then like the last, but that each request is a token
+        longer.
 
         Nothing has run in between: not even a step in which these requests decoded elsewhere.
         """
@@ -187,7 +188,7 @@ class BatchReader:
         """
         begun_ns = time.perf_counter_ns()
         self._growth = None
-        self.repeats_last = ahead == 0 and self.is_unchanged(step)
+        self.repeats_last = drafts is None and ahead == 0 and self.is_unchanged(step)
         known = num_known(step, forward_batch)
         reason = self._private_reason(step, forward_batch.batch_size)
         speculating = step.reqs if step is not None and (drafts is not None or ahead) else None
