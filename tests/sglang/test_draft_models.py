@@ -361,12 +361,12 @@ def test_tokens_of_a_step_are_stored_before_it_attends() -> None:
             drafting.assert_row(q, out, i, lens[i] + step + 1, layer=1)
 
 
-@pytest.mark.parametrize("more_rows", range(1, 8))
 @pytest.mark.parametrize("size", [0, 2, 4])
-def test_rows_that_mlp_synchronisation_adds_are_nothing(size: int, more_rows: int) -> None:
+def test_rows_that_mlp_synchronisation_adds_are_nothing(size: int) -> None:
     """SGLang prepares a round before it pads the tokens of its steps."""
     drafting = repeating(captured=(size,) if size else ())
-    for lens in ([25, 31], [26, 34]):
+    for more_rows in range(1, 8):
+        lens = [25 + more_rows, 31 + 2 * more_rows]
         view = drafting.view(lens, size)
         if size:
             drafting.replay(view)
@@ -374,7 +374,7 @@ def test_rows_that_mlp_synchronisation_adds_are_nothing(size: int, more_rows: in
             drafting.steps.init_forward_metadata(view)
         num_tokens = view.batch_size + more_rows
         drafting.assert_round(mlp_padded(view, drafting.served, num_tokens), lens)
-    assert drafting.decoder._num_repeated == (1 if size else 0)
+    assert drafting.decoder._num_repeated == (6 if size else 0)
 
 
 def test_an_idle_rank_plans_nothing() -> None:
