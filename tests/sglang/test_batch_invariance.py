@@ -39,7 +39,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_deterministic_inference_turns_it_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         backend = pat_backend(runner(server_args=deterministic()))
-    assert "pat decodes 2 of 2 layers, batch-invariant" in messages(caplog)
+    assert "pat decodes 2 of 2 layers, batch-invariant; prefill on triton" in messages(caplog)
     assert backend._pat.routes.as_json()["batch_invariant"] is True
 
 

@@ -26,6 +26,7 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
+from sglang_pat.sglang import route_reports
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
 from sglang_pat.sglang.routes import Routes, attention_layers, window_reason
@@ -283,7 +284,7 @@ def test_a_layer_is_left_to_the_default_backend(
     with caplog.at_level(logging.INFO):
         backend = pat_backend(make_runner())
     messages = our_messages(caplog)
-    assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
+    assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}; prefill on triton"]
     assert [*backend._pat.routes.shapes] == [0]
 
 
@@ -394,6 +395,23 @@ def test_a_table_joins_neighbours() -> None:
         "default_layers": {"sliding window 16": 2},
         "batch_invariant": False,
     }
+
+
+def test_the_log_names_the_backend_that_prefills(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = server_arguments(prefill_attention_backend="fa3")
+    with caplog.at_level(logging.INFO):
+        pat_backend(runner(server_args=arguments))
+    assert our_messages(caplog) == ["pat decodes 2 of 2 layers; prefill on fa3"]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_the_server_info_names_pat_where_it_decodes(decodes: bool) -> None:
+    # SGLang's own arguments name the default backend; what a scheduler tells wins over them.
+    pat_backend(runner() if decodes else runner(use_mla_backend=True))
+    told = route_reports._after_get_init_info({"status": "ready"})
+    assert told.pop("pat")["pat_layers"] == (2 if decodes else 0)
+    backend = {"decode_attention_backend": "pat"} if decodes else {}
+    assert told == {"status": "ready"} | backend
 
 
 def test_the_window_of_a_model_is_asked_for_as_sglang_does() -> None:
