@@ -321,26 +321,26 @@ def test_rows_behind_those_of_a_graph_are_padding(
 def test_an_idle_rank_that_verifies_padding(
     algorithm: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, server_context: Any
 ) -> None:
-    """As SGLang turns idle ranks of hybrid models into, after a step with requests."""
+    """As SGLang turns idle ranks of hybrid models into, before and after steps with requests."""
     server, reads, mask = new_server(algorithm, monkeypatch)
-    server.backend.init_forward_metadata(server.view([25, 31], 0, mask))
-    before = server.counts(), dict(server.backend._pat._counters()["private_steps"])
-    with monkeypatch.context() as patch:
-        patch.setattr(CHANNEL, "_step", None)
-        view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
-        view.forward_mode = ForwardMode.IDLE
-        padded = mlp_padded(view, server.backend, num_tokens, DRAFTS)
-        padded._original_forward_mode = ForwardMode.IDLE
-        padded.forward_mode = ForwardMode.TARGET_VERIFY
-        server.backend.init_forward_metadata(padded)
-        _, out = server.attend(padded)
+    for lens in ([25, 31], [26, 33]):
+        before = server.counts(), dict(server.backend._pat._counters()["private_steps"])
+        with monkeypatch.context() as patch:
+            patch.setattr(CHANNEL, "_step", None)
+            view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
+            view.forward_mode = ForwardMode.IDLE
+            padded = mlp_padded(view, server.backend, num_tokens, DRAFTS)
+            padded._original_forward_mode = ForwardMode.IDLE
+            padded.forward_mode = ForwardMode.TARGET_VERIFY
+            server.backend.init_forward_metadata(padded)
+            _, out = server.attend(padded)
         assert len(out) == num_tokens
         assert out.isfinite().all()
         assert algorithm == "NGRAM" or not out.any()
-    assert (server.counts(), server.backend._pat._counters()["private_steps"]) == before
-    view = server.view([25, 31], 0, mask)
-    server.backend.init_forward_metadata(view)
-    server.assert_exact(view, [25, 31], reads)
+        assert (server.counts(), server.backend._pat._counters()["private_steps"]) == before
+        view = server.view(lens, 0, mask)
+        server.backend.init_forward_metadata(view)
+        server.assert_exact(view, lens, reads)
 
 
 def test_a_step_that_lacks_requests_is_refused(server: Server) -> None:
@@ -359,11 +359,13 @@ def test_a_step_of_another_kind_is_no_repetition(
 ) -> None:
     server, reads, mask = new_server(algorithm, monkeypatch, is_checked)
     server.capture(2)
+    # As many requests in both graphs, or as many rows.
+    size = 2 * DRAFTS if is_checked else 2
     for length in (25, 26, 27):
         lens = [length, length + 6]
-        view = replay_view(list(ROWS), lens, [1, 2], 2)
+        view = replay_view(list(ROWS), lens, [1, 2], size)
         server.backend.init_forward_metadata_out_graph(view)
-        q = torch.randn(2, QO_HEADS, HEAD_DIM)
+        q = torch.randn(size, QO_HEADS, HEAD_DIM)
         out = server.backend.forward_decode(q, None, None, server.runner.model[0], view)
         for i, row in enumerate(ROWS):
             exact = dense(q[i], server.runner.token_to_kv_pool, 0, server.table[row, : lens[i]])
