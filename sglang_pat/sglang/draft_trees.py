@@ -32,8 +32,8 @@ class DraftTrees:
         self._biases = self._chain.expand(0, -1, -1)
 
     def take(self, forward_batch: Any, num_known: int, *, in_capture: bool) -> None:
-        """Go to the next step. num_known: its requests that have masks. Those behind are padding,
-        whose rows are chains."""
+        """Go to the next step. num_known: its requests that have masks. Those behind are padding:
+        what their rows read does not matter."""
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
@@ -41,12 +41,9 @@ class DraftTrees:
             self._biases = self._reserved[:num_requests]
         if in_capture or num_known == 0:
             return
-        biases, seq_lens = self._biases, forward_batch.seq_lens
-        if num_known < num_requests:
-            biases[num_known:].copy_(self._chain)
-            biases, seq_lens = biases[:num_known], seq_lens[:num_known]
+        seq_lens = forward_batch.seq_lens[:num_known]
         masks = square_masks(forward_batch.spec_info.custom_mask, seq_lens, self._num_drafts)
-        torch.log(masks, out=biases)
+        torch.log(masks, out=self._biases[:num_known])
 
     def merge(
         self,
