@@ -42,7 +42,9 @@ def register() -> None:
 
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    for device in ("cpu", "cuda"):  # 0.5.17 asks for that of a GPU
+        name = f"get_{device}_graph_seq_len_fill_value"
+        setattr(TorchNativeAttnBackend, name, lambda self: 1)
     torch.Tensor.pin_memory = lambda self, *args: self
     mha.transfer_kv_direct = transfer_kv_direct
     common.ALLOC_MEMORY_FUNCS["cpu"] = new_host_memory
