@@ -76,7 +76,18 @@ def _after_capture(result: Any, worker: Any) -> None:
         EAGLEDraftExtendCudaGraphRunner,
     )
 
-    captured = EAGLEDraftExtendCudaGraphRunner(worker)
+    is_standalone = worker.speculative_algorithm.is_standalone()
+
+    class Runner(EAGLEDraftExtendCudaGraphRunner):  # type: ignore[misc]  # SGLang has no types
+        def execute(self, *arguments: Any, **keywords: Any) -> Any:
+            out = super().execute(*arguments, **keywords)
+            if is_standalone:
+                # Such drafts have no hidden states: prompts return none. SGLang joins those of both
+                # kinds of steps, and indexes the sum when it retracts a request.
+                out.hidden_states = None
+            return out
+
+    captured = Runner(worker)
     if not backend.needs_default:  # still, after the warm-up
         worker.cuda_graph_runner_for_draft_extend = captured
 

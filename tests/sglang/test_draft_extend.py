@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool, told_default_layers
 from sglang_fakes import (
     HEAD_DIM,
@@ -318,6 +319,9 @@ class Captured:
         if Captured.warm_up is not None:
             Captured.warm_up()
 
+    def execute(self, forward_batch: Any, select_index: Any = None) -> Any:
+        return SimpleNamespace(next_token_logits=1, hidden_states=2)
+
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -333,7 +337,19 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         extending=extending,
         draft_extend_attn_backend=extending.backend,
         cuda_graph_runner_for_draft_extend=None,
+        speculative_algorithm=SpeculativeAlgorithm.EAGLE,
     )
+
+
+@pytest.mark.parametrize(("algorithm", "hidden_states"), [("EAGLE", 2), ("STANDALONE", None)])
+def test_captured_steps_return_hidden_states_where_prompts_do(
+    worker: Any, algorithm: str, hidden_states: int | None
+) -> None:
+    """SGLang merges them over requests: a part of them would be indexed as if it were all."""
+    worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
+    draft_backend._after_capture(None, worker)
+    out = worker.cuda_graph_runner_for_draft_extend.execute(None, None)
+    assert (out.next_token_logits, out.hidden_states) == (1, hidden_states)
 
 
 def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
