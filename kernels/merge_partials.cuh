@@ -12,6 +12,7 @@
 
 #include "decode_params.h"
 #include "ptx/ptx.cuh"
+#include "scales.cuh"
 #include "sinks.cuh"
 
 namespace pat {
@@ -207,11 +208,11 @@ struct PartialSum {
 template <typename T, bool kScales, typename Partial, int kColumns, bool kSinks>
 __device__ __forceinline__ void store_sum(const DecodeParams& params,
                                           const PartialSum<Partial, kColumns, kSinks>& sum,
-                                          int64_t out_row, int lane) {
+                                          int64_t out_row, float v_scale, int lane) {
   using Sum = PartialSum<Partial, kColumns, kSinks>;
   const bool empty = sum.weight == 0.f;
   float inverse = empty ? 0.f : 1.f / sum.weight;
-  if constexpr (kScales) inverse *= value_scale<kScales>(params);
+  if constexpr (kScales) inverse *= v_scale;
   if (lane < Sum::kLanes) {
     T* target = static_cast<T*>(params.out) + out_row * kColumns + lane * 4;
 #pragma unroll
@@ -279,6 +280,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   ptx::wait_for_dependencies();
   if (!has_rows) return;
   ptx::launch_dependents();
+  const float v_scale = KvScales<kScales>::load(params).value(params);
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read
   }
@@ -308,7 +310,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     for (int r = 0; r < kRows; ++r) {
       if (own + r * row_step >= num_rows) continue;
       if (kSinks) sums[r].add_sink(load_sink(params.sinks, rows[r].head));
-      store_sum<T, kScales>(params, sums[r], rows[r].out_row(params), lane);
+      store_sum<T, kScales>(params, sums[r], rows[r].out_row(params), v_scale, lane);
     }
     first_own += (kRows - 1) * row_step;
     own += (kRows - 1) * row_step;
@@ -359,7 +361,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
         __syncthreads();
         if (warp != turn) continue;
       }
-      store_sum<T, kScales>(params, sum, row.out_row(params), lane);
+      store_sum<T, kScales>(params, sum, row.out_row(params), v_scale, lane);
     }
   }
 }

@@ -1,35 +1,44 @@
 // Scales of the KV cache. Over one-byte KV they may lie on the device: a weight update then changes them under captured
-// graphs. They are read where they are used, from the L1, and take no register in between.
+// graphs. Each thread loads them at its start, where nothing waits for them yet.
 #pragma once
 
 #include "decode_params.h"
 
 namespace pat {
 
-// Scale of the keys that the host does not have; 1 if it has it.
-__device__ __forceinline__ float key_scale_on_device(const DecodeParams& params) {
-  return params.k_scale_on_device == nullptr ? 1.f : *params.k_scale_on_device;
-}
-
-// Scale of the logits, that of the keys included. With a soft-cap, scores are scaled before it.
-template <bool kOneByte, bool kSoftCap>
-__device__ __forceinline__ decltype(auto) logit_scale(const DecodeParams& params) {
-  if constexpr (kOneByte) {
-    LogitScale scale = params.logit_scale;
-    (kSoftCap ? scale.inner : scale.outer) *= key_scale_on_device(params);
-    return scale;
-  } else {
-    return (params.logit_scale);
-  }
-}
-
-// Scale of the values.
+// Over KV of the queries' type: the host has the scales, and they cost no register.
 template <bool kOneByte>
-__device__ __forceinline__ float value_scale(const DecodeParams& params) {
-  if constexpr (kOneByte) {
-    if (params.v_scale_on_device != nullptr) return *params.v_scale_on_device;
+struct KvScales {
+  __device__ __forceinline__ static KvScales load(const DecodeParams&) { return {}; }
+
+  // Scale of the logits, that of the keys included. With a soft-cap, scores are scaled before it.
+  template <bool kSoftCap>
+  __device__ __forceinline__ const LogitScale& logit(const DecodeParams& params) const {
+    return params.logit_scale;
   }
-  return params.v_scale;
-}
+  __device__ __forceinline__ float value(const DecodeParams& params) const {
+    return params.v_scale;
+  }
+};
+
+template <>
+struct KvScales<true> {
+  float key;  // beside what logit_scale has of the host
+  float values;
+
+  // After wait_for_dependencies().
+  __device__ __forceinline__ static KvScales load(const DecodeParams& params) {
+    return {params.k_scale_on_device == nullptr ? 1.f : *params.k_scale_on_device,
+            params.v_scale_on_device == nullptr ? params.v_scale : *params.v_scale_on_device};
+  }
+
+  template <bool kSoftCap>
+  __device__ __forceinline__ LogitScale logit(const DecodeParams& params) const {
+    LogitScale scale = params.logit_scale;
+    (kSoftCap ? scale.inner : scale.outer) *= key;
+    return scale;
+  }
+  __device__ __forceinline__ float value(const DecodeParams&) const { return values; }
+};
 
 }  // namespace pat

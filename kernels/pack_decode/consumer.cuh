@@ -4,6 +4,7 @@
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
+#include "scales.cuh"
 
 namespace pat {
 
@@ -13,6 +14,7 @@ struct Consumer {
 
   Storage& storage;
   const int warp;
+  const KvScales<Dims::kOneByte> scales;
   QueryPosition position;
   RingPosition<Storage::kStages> ring;
 

@@ -118,7 +118,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   part.begin(consumer.queries(kUnits), kTileRows, first_row, query_factors, lane);
   consumer.release_queries(kUnits, first_row, lane);
 
-  decltype(auto) scale = logit_scale<Dims::kOneByte, kSoftCap>(params);
+  decltype(auto) scale = consumer.scales.template logit<kSoftCap>(params);
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
   const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
   int num_stages = 0;
@@ -143,11 +143,12 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   if constexpr (Dims::kOneByte) part.order_columns();
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
-    store_item(part, consumer.storage, params, first_row, consumer.warp, lane);
+    store_item(part, consumer.storage, params, consumer.scales, first_row, consumer.warp, lane);
   } else {
     const int num_parts = min(num_stages, Layout::kStagesPerStep) * Layout::kWarpsPerStage;
     combine_and_store_item<T, Dims, kSoftCap, Layout::kKvWarps>(
-        part, consumer.storage, params, num_parts, num_rows, first_row, consumer.warp, lane);
+        part, consumer.storage, params, consumer.scales, num_parts, num_rows, first_row,
+        consumer.warp, lane);
   }
 }
 

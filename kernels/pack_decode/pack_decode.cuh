@@ -55,7 +55,11 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
-    Consumer<Dims> consumer{.storage = storage, .warp = warp, .position = {}, .ring = {}};
+    Consumer<Dims> consumer{.storage = storage,
+                            .warp = warp,
+                            .scales = KvScales<Dims::kOneByte>::load(params),
+                            .position = {},
+                            .ring = {}};
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);
     return;
   }

@@ -59,12 +59,13 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
 // A row's columns from `first_column` on and, where that is 0, its LSE. total: sum of exponentials relative to the
 // score `maximum`.
 template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
-__device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row,
+__device__ __forceinline__ void store_row(const DecodeParams& params,
+                                          const KvScales<Dims::kOneByte>& scales, RowTarget row,
                                           int first_column, const float2 (&values)[kTiles],
                                           float maximum, float total, uint32_t lane) {
   constexpr float kHeadroom = WarpAttention<T, Dims, kSoftCap>::kHeadroom;
-  const float logit = maximum * logit_scale<Dims::kOneByte, kSoftCap>(params).outer;
-  const auto [scale, log2_sum] = row_scale<Dims>(params, row, logit - kHeadroom, total);
+  const float logit = maximum * scales.template logit<kSoftCap>(params).outer;
+  const auto [scale, log2_sum] = row_scale<Dims>(params, scales, row, logit - kHeadroom, total);
   store_columns<T, Dims, kMayEnd>(params, row, first_column, values, scale, lane);
   if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
@@ -74,7 +75,8 @@ __device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget 
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,
-                                           int first_row, int warp, uint32_t lane) {
+                                           const KvScales<Dims::kOneByte>& scales, int first_row,
+                                           int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   const RowTarget* targets = storage.row_targets[warp];
   const bool is_mixed = storage.mixed_items[warp] != kNotMixed;
@@ -87,7 +89,7 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
       values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
     }
     if (is_mixed) rows_with_nan |= find_nan(values) << 32 * h;
-    store_row<T, Dims, kSoftCap, false>(params, targets[lane / 4 + 8 * h], 0, values,
+    store_row<T, Dims, kSoftCap, false>(params, scales, targets[lane / 4 + 8 * h], 0, values,
                                         part.maximum[h], part.sum[h], lane);
   }
   if (rows_with_nan != 0) {
@@ -101,15 +103,16 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
 template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,
-                                                       const DecodeParams& params, int num_parts,
-                                                       int num_rows, int first_row, int warp,
-                                                       uint32_t lane) {
+                                                       const DecodeParams& params,
+                                                       const KvScales<Dims::kOneByte>& scales,
+                                                       int num_parts, int num_rows, int first_row,
+                                                       int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
   constexpr bool kMayEnd = kOwnTiles * kKvWarps != kTiles;  // the last warp's share is smaller
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
-  decltype(auto) scale = logit_scale<Dims::kOneByte, kSoftCap>(params);
+  decltype(auto) scale = scales.template logit<kSoftCap>(params);
   const int kv_warp = warp % kKvWarps;
   const int first_warp = warp - kv_warp;
   const bool has_part = kv_warp < num_parts;
@@ -187,8 +190,8 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
       }
     }
     if (is_mixed) rows_with_nan |= find_nan(own) << 32 * h;
-    store_row<T, Dims, kSoftCap, kMayEnd>(params, targets[lane / 4 + 8 * h], first_column, own,
-                                          maximum, total, lane);
+    store_row<T, Dims, kSoftCap, kMayEnd>(params, scales, targets[lane / 4 + 8 * h], first_column,
+                                          own, maximum, total, lane);
   }
   if (rows_with_nan != 0) {
     recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,

@@ -33,11 +33,12 @@ struct RowScale {
 // maximum: a base-2 logit; total: sum of exponentials relative to it, 0 for an empty range. A row that goes straight to
 // the output gets its sink.
 template <typename Dims>
-__device__ __forceinline__ RowScale row_scale(const DecodeParams& params, RowTarget row,
+__device__ __forceinline__ RowScale row_scale(const DecodeParams& params,
+                                              const KvScales<Dims::kOneByte>& scales, RowTarget row,
                                               float maximum, float total) {
   const bool empty = total == 0.f;
   // Partials of one-byte numbers are in fp16, where those numbers fit: there, merge_partials multiplies.
-  const float v_scale = Dims::kOneByte && row >= 0 ? 1.f : value_scale<Dims::kOneByte>(params);
+  const float v_scale = Dims::kOneByte && row >= 0 ? 1.f : scales.value(params);
   float scale = empty ? 0.f : ptx::reciprocal(total) * v_scale;
   float log2_sum = empty ? -INFINITY : maximum + ptx::log2(total);
   if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {

@@ -63,7 +63,7 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   Attention part;
   Queries<T, Dims, kSoftCap> queries;
   if (has_rows) {
-    queries.load(part, consumer, units, first_row, logit_scale<Dims::kOneByte, kSoftCap>(params),
+    queries.load(part, consumer, units, first_row, consumer.scales.template logit<kSoftCap>(params),
                  lane);
   } else {
     queries.clear(part);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   if (has_rows) {
     queries.finish(part, consumer, lane);
     part.finish();
-    store_item(part, consumer.storage, params, first_row, consumer.warp, lane);
+    store_item(part, consumer.storage, params, consumer.scales, first_row, consumer.warp, lane);
   }
 }
 
