@@ -5,7 +5,6 @@ Run by `make wheels`. Needs no GPU and no nvcc; the Pythons must be installed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from sglang_pat import support
+from sglang_pat.cli.arguments import Parser
 from sglang_pat.executors import jit
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ CONVERTED = {"bfloat16": ("float8_e4m3fn",)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--python",
         action="append",

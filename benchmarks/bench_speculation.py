@@ -48,6 +48,8 @@ from serving.tables import console
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
+from sglang_pat.cli.arguments import Parser, whole_number
+from sglang_pat.output_file import output_file
 
 TOGETHER = ("small", "ngram", "same")
 DRAFTS = (*TOGETHER, "eagle")
@@ -416,21 +418,31 @@ def _shared_device(shape: ModelShape, case: Case) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--drafts", nargs="+", default=list(TOGETHER), choices=DRAFTS)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument("--layers", type=int, metavar="N", help=f"of the model (default: {LAYERS})")
     parser.add_argument(
-        "--draft-layers", type=int, default=1, metavar="N", help="of `small` (default: 1)"
+        "--layers",
+        type=whole_number(1, 1000),
+        metavar="N",
+        help=f"of the model (default: {LAYERS})",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="three or more")
+    parser.add_argument(
+        "--draft-layers",
+        type=whole_number(1, 1000),
+        default=1,
+        metavar="N",
+        help="of `small` (default: 1)",
+    )
+    parser.add_argument(
+        "--rounds", type=whole_number(3, 1000), default=5, metavar="N", help="three or more"
+    )
     parser.add_argument("--quick", action="store_true", help="three rounds, all servers at once")
     parser.add_argument("--without-drafts", action="store_true", help="plain decode")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
-    args = parser.parse_args()
-    if args.rounds < 3:
-        parser.error(f"--rounds must be 3 or more; got {args.rounds}")
-    return args
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.cli.gpus import Gpu, find_gpus
-from sglang_pat.cli.replay import whole_number
 from sglang_pat.output_file import output_or_stdout, write_output
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _CPU_ARGUMENTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
-    count = whole_number(1)
+    tokens = whole_number(1, 1 << 20)
     parser.add_argument(
         "--model",
         required=True,
@@ -65,21 +65,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", action="store_true", help="load the model's weights (default: random ones)"
     )
     parser.add_argument(
-        "--requests", type=count, default=64, metavar="N", help="that run together (default: 64)"
+        "--requests",
+        type=whole_number(1, 1 << 14),
+        default=64,
+        metavar="N",
+        help="that run together (default: 64)",
     )
     parser.add_argument(
-        "--prefix", type=count, default=4096, metavar="N", help="shared tokens (default: 4096)"
+        "--prefix", type=tokens, default=4096, metavar="N", help="shared tokens (default: 4096)"
     )
     parser.add_argument(
         "--private",
-        type=count,
+        type=tokens,
         default=256,
         metavar="N",
         help="tokens of each request behind the prefix (default: 256)",
     )
     parser.add_argument(
         "--unshared",
-        type=count,
+        type=tokens,
         default=1024,
         metavar="N",
         help="tokens of each request where nothing is shared (default: 1024)",

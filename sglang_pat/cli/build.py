@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from itertools import product
-from pathlib import Path
 
 from sglang_pat import support
+from sglang_pat.cli.arguments import folder_path, quoted
 from sglang_pat.cli.gpus import find_gpus
 
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cache",
-        type=_folder,
+        type=folder_path,
         metavar="FOLDER",
         help="where kernels are kept (default: $SGLANG_PAT_KERNEL_CACHE, else sglang-pat in "
         "$XDG_CACHE_HOME or ~/.cache)",
@@ -110,7 +109,7 @@ def _arch(text: str) -> tuple[int, int]:
     """`9.0` -> (9, 0)."""
     archs = {_name(arch): arch for arch in support.CAPABILITIES}
     if text not in archs:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: {', '.join(archs)}")
     return archs[text]
 
 
@@ -118,19 +117,12 @@ def _head_dim(text: str) -> tuple[int, int]:
     """`128` -> (128, 128), `192/128` -> (192, 128)."""
     pairs = {support.head_dim_name(*pair): pair for pair in support.HEAD_DIMS}
     if text not in pairs:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(pairs)}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: {', '.join(pairs)}")
     return pairs[text]
 
 
 def _name(arch: tuple[int, int]) -> str:
     return f"{arch[0]}.{arch[1]}"
-
-
-def _folder(text: str) -> Path:
-    # os.path: a folder that may not be looked into does not raise here, but in `kernel_cache`.
-    if not text or (os.path.exists(text) and not os.path.isdir(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
-    return Path(text)
 
 
 def _archs_here() -> list[tuple[int, int]]:
