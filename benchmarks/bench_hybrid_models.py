@@ -46,7 +46,7 @@ from serving.results import earlier, write
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ratio, tpot
+from sglang_pat.bench.decoding import DecodeRun, held_up_ms, ratio, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
 from sglang_pat.cli.arguments import Parser, real_number, whole_number
 from sglang_pat.output_file import output_file
@@ -158,6 +158,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
         "tpot_ms": {backend: spread.median for backend, spread in times.items()},
         "tpot_spread_ms": {backend: spread.as_dict() for backend, spread in times.items()},
         "rounds_ms": {backend: [run.tpot_ms for run in passes] for backend, passes in runs.items()},
+        "held_up_ms": {backend: held_up_ms(passes) for backend, passes in runs.items()},
         "default_over_pat": ratio(runs["default"], runs["pat"]).as_dict(),
         "first_ms": {backend: [run.first_ms for run in passes] for backend, passes in runs.items()},
         "share_of_prompts_cached": {

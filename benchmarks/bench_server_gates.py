@@ -53,7 +53,7 @@ from serving.results import write
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, tpot
+from sglang_pat.bench.decoding import DecodeRun, held_up_ms, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
 from sglang_pat.cli.arguments import Parser, real_number, whole_number
 from sglang_pat.output_file import output_file
@@ -239,6 +239,7 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
         "tpot_ms": {name: tpot(passes).median for name, passes in by_backend.items()},
         "tpot_spread_ms": {name: tpot(passes).as_dict() for name, passes in by_backend.items()},
         "rounds_ms": {name: [run.tpot_ms for run in each] for name, each in by_backend.items()},
+        "held_up_ms": {name: held_up_ms(each) for name, each in by_backend.items()},
         "share_of_prompts_cached": {
             name: min(run.cached for run in passes) for name, passes in by_backend.items()
         },
@@ -349,7 +350,9 @@ def sharing(
             fill_all(members, prompts, heads_of(case, prompts))
             runs = list(ask_in_turn(members, prompts, TOKENS, 2).values())
             ms = [tpot(passes).median for passes in runs]
-            found.append(sharing_cell(cell, ms[0], ms[1], over(runs[1], runs[0])))
+            held_up = {"pat": held_up_ms(runs[0]), "other": held_up_ms(runs[1])}
+            measured = sharing_cell(cell, ms[0], ms[1], over(runs[1], runs[0]))
+            found.append(measured | {"held_up_ms": held_up})
     return found
 
 

@@ -46,7 +46,7 @@ from serving.results import write
 from serving.tables import console
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
+from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
 from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.output_file import output_file
@@ -103,8 +103,7 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
     for backend, server in servers.items():
         ask = partial(decode_run, server, prompts, case.generated)
-        for held_up in ask_again_if_held_up(runs[backend], ask):
-            console.print(f"{backend}: {held_up:.2f} ms per token came at once, asked again")
+        ask_again_if_held_up(runs[backend], ask, partial(console.print, f"{backend}:"))
     answers = {backend: passes[-1].answers for backend, passes in runs.items()}
     off = {
         backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])
@@ -139,6 +138,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
     return {
         "ms_per_accepted_token": medians,
         "rounds_ms": rounds,
+        "held_up_ms": {backend: held_up_ms(passes) for backend, passes in runs.items()},
         "step_ms": {backend: statistics.median(times) for backend, times in steps.items()},
         "pat_over_default": medians["pat"] / medians["default"],
         "accepted_per_step": {backend: statistics.mean(each) for backend, each in gained.items()},
