@@ -62,8 +62,8 @@ def add_kernels() -> None:
     ]
     images = jit.build_all(configs, cache=ROOT / "build" / "cubins")
     shutil.rmtree(SHIPPED, ignore_errors=True)
-    for image in images:
-        entry = SHIPPED / image.parent.name
+    for config, image in zip(configs, images, strict=True):
+        entry = SHIPPED / jit.cache_key(config)
         entry.mkdir(parents=True)
         for name in (image.name, jit.RECORD):
             shutil.copyfile(image.with_name(name), entry / name)

@@ -492,10 +492,10 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """The kernels in the cache that run here, each with what compiled it."""
+    """The kernels that run here without being compiled, each with what compiled it."""
     import torch
 
-    from sglang_pat.executors import jit, kernel_cache
+    from sglang_pat.executors import jit
 
     found = []
     for capability in sorted({gpu.capability for gpu in gpus}):
@@ -511,7 +511,7 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
                 v_head_dim,
                 None if kv_dtype is None else getattr(torch, kv_dtype),
             )
-            image = kernel_cache.find(cache, jit.cache_key(config))
+            image = jit.find_image(config, cache)
             if image is not None:
                 found.append(f"{config.name} ({jit.compiler_of(image)})")
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import socket
 import stat
@@ -60,6 +61,24 @@ def default_cache(variables: Mapping[str, str] | None = None) -> Path:
             f"user {os.geteuid()} has no home folder for compiled kernels: set {CACHE_VARIABLE}"
         )
     return folder
+
+
+def versions(cache: Path, key: str) -> list[str]:
+    """Return the names `KEY-DIGITS` of the cache's entries, the newest one first.
+
+    Raises
+    ------
+    KernelCacheError
+        This user cannot read the folder.
+    """
+    try:
+        pattern = re.compile(re.escape(key) + "-[0-9a-f]+")
+        found = [name for name in os.listdir(cache) if pattern.fullmatch(name)]
+        return sorted(found, key=lambda name: (cache / name).stat().st_mtime, reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(cache, error.strerror) from error
 
 
 def find(cache: Path, key: str) -> Path | None:

@@ -126,7 +126,7 @@ def test_torch(
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler = Compiler("NVRTC 13.0", Path("/cuda/include"))
+    compiler = Compiler("NVRTC 13.0", Path("/cuda/include"), "0123")
     monkeypatch.setattr(Compiler, "find", lambda arch: compiler)
     return compiler
 
@@ -147,7 +147,7 @@ def add_kernels(cache: Path) -> Path:
         (work / "build.json").write_text('{"compiler": "NVRTC 13.0"}')
 
     key = cache_key(KernelConfig(torch.bfloat16, 128, H100.capability))
-    return kernel_cache.add(cache, key, fill)
+    return kernel_cache.add(cache, f"{key}-0123", fill)
 
 
 @pytest.mark.parametrize(("found", "status"), [([H100], "failed"), ([], "warning")])
