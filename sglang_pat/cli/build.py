@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from itertools import product
 
@@ -70,16 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)
         return _fail(2, f"no GPU with compute capability {oldest} or newer here: use --arch X.Y")
+    from sglang_pat.executors import kernel_cache
+
+    try:
+        cache = arguments.cache or kernel_cache.default_cache()
+        if not os.path.exists(cache):  # one that exists may be complete, and need not be written
+            kernel_cache.make_folder(cache)
+    except (ValueError, kernel_cache.KernelCacheError) as error:
+        return _fail(2, _advised(error, arguments))
     try:
         import torch
 
-        from sglang_pat.executors import jit, kernel_cache
+        from sglang_pat.executors import jit
     except Exception as error:  # a broken installation may raise anything
         return _fail(1, f"torch cannot be imported ({error}): install it: pip install torch")
-    try:
-        cache = arguments.cache or kernel_cache.default_cache()
-    except ValueError as error:
-        return _fail(2, str(error))
     configs = [
         jit.KernelConfig(
             getattr(torch, dtype),
@@ -101,8 +106,20 @@ def run(arguments: argparse.Namespace) -> int:
                 print(jit.report_of(image))
             print(image)
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
-        return _fail(1, str(error))
+        return _fail(1, _advised(error, arguments))
     return 0
+
+
+def _advised(error: Exception, arguments: argparse.Namespace) -> str:
+    """What `error` says; its advice is about `--cache` where that was given."""
+    from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
+
+    given = arguments.cache is not None
+    return (
+        str(error).replace(ANOTHER_FOLDER, "name another folder by --cache")
+        if given
+        else str(error)
+    )
 
 
 def _arch(text: str) -> tuple[int, int]:

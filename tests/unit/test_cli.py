@@ -53,6 +53,11 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("build --head-dim 128/64", "--head-dim: '128/64'; allowed: 64, 80"),
         ("build --cache /etc/passwd", "--cache: '/etc/passwd'; allowed: the path of a folder"),
         ("build --cache=", "--cache: ''; allowed: the path of a folder"),
+        (
+            "build --arch 9.0 --cache /proc/x",
+            "the kernel cache /proc/x cannot be written (No such file or directory): make it "
+            "writable, or name another folder by --cache",
+        ),
         ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48 to 10,000"),
         ("demo --requests 10000000000000", "allowed: a whole number from 48 to 10,000"),
         ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
@@ -114,6 +119,19 @@ def test_build_without_a_gpu_asks_for_an_architecture(
         error = capsys.readouterr().err
         assert "no GPU with compute capability 8.0 or newer here: use --arch X.Y" in error
         assert error.count("\n") == 1
+
+
+def test_what_is_wrong_with_a_cache_is_told_with_the_option_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o777)
+    for words, advice in (
+        (["--cache", str(tmp_path)], "or name another folder by --cache\n"),
+        ([], "or set SGLANG_PAT_KERNEL_CACHE to another folder\n"),
+    ):
+        monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", str(tmp_path))
+        assert main.main(["build", "--arch", "9.0", *words]) == 1
+        assert capsys.readouterr().err.endswith(f"run chmod go-w {tmp_path}, {advice}")
 
 
 def test_a_bad_variable_is_wrong_input(
