@@ -114,12 +114,9 @@ def _advised(error: Exception, arguments: argparse.Namespace) -> str:
     """What `error` says; its advice is about `--cache` where that was given."""
     from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
 
-    given = arguments.cache is not None
-    return (
-        str(error).replace(ANOTHER_FOLDER, "name another folder by --cache")
-        if given
-        else str(error)
-    )
+    if arguments.cache is None:
+        return str(error)
+    return str(error).replace(ANOTHER_FOLDER, "name another folder by --cache")
 
 
 def _arch(text: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from typing import Literal
 from sglang_pat import support
 from sglang_pat.cli.arguments import quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
 from sglang_pat.replay.models import MODEL_NAMES, read_whole_config
 from sglang_pat.sglang.launch_flags import PLUGIN_GROUP
@@ -182,8 +183,10 @@ def _loadable(model: str, folder: Path) -> str:
     """
     if os.path.exists(model) or model in MODEL_NAMES:
         label, config = read_whole_config(model)
-        if not config.get("architectures"):
-            raise ValueError(f"{label}: no config.json of a model: it names no architectures")
+        try:
+            check_architectures(config)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
         if os.path.isdir(model):
             return model
         (folder / "config.json").write_text(json.dumps(config))

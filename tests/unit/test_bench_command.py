@@ -95,6 +95,7 @@ def test_without_sglang_there_is_nothing_to_measure(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"architectures": 5}, "no config.json of a model: it names no architectures"),
         ({"architectures": None}, "no config.json of a model: it names no architectures"),
         ({"vocab_size": None}, "vocab_size"),
         ({"vocab_size": 512}, "vocab_size=512; allowed: more than 512"),

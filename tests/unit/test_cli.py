@@ -61,6 +61,7 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48 to 10,000"),
         ("demo --requests 10000000000000", "allowed: a whole number from 48 to 10,000"),
         ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
+        ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
         ("advise --generate toolagent", "the following arguments are required: --model"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),

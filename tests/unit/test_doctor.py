@@ -426,6 +426,7 @@ def ask_hub(monkeypatch: pytest.MonkeyPatch, answer: Exception | None, *, cached
         ("{folder}/broken.json", "{folder}/broken.json: not a config.json: "),
         ("{folder}/nested.json", "{folder}/nested.json: not a config.json: "),
         ("{folder}/empty.json", "{folder}/empty.json: no config.json of a model: it names no arch"),
+        ("{folder}/number.json", "{folder}/number.json: no config.json of a model: it names no "),
         ("{folder}/weights", "{folder}/weights: not a config.json: it has 100,000,000 bytes"),
     ],
 )
@@ -441,6 +442,7 @@ def test_what_is_no_model_is_answered_without_sglang(
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "nested.json").write_text("[" * 100_000)
     (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "number.json").write_text('{"architectures": [1]}')
     with (tmp_path / "weights").open("wb") as file:
         file.truncate(100_000_000)
     assert main.main(["doctor", "--model", model.format(folder=tmp_path)]) == 2
