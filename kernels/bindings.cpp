@@ -94,7 +94,8 @@ void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32
 void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int32_t num_requests,
                int32_t num_q_heads, int32_t num_kv_heads, uintptr_t k_cache, uint32_t k_slot_bytes,
                uintptr_t v_cache, uint32_t v_slot_bytes, uintptr_t out, uintptr_t out_lse,
-               float sm_scale, float logit_cap, float k_scale, float v_scale, uintptr_t sinks,
+               float sm_scale, float logit_cap, float k_scale, float v_scale,
+               uintptr_t k_scale_on_device, uintptr_t v_scale_on_device, uintptr_t sinks,
                pat::SinkType sink_type) {
   pat::DecodeParams& params = self.params;
   params.q = pointer<const void>(q);
@@ -111,6 +112,8 @@ void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int3
   params.out_lse = pointer<float>(out_lse);
   params.logit_scale = pat::LogitScale::of(sm_scale * k_scale, logit_cap);
   params.v_scale = v_scale;
+  params.k_scale_on_device = pointer<const float>(k_scale_on_device);
+  params.v_scale_on_device = pointer<const float>(v_scale_on_device);
   params.sinks = {pointer<const void>(sinks), sink_type};
 }
 

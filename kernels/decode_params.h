@@ -121,11 +121,15 @@ struct DecodeParams {
   int32_t num_q_heads;
   int32_t num_kv_heads;
   QueryRows rows;
-  LogitScale logit_scale;  // times the scale of the keys in the cache
-  float v_scale;           // of the values in the cache
+  LogitScale logit_scale;  // times the scale of the keys in the cache, if the host has it
+  float v_scale;           // of the values in the cache, if the host has it
   SinkArray sinks;
   bool has_kv_maps;
   TensorMap kv_maps[2];  // keys, values
+  // Over one-byte KV: scales of the keys and of the values that lie on the device, where a weight update may change
+  // them under a captured graph. nullptr: the host has it.
+  const float* k_scale_on_device;
+  const float* v_scale_on_device;
 };
 
 }  // namespace pat

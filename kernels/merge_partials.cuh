@@ -211,7 +211,7 @@ __device__ __forceinline__ void store_sum(const DecodeParams& params,
   using Sum = PartialSum<Partial, kColumns, kSinks>;
   const bool empty = sum.weight == 0.f;
   float inverse = empty ? 0.f : 1.f / sum.weight;
-  if constexpr (kScales) inverse *= params.v_scale;
+  if constexpr (kScales) inverse *= value_scale<kScales>(params);
   if (lane < Sum::kLanes) {
     T* target = static_cast<T*>(params.out) + out_row * kColumns + lane * 4;
 #pragma unroll

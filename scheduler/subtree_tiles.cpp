@@ -91,7 +91,6 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
     run_begin_[place + 1] = candidates_[front];
     best_[place + 1] = best_[candidates_[front]];
   }
-  cut_cost_ = best_[num_places];
   // From the last run to the first; then the other way round.
   candidates_.clear();
   for (int32_t end = num_places; end > 0; end = run_begin_[end]) candidates_.push_back(end);
@@ -100,16 +99,41 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
 
 bool SubtreeTiler::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                         int32_t fused_levels, Packing& out) {
+  const std::vector<ForestNode>& nodes = forest.nodes();
   out.clear();
-  known_spans_.assign(forest.nodes().size(), {.top = -1, .span = -1});
+  known_spans_.assign(nodes.size(), {.top = -1, .span = -1});
+  segment_top_.clear();
+  segments_above_.clear();
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    const int32_t parent = nodes[n].parent;
+    const bool fuses =
+        parent >= 0 && (fused_levels > 0 ? depth_[n] % fused_levels != 0
+                                         : is_short(nodes[parent]) && is_short(nodes[n]));
+    segment_top_.push_back(fuses ? segment_top_[parent] : static_cast<int32_t>(n));
+    segments_above_.push_back((parent < 0 ? 0 : segments_above_[parent]) + !fuses);
+  }
   const int64_t most = int64_t{kMaxSegmentsPerRequest} * static_cast<int64_t>(seq_lens.size());
+  if (num_common_segments() > most) return false;
   int32_t begin = 0;
   for (const int32_t end : candidates_) {
-    emit_pack(forest, seq_lens, begin, end, fused_levels, out);
+    emit_pack(forest, seq_lens, begin, end, out);
     if (static_cast<int64_t>(out.segments.size()) > most) return false;
     begin = end;
   }
   return true;
+}
+
+int64_t SubtreeTiler::num_common_segments() const {
+  int64_t num_segments = 0;
+  int32_t begin = 0;
+  for (const int32_t end : candidates_) {
+    if (end - begin > 1) {  // of nodes of one path, the uppermost has the smallest index
+      const auto common = std::min_element(common_.begin() + begin + 1, common_.begin() + end);
+      num_segments += segments_above_[*common];
+    }
+    begin = end;
+  }
+  return num_segments;
 }
 
 int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t bottom,
@@ -123,48 +147,56 @@ int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t b
 }
 
 void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                             int32_t begin, int32_t end, int32_t fused_levels, Packing& out) {
+                             int32_t begin, int32_t end, Packing& out) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
   const auto request_begin = static_cast<int32_t>(out.requests.size());
+  const int32_t num_requests = end - begin;
+  const auto last_holder = [&](int32_t node) {
+    return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
+  };
+  // What a pack reads of a node that it alone holds is read once, and so is what lies below.
+  const auto has_all_holders = [&](int32_t node) {
+    const int32_t holder = nodes[node].holder_begin;
+    return holder >= begin && holder + nodes[node].num_holders <= end;
+  };
   for (int32_t place = begin; place < end; ++place) {
     const int32_t request = order[place];
     const int32_t first = place - begin;
     out.requests.push_back(request);
-    // The nodes that this request is the first of the pack to hold; the last one is the uppermost.
-    path_.clear();
-    const int32_t known = place == begin ? -1 : common_[place];
-    for (int32_t n = forest.anchor(request); n != known; n = nodes[n].parent) path_.push_back(n);
-    const auto last_holder = [&](int32_t node) {
-      return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
-    };
-    // What a pack reads of a node that it alone holds is read once, and so is what lies below.
-    const auto has_all_holders = [&](int32_t node) {
-      const int32_t holder = nodes[node].holder_begin;
-      return holder >= begin && holder + nodes[node].num_holders <= end;
-    };
     int32_t private_begin = forest.private_begin(request);
     bool is_private_once = true;
-    while (!path_.empty()) {
-      const int32_t top = path_.back();
-      const int32_t last = last_holder(top);
-      if (last == first + 1) {  // no other request of the pack holds it, or what is below
-        private_begin = nodes[top].kv_begin;
-        is_private_once = false;
-        break;
+    // From here up to `known`: the nodes that this request is the first of the pack to hold.
+    int32_t node = forest.anchor(request);
+    const int32_t known = first == 0 ? -1 : common_[place];
+    if (num_requests == 1 && node >= 0) {
+      node = known;
+      private_begin = 0;
+      is_private_once = false;
+    }
+    for (; node != known && last_holder(node) == first + 1; node = nodes[node].parent) {
+      private_begin = nodes[node].kv_begin;  // no other request of the pack holds it
+      is_private_once = false;
+    }
+    ranges_.clear();
+    while (node != known) {
+      const int32_t last = last_holder(node);
+      int32_t top = node;
+      if (last - first == num_requests) {
+        // All of the pack hold it, and what is above: of a long chain, a pack visits no more nodes than it has segments.
+        top = segment_top_[node];
+      } else {
+        while (segment_top_[top] != top && nodes[top].parent != known &&
+               last_holder(nodes[top].parent) == last) {
+          top = nodes[top].parent;
+        }
       }
-      int32_t bottom = top;
-      path_.pop_back();
-      const auto fuses = [&](int32_t above, int32_t below) {
-        if (last_holder(below) != last) return false;
-        if (fused_levels > 0) return depth_[below] % fused_levels != 0;
-        return is_short(nodes[above]) && is_short(nodes[below]);
-      };
-      while (!path_.empty() && fuses(bottom, path_.back())) {
-        bottom = path_.back();
-        path_.pop_back();
-      }
+      ranges_.push_back({.top = top, .bottom = node, .last = last});
+      node = nodes[top].parent;
+    }
+    for (; !ranges_.empty(); ranges_.pop_back()) {
+      const auto& [top, bottom, last] = ranges_.back();
       out.segments.push_back({.span = span_of(forest, top, bottom, request, out),
                               .kv_begin = nodes[top].kv_begin,
                               .kv_end = nodes[bottom].kv_end,
@@ -188,7 +220,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
     return;
   }
   out.packs.push_back({.request_begin = request_begin,
-                       .num_requests = end - begin,
+                       .num_requests = num_requests,
                        .segment_begin = segment_begin,
                        .num_segments = num_segments});
 }

@@ -72,9 +72,6 @@ class SubtreeTiler {
   // found in time linear in nodes + requests + segments. Requests that share nothing are never in one run.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
-  // What the cuts of the last pack() cost, in 1 / kCostUnit tokens. For tests.
-  int64_t cut_cost() const { return cut_cost_; }
-
  private:
   // For each place in tree order: the deepest node that the request shares with the one before.
   void find_common_nodes(const PrefixForest& forest);
@@ -84,14 +81,15 @@ class SubtreeTiler {
   // to so many of them. Returns false if these are too many segments for the batch.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
+  // Of all packs: those that all requests of a pack are for. In a deep tree, nearly all.
+  int64_t num_common_segments() const;
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
-                 int32_t end, int32_t fused_levels, Packing& out);
+                 int32_t end, Packing& out);
   int32_t span_of(const PrefixForest& forest, int32_t top, int32_t bottom, int32_t request,
                   Packing& out);
 
   PackingCosts cost_;
   TileSelection tiles_;
-  int64_t cut_cost_ = 0;
 
   std::vector<int32_t> depth_;  // per node
   std::vector<int32_t>
@@ -100,7 +98,15 @@ class SubtreeTiler {
   std::vector<int64_t> best_;    // per place: cost of the cheapest cuts before it
   std::vector<int32_t> run_begin_;   // per place: where the last run before it begins
   std::vector<int32_t> candidates_;  // places at which that run may begin, best first
-  std::vector<int32_t> path_;
+  // Per node: where the segment that ends with it begins, if the same requests hold all of that.
+  std::vector<int32_t> segment_top_;
+  std::vector<int32_t> segments_above_;  // per node: from the root to its end, in the same case
+  struct Range {
+    int32_t top;     // node
+    int32_t bottom;  // node
+    int32_t last;    // requests of the pack before this one hold it
+  };
+  std::vector<Range> ranges_;  // a request's segments, the last one first
   struct KnownSpan {
     int32_t top;  // node at which the span begins; -1: none yet
     int32_t span;

@@ -74,6 +74,8 @@ class DecodeArgument:
         logit_cap: float,
         k_scale: float,
         v_scale: float,
+        k_scale_on_device: int,
+        v_scale_on_device: int,
         sinks: int,
         sink_type: SinkType,
         /,

@@ -30,7 +30,7 @@ from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.invariant_reference import InvariantExecution
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
-from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, new_scheduler, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
@@ -346,8 +346,8 @@ class PackAttention:
         sm_scale: float | None = ...,
         logit_cap: float = ...,
         sinks: torch.Tensor | None = ...,
-        k_scale: float = ...,
-        v_scale: float = ...,
+        k_scale: Scale = ...,
+        v_scale: Scale = ...,
         return_lse: Literal[False] = ...,
     ) -> torch.Tensor: ...
 
@@ -362,8 +362,8 @@ class PackAttention:
         sm_scale: float | None = ...,
         logit_cap: float = ...,
         sinks: torch.Tensor | None = ...,
-        k_scale: float = ...,
-        v_scale: float = ...,
+        k_scale: Scale = ...,
+        v_scale: Scale = ...,
         return_lse: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -377,8 +377,8 @@ class PackAttention:
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the last plan.
@@ -402,8 +402,10 @@ class PackAttention:
             Attention sinks, float32, bfloat16 or float16 `[num_qo_heads]`: one more logit per head,
             which no value belongs to. It is neither scaled nor capped. The kernels read it in
             each run(), so that a captured graph sees weights that are updated in place.
-        k_scale, v_scale : float
-            What the numbers in the caches are multiplied with. A captured graph keeps them.
+        k_scale, v_scale : float or torch.Tensor
+            What the numbers in the caches are multiplied with. A captured graph keeps a number. A
+            tensor, float32 of one element, is read in each run() and each replay; only caches of
+            another dtype than `dtype` take one.
         return_lse : bool
             Whether to return the LSE too. Results over disjoint KV can be merged with it.
 
@@ -438,8 +440,8 @@ class PackAttention:
             self._check_tensor("out", out, out_shape)
         if not 0 <= logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
-        if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
-            raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
+        self._check_scale("k_scale", k_scale)
+        self._check_scale("v_scale", v_scale)
         if sinks is not None:
             self._check_sinks(sinks)
         scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
@@ -566,6 +568,20 @@ class PackAttention:
             raise ValueError(f"sinks must be one of {allowed}, got {sinks.dtype}")
         if sinks.device != self.device:
             raise ValueError(f"sinks must be on {self.device}, got {sinks.device}")
+
+    def _check_scale(self, name: str, scale: Scale) -> None:
+        if not isinstance(scale, torch.Tensor):
+            if not 0 < scale < math.inf:
+                raise ValueError(f"{name} must be positive, got {scale}")
+            return
+        if self.kv_dtype == self.dtype:
+            raise ValueError(f"{name} must be a number over a KV cache of {self.dtype}")
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise ValueError(
+                f"{name} must be a number or one float32, got {_kind(scale)} {list(scale.shape)}"
+            )
+        if scale.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {scale.device}")
 
     def _check_tensor(
         self,

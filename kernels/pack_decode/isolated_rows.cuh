@@ -97,6 +97,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
             const float4 b = load_columns<Number, Dims::kKv>(key, group);
             score += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
           }
+          if constexpr (Dims::kOneByte) score *= key_scale_on_device(params);
           if constexpr (kSoftCap) score = ptx::tanh(score * params.logit_scale.inner);
           logit = score * params.logit_scale.outer;
         }

@@ -118,6 +118,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   part.begin(consumer.queries(kUnits), kTileRows, first_row, query_factors, lane);
   consumer.release_queries(kUnits, first_row, lane);
 
+  decltype(auto) scale = logit_scale<Dims::kOneByte, kSoftCap>(params);
   const int own_stage = kv_warp / Layout::kWarpsPerStage;
   const int first_token = kv_warp % Layout::kWarpsPerStage * kTokens;
   int num_stages = 0;
@@ -130,8 +131,8 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
       part.template undo_factors<kTokens>(scores, query_factors, lane);
-      part.rescale(part.template weigh<kTokens>(scores, record, first_row, first_token,
-                                                params.logit_scale, lane));
+      part.rescale(
+          part.template weigh<kTokens>(scores, record, first_row, first_token, scale, lane));
       const uint32_t values = keys + kLandingOffset<Dims>;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }

@@ -58,13 +58,13 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
 
 // A row's columns from `first_column` on and, where that is 0, its LSE. total: sum of exponentials relative to the
 // score `maximum`.
-template <typename T, typename Dims, bool kMayEnd, int kTiles>
+template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params, RowTarget row,
                                           int first_column, const float2 (&values)[kTiles],
                                           float maximum, float total, uint32_t lane) {
-  constexpr float kHeadroom = WarpAttention<T, Dims, false>::kHeadroom;
-  const auto [scale, log2_sum] =
-      row_scale<Dims>(params, row, maximum * params.logit_scale.outer - kHeadroom, total);
+  constexpr float kHeadroom = WarpAttention<T, Dims, kSoftCap>::kHeadroom;
+  const float logit = maximum * logit_scale<Dims::kOneByte, kSoftCap>(params).outer;
+  const auto [scale, log2_sum] = row_scale<Dims>(params, row, logit - kHeadroom, total);
   store_columns<T, Dims, kMayEnd>(params, row, first_column, values, scale, lane);
   if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
@@ -87,8 +87,8 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
       values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
     }
     if (is_mixed) rows_with_nan |= find_nan(values) << 32 * h;
-    store_row<T, Dims, false>(params, targets[lane / 4 + 8 * h], 0, values, part.maximum[h],
-                              part.sum[h], lane);
+    store_row<T, Dims, kSoftCap, false>(params, targets[lane / 4 + 8 * h], 0, values,
+                                        part.maximum[h], part.sum[h], lane);
   }
   if (rows_with_nan != 0) {
     recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,
@@ -109,6 +109,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
   constexpr bool kMayEnd = kOwnTiles * kKvWarps != kTiles;  // the last warp's share is smaller
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
+  decltype(auto) scale = logit_scale<Dims::kOneByte, kSoftCap>(params);
   const int kv_warp = warp % kKvWarps;
   const int first_warp = warp - kv_warp;
   const bool has_part = kv_warp < num_parts;
@@ -148,12 +149,12 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
     const float shift = maximum == -INFINITY ? 0.f : maximum;  // the item is empty
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
-      total += states[other].y * ptx::exp2((states[other].x - shift) * params.logit_scale.outer);
+      total += states[other].y * ptx::exp2((states[other].x - shift) * scale.outer);
     }
 
     float2 own[kOwnTiles] = {};
     if (has_part) {
-      const float factor = ptx::exp2((part.maximum[h] - shift) * params.logit_scale.outer);
+      const float factor = ptx::exp2((part.maximum[h] - shift) * scale.outer);
 #pragma unroll
       for (int receiver = 0; receiver < kKvWarps; ++receiver) {
         const int rank = kv_warp - (kv_warp > receiver);
@@ -186,8 +187,8 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
       }
     }
     if (is_mixed) rows_with_nan |= find_nan(own) << 32 * h;
-    store_row<T, Dims, kMayEnd>(params, targets[lane / 4 + 8 * h], first_column, own, maximum,
-                                total, lane);
+    store_row<T, Dims, kSoftCap, kMayEnd>(params, targets[lane / 4 + 8 * h], first_column, own,
+                                          maximum, total, lane);
   }
   if (rows_with_nan != 0) {
     recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,

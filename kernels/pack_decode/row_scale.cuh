@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "pack_decode/work_queue.cuh"
+#include "scales.cuh"
 #include "sinks.cuh"
 
 namespace pat {
@@ -36,7 +37,7 @@ __device__ __forceinline__ RowScale row_scale(const DecodeParams& params, RowTar
                                               float maximum, float total) {
   const bool empty = total == 0.f;
   // Partials of one-byte numbers are in fp16, where those numbers fit: there, merge_partials multiplies.
-  const float v_scale = Dims::kOneByte && row >= 0 ? 1.f : params.v_scale;
+  const float v_scale = Dims::kOneByte && row >= 0 ? 1.f : value_scale<Dims::kOneByte>(params);
   float scale = empty ? 0.f : ptx::reciprocal(total) * v_scale;
   float log2_sum = empty ? -INFINITY : maximum + ptx::log2(total);
   if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {

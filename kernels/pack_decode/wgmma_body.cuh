@@ -63,7 +63,8 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   Attention part;
   Queries<T, Dims, kSoftCap> queries;
   if (has_rows) {
-    queries.load(part, consumer, units, first_row, params.logit_scale, lane);
+    queries.load(part, consumer, units, first_row, logit_scale<Dims::kOneByte, kSoftCap>(params),
+                 lane);
   } else {
     queries.clear(part);
   }

@@ -78,12 +78,6 @@ inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) 
 // Of the KV ring where two CTAs share an SM.
 inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 
-// Two CTAs per SM, as long as the queries and the accumulators leave each thread with 168 registers. The bodies on
-// mma.sync need more of them.
-template <typename Dims>
-inline constexpr int kCtasPerSm =
-    Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims> ? 320 : 256) ? 2 : 1;
-
 // Columns of the accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
 template <typename Dims>
 inline constexpr int kOutColumns =
@@ -225,15 +219,28 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
+// Shared memory of a CTA where two share an SM.
+template <typename Dims>
+inline constexpr int kHalfBytes =
+    kHasConverters<Dims> ? kMaxSharedBytes / 2 - 1024
+                         : static_cast<int>(sizeof(SharedState<Dims>)) +
+                               kRingBytes / kStageBytes<Dims> * kStageBytes<Dims>;
+
+// Two CTAs per SM where the queries and the accumulators leave each thread with 168 registers, and both rings fit. The
+// bodies on mma.sync need more registers. An SM has 1 KB more than one CTA can have, and each CTA takes 1 KB itself.
+template <typename Dims>
+inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims> ? 320 : 256) &&
+                                          2 * (kHalfBytes<Dims> + 1024) <= kMaxSharedBytes + 1024
+                                      ? 2
+                                      : 1;
+
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
 // Of KV. One CTA per SM has as long rings as fit.
 template <typename Dims>
 inline constexpr int kKvRoom =
     kCtasPerSm<Dims> == 1 ? kRoom<Dims>
-    : kHasConverters<Dims>
-        ? kMaxSharedBytes / 2 - 1024 - static_cast<int>(sizeof(SharedState<Dims>))
-        : kRingBytes;
+                          : kHalfBytes<Dims> - static_cast<int>(sizeof(SharedState<Dims>));
 
 template <typename Dims>
 struct SharedStorage : SharedState<Dims> {
@@ -241,9 +248,6 @@ struct SharedStorage : SharedState<Dims> {
       std::max(1, std::min(kMaxStages, kKvRoom<Dims> / kStageBytes<Dims>));
   static constexpr int kKvBytes = kStages * kStageBytes<Dims>;
   static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
-  // An SM has 1 KB more than one CTA can have, which takes 1 KB itself.
-  static_assert(kCtasPerSm<Dims> == 1 || !(kHas228Kb || kHas164Kb) ||
-                2 * (kKvBytes + sizeof(SharedState<Dims>) + 1024) <= kMaxSharedBytes + 1024);
 
   alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes<Dims>];
 };

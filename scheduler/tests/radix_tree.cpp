@@ -103,12 +103,12 @@ std::vector<RadixTree::PathEntry> RadixTree::path(int32_t node) const {
 RadixTree::Tokens Engine::random_tokens() {
   // Few different tokens in few places: nearly everything shares a prefix with something.
   RadixTree::Tokens tokens;
-  if (!running_.empty() && one_in(random_, 3)) {
+  if (!running_.empty() && !one_in(random_, 3)) {
     const RadixTree::Tokens& other = running_[draw(random_, 0, running_.size() - 1)]->tokens;
     tokens.assign(other.begin(), other.begin() + draw(random_, 0, other.size()));
   }
   for (int64_t i = draw(random_, tokens.empty() ? 1 : 0, 4); i > 0; --i) {
-    tokens.insert(tokens.end(), draw(random_, 1, 9), static_cast<int32_t>(draw(random_, 0, 2)));
+    tokens.insert(tokens.end(), draw(random_, 1, 9), static_cast<int32_t>(draw(random_, 0, 5)));
   }
   return tokens;
 }
@@ -116,11 +116,13 @@ RadixTree::Tokens Engine::random_tokens() {
 void Engine::operate() {
   const int64_t what = draw(random_, 0, 99);
   if (what < 30 || running_.empty()) {
-    if (running_.size() >= 24) return;
-    auto request = std::make_unique<Running>(random_tokens(), 0);
-    request->node = tree_.insert(request->tokens);
-    tree_.lock(request->node);
-    running_.push_back(std::move(request));
+    // Often several at once: what they show of splits adds up.
+    for (int64_t i = one_in(random_, 3) ? 6 : 1; i > 0 && running_.size() < 24; --i) {
+      auto request = std::make_unique<Running>(random_tokens(), 0);
+      request->node = tree_.insert(request->tokens);
+      tree_.lock(request->node);
+      running_.push_back(std::move(request));
+    }
   } else if (what < 58) {
     const int64_t place = one_in(random_, 50) ? -1 : draw(random_, 0, running_.size() - 1);
     for (int64_t i = running_.size() - 1; i >= 0; --i) {  // one leaves, or all do

@@ -131,6 +131,24 @@ TEST(forest_split_at_the_level_of_the_roots) {
   CHECK((batches.reads == Reads{{3}}));
 }
 
+// Two newcomers below one parent, each at the split of another sibling: the smaller end counts, in any order.
+TEST(forest_splits_that_two_newcomers_suggest) {
+  for (const bool shallow_first : {true, false}) {
+    FakeRequest a{{kSystem, {2, 100, 200}}}, b{{kSystem, {3, 100, 300}}};
+    Batches batches;
+    batches.go_to({&a, &b});
+    a.path = {kSystem, {7, 100, 120}, {2, 120, 200}};
+    b.path = {kSystem, {8, 100, 250}, {3, 250, 300}};
+    FakeRequest shallow{{kSystem, {7, 100, 120}}, true}, deep{{kSystem, {8, 100, 250}}, true};
+    if (shallow_first) {
+      batches.go_to({&a, &b, &shallow, &deep});
+    } else {
+      batches.go_to({&a, &b, &deep, &shallow});
+    }
+    CHECK((batches.reads[1] == std::vector<int32_t>{0, 1}));
+  }
+}
+
 TEST(forest_false_alarms_cost_one_request_per_longer_sibling) {
   std::vector<FakeRequest> readers;
   for (int i = 0; i < 128; ++i) readers.push_back({{kSystem, {10 + i / 16, 100, 200 + i / 16}}});

@@ -90,8 +90,10 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   const int64_t packed = static_cast<int64_t>(packing.requests.size());
   const int64_t most_cut = KvSplitter::max_cut_requests(config.num_workers, tiles);
   CHECK(taken_requests - packed <= most_cut + packing.spare_requests);
+  int64_t num_cuts = static_cast<int64_t>(split.pieces.size());
+  for (const Pack& pack : packing.packs) num_cuts -= tiles.num_tiles(pack.num_requests);
   CHECK(static_cast<int64_t>(split.segments.size()) <=
-        num_uncut_segments(packing, tiles) + KvSplitter::kMaxSegmentsPerCut * most_cut);
+        num_uncut_segments(packing, tiles) + KvSplitter::kMaxSegmentsPerCut * num_cuts);
   size_t num_pieces = 0;
   for (const Ticket& ticket : split.tickets) {
     CHECK(ticket.piece_begin < ticket.piece_end);
@@ -354,6 +356,34 @@ TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
   const Made result = split(make_batch({{-1, 256}}, requests), made);
   check_split(result, made);
   CHECK_EQ(result.split.requests.size(), size_t{256});
+}
+
+TEST(kv_split_reads_few_segments_again) {
+  // 15 levels of one token, each left by one request: reading them again costs less than partials by its tokens.
+  std::vector<std::pair<int32_t, int32_t>> nodes;
+  std::vector<std::pair<int, int32_t>> requests;
+  for (int i = 0; i < 15; ++i) nodes.emplace_back(i - 1, 1);
+  for (int i = 0; i < 16; ++i) requests.emplace_back(std::max(14 - i, 0), 300);
+  SchedulerConfig made = config(4, 4);
+  made.max_block_q = 64;
+  const Made result = split(make_batch(nodes, requests), made);
+  check_split(result, made);
+  CHECK_EQ(result.packing.packs.size(), size_t{1});
+  const auto shared_of = [&](const Piece& piece) {
+    std::vector<int32_t> spans;
+    for (int32_t s = 0; s < piece.num_segments; ++s) {
+      const Segment& segment = result.split.segments[piece.segment_begin + s];
+      if (!segment.is_private()) spans.push_back(segment.span);
+    }
+    return spans;
+  };
+  CHECK_EQ(result.split.pieces.size(), size_t{4});
+  for (size_t p = 1; p < result.split.pieces.size(); ++p) {
+    const std::vector<int32_t> before = shared_of(result.split.pieces[p - 1]);
+    const auto is_read_again = [&](int32_t span) { return std::ranges::count(before, span) > 0; };
+    CHECK(std::ranges::count_if(shared_of(result.split.pieces[p]), is_read_again) <=
+          KvSplitter::kMaxSegmentsPerCut);
+  }
 }
 
 TEST(kv_split_takes_the_longest_and_largest_input) {

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <array>
+#include <ctime>
 
 #include "plan_checks.h"
 #include "runner.h"
@@ -100,6 +102,47 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   made.batch_invariant = false;
   made.policy = Policy::kPaper;
   CHECK(tiles_by_body(made, {1, 16, 64}, 200)[2] > 0);
+}
+
+struct Chains {
+  PrefixForest forest;
+  std::vector<int32_t> seq_lens;
+};
+
+// One request leaves each level.
+Chains make_chains(int num_chains, int num_levels, int32_t node_tokens) {
+  Chains made;
+  PathArrays arrays;
+  Path path;
+  for (int level = 0; level < num_chains * num_levels; ++level) {
+    if (level % num_levels == 0) path.clear();
+    const int32_t begin = path.empty() ? 0 : path.back().kv_end;
+    path.push_back({level, begin, begin + node_tokens});
+    arrays.add(path);
+    made.seq_lens.push_back(begin + node_tokens + 100);
+  }
+  made.forest.build(arrays.view());
+  return made;
+}
+
+TEST(plan_takes_as_long_for_one_chain_as_for_as_many_levels_of_shorter_ones) {
+  for (const int32_t node_tokens : {20, 300}) {
+    Chains deep = make_chains(1, 4000, node_tokens);
+    Chains flat = make_chains(8, 500, node_tokens);
+    PackScheduler scheduler(config());
+    const auto cpu_time = [&](Chains& chains) {
+      const std::clock_t begin = std::clock();
+      scheduler.plan(chains.forest, chains.seq_lens);
+      return std::clock() - begin;
+    };
+    // The least of a few, in turns: others use the machine too.
+    std::clock_t deep_time = cpu_time(deep), flat_time = cpu_time(flat);
+    for (int round = 0; round < 12; ++round) {
+      deep_time = std::min(deep_time, cpu_time(deep));
+      flat_time = std::min(flat_time, cpu_time(flat));
+    }
+    CHECK(deep_time <= 2 * flat_time);
+  }
 }
 
 TEST(plan_that_is_too_large_leaves_the_last_one_in_force) {

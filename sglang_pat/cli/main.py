@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay
+from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay, tiny_model
 from sglang_pat.cli.arguments import Parser
 from sglang_pat.output_file import STDOUT, OutputError, nothing_else_on_stdout
 
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("build", build),
         ("calibrate", calibrate),
         ("demo", demo),
+        ("tiny-model", tiny_model),
         ("bench", bench),
         ("advise", advise),
         ("replay", replay),

@@ -16,7 +16,7 @@ from sglang_pat._launch_params import DecodeArgument, GatherArgument, SinkType
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_map, load_kernels
 from sglang_pat.plan import PlanHeader
 from sglang_pat.support import MAX_GROUP_SIZE
@@ -296,8 +296,6 @@ class DecodeKernels:
             raise ValueError(f"sm_scale must be positive, got {sm_scale}")
         if not 0 <= logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (none) or positive, got {logit_cap}")
-        if not 0 < k_scale < math.inf or not 0 < v_scale < math.inf:
-            raise ValueError(f"k_scale and v_scale must be positive, got {k_scale} and {v_scale}")
         self._decode.set_layer(
             q.data_ptr(),
             chunks,
@@ -312,8 +310,10 @@ class DecodeKernels:
             0 if lse is None else lse.data_ptr(),
             sm_scale,
             logit_cap,
-            k_scale,
-            v_scale,
+            _number(k_scale),
+            _number(v_scale),
+            _address(k_scale),
+            _address(v_scale),
             0 if sinks is None else sinks.data_ptr(),
             SinkType.FLOAT32 if sinks is None else _SINK_TYPES[sinks.dtype],
         )
@@ -400,6 +400,16 @@ def _check_step(step: Step, plan: torch.Tensor) -> None:
                 f"{name} must be 1-D int32 or int64, got {tensor.dim()}-D {_name(tensor.dtype)}"
             )
         _check_contiguous(tensor, name, plan)
+
+
+def _number(scale: Scale) -> float:
+    """A scale, if the host has it; else 1."""
+    return 1.0 if isinstance(scale, torch.Tensor) else scale
+
+
+def _address(scale: Scale) -> int:
+    """Address of a scale on the device; 0 if the host has it."""
+    return scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
 
 
 def _map_of(cache: torch.Tensor) -> int:

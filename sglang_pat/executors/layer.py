@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+# A tensor is read in each run, so that a captured graph sees what an update has written to it.
+Scale = float | torch.Tensor
+
 
 class LayerInputs(NamedTuple):
     """One layer of a decode step, besides the plan and the step.
@@ -21,7 +24,8 @@ class LayerInputs(NamedTuple):
     logit_cap : `cap * tanh(logit / cap)` if positive, off if 0.
     sinks : `[num_qo_heads]`, float32, bfloat16 or float16: a logit per head that no value belongs
         to, beside those of the keys. It is neither scaled nor capped.
-    k_scale, v_scale : what the caches' numbers are multiplied with.
+    k_scale, v_scale : what the caches' numbers are multiplied with. A tensor is float32, of one
+        element, and belongs to a cache of one-byte numbers.
     """
 
     q: torch.Tensor
@@ -32,5 +36,5 @@ class LayerInputs(NamedTuple):
     sm_scale: float
     logit_cap: float
     sinks: torch.Tensor | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,27 @@ class LaunchFacts(NamedTuple):
     write_threads: int
 
 
+class _LaunchConfig(threading.local):
+    """The driver's record of a launch. Each thread has its own: a launch sets grid and stream."""
+
+    def __init__(self, num_threads: int, shared_bytes: int, overlap: bool) -> None:
+        """Run by each thread at its first launch."""
+        config = self.record = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.gridDimZ = 1
+        config.sharedMemBytes = shared_bytes
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+
+
 class Launcher:
-    """One kernel on one device.
+    """One kernel on one device. Any thread may launch it.
 
     Parameters
     ----------
@@ -49,18 +69,7 @@ class Launcher:
         self, function: Any, num_threads: int, shared_bytes: int = 0, *, overlap: bool
     ) -> None:
         self._function = function
-        config = self._config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-        config.gridDimZ = 1
-        config.sharedMemBytes = shared_bytes
-        if overlap:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+        self._config = _LaunchConfig(num_threads, shared_bytes, overlap)
 
     def __call__(self, argument: int, stream: int, grid: tuple[int, int]) -> None:
         """Launch the kernel.
@@ -79,7 +88,7 @@ class Launcher:
         RuntimeError
             The driver refuses the launch, or reports an error of an earlier one.
         """
-        config = self._config
+        config = self._config.record
         config.gridDimX, config.gridDimY = grid
         config.hStream = driver.CUstream(stream)
         check(driver.cuLaunchKernelEx(config, self._function, argument, 0), "a launch")

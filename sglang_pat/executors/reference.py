@@ -18,7 +18,7 @@ import torch
 
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
 from sglang_pat.batch import Step
-from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
 
 # KV elements that one batched product gathers at most, so that memory stays bounded for long
@@ -301,7 +301,7 @@ def _attend(
     k: torch.Tensor,  # [items, tokens, num_kv_heads, head_dim]
     v: torch.Tensor,  # [items, tokens, num_kv_heads, v_head_dim]
     token_mask: torch.Tensor,  # [items, tokens]
-    sm_scale: float,
+    sm_scale: Scale,
     logit_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     items, requests, num_qo_heads, head_dim = q.shape

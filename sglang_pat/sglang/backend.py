@@ -17,7 +17,7 @@ from sglang_pat.sglang.draft_backend import await_draft_model
 from sglang_pat.sglang.draft_trees import choose_masks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.mixins import can_become, with_mixin
-from sglang_pat.sglang.options import Reason, batch_invariant, resolved
+from sglang_pat.sglang.options import Reason, attention_backends, batch_invariant, resolved
 from sglang_pat.sglang.pat_mixin import PatMixin
 from sglang_pat.sglang.route_reports import report_routes
 from sglang_pat.sglang.routes import Routes
@@ -52,6 +52,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     environment = Environment.read()
     routes = Routes.of_runner(model_runner, name)
     arguments = model_runner.server_args
+    routes.prefill, _ = attention_backends(arguments)
     routes.batch_invariant = batch_invariant(arguments, environment)
     pat_class = with_mixin(PatMixin, type(default))
     if routes.shapes and not can_become(default, pat_class):

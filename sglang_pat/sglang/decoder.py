@@ -34,7 +34,7 @@ from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.options import drafts_of
 from sglang_pat.sglang.planned_attention import PlannedAttention
 from sglang_pat.sglang.radix import Request
-from sglang_pat.sglang.reader import BatchReader
+from sglang_pat.sglang.reader import BatchReader, num_known
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.route_reports import report_routes
@@ -133,18 +133,8 @@ class PatDecoder(PlannedAttention):
         begun_ns = time.perf_counter_ns()
         step = self._acknowledge(forward_batch)
         microbatch = self._microbatches.of(step)
-        if (
-            not in_capture
-            and microbatch.reader.is_unchanged(step)
-            and self._repeats.add(forward_batch.batch_size, begun_ns)
-        ):
+        if not in_capture and self._repeats_last(microbatch.reader, step, forward_batch, begun_ns):
             return  # what the graph reads is in place
-        if (
-            self._verify is not None
-            and not in_capture
-            and self._repeats_verify(microbatch.reader, step, forward_batch, begun_ns)
-        ):
-            return
         if forward_batch.batch_size == 0:
             return
         num_repeated = self._repeats.end()
@@ -229,8 +219,9 @@ class PatDecoder(PlannedAttention):
         drafts, verify = None, self._verify
         if verify is not None and forward_batch.forward_mode.is_target_verify():
             drafts = verify.drafts
+            known = num_known(step, forward_batch)
             req_pool_indices, seq_lens = verify.take(
-                forward_batch, is_captured=is_captured, in_capture=in_capture
+                forward_batch, known, is_captured=is_captured, in_capture=in_capture
             )
         elif verify is not None:
             verify.leave()
@@ -253,6 +244,15 @@ class PatDecoder(PlannedAttention):
             num_growing, steps = 0, self._reports.steps_left
         self._repeats.begin(forward_batch.batch_size, steps, plans.step_tokens, num_growing)
 
+    def _repeats_last(
+        self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
+    ) -> bool:
+        """Whether a step needs no plan(): it is of the kind of the last one, whose plan serves
+        it."""
+        if forward_batch.forward_mode is _VERIFY:
+            return self._repeats_verify(reader, step, forward_batch, begun_ns)
+        return reader.is_unchanged(step) and self._repeats.add(forward_batch.batch_size, begun_ns)
+
     def _repeats_verify(
         self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
     ) -> bool:
@@ -265,7 +265,7 @@ class PatDecoder(PlannedAttention):
         if growth is None:
             return False
         count = verify.drafts.per_request
-        verify.repeat(forward_batch)
+        verify.repeat(forward_batch, len(step.reqs))
         if not self._repeats.add(forward_batch.batch_size, begun_ns, count * growth):
             return False
         verify.count(len(step.reqs) * count)
@@ -296,7 +296,8 @@ class PatDecoder(PlannedAttention):
             return super()._run(run, q, caches, layer, forward_batch)
         # Of the caches: what the pool has, which may be rounded to a smaller type.
         before, scales = run(q, return_lse=True), self._scales(layer)
-        return trees.merge(q, caches, forward_batch.out_cache_loc, layer, before, scales)
+        slots = forward_batch.out_cache_loc[: len(q)]
+        return trees.merge(q, caches, slots, layer, before, scales)
 
     # --- statistics ---
 

@@ -21,7 +21,7 @@ from sglang_pat.sglang.draft_extend import DraftExtend
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import Hook, install_hooks
 from sglang_pat.sglang.mixins import can_become, with_mixin
-from sglang_pat.sglang.options import Reason, resolved
+from sglang_pat.sglang.options import Reason, attention_backends, resolved
 from sglang_pat.sglang.pat_mixin import PatMixin
 from sglang_pat.sglang.route_reports import report_draft_routes, report_extend_routes
 from sglang_pat.sglang.routes import Routes
@@ -180,9 +180,7 @@ def _extend_reason(model_runner: Any, decoder: PatDecoder) -> Reason | None:
 def _routes(model_runner: Any) -> Routes:
     arguments = model_runner.server_args
     named = getattr(model_runner, "draft_attention_backend", None) or resolved(arguments, _NAMED)
-    name = named or resolved(arguments, "decode_attention_backend")
-    name = name or resolved(arguments, "attention_backend")
-    routes = Routes.of_runner(model_runner, name)
+    routes = Routes.of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
         flag = _NAMED.replace("_", "-")
         routes.delegate_all(Reason("speculative decoding", f"--{flag} {named}"))

@@ -9,7 +9,6 @@ captures them in one graph: so one plan serves the round, and each step has leng
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -184,17 +183,3 @@ class DraftDecoder(PlannedAttention):
         if step != self._at:
             self._plans.advance(self._lens[step], step)
             self._at = step
-
-    def _run(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        layer: RadixAttention,
-        forward_batch: Any,
-    ) -> torch.Tensor:
-        num_rows = self._lens.shape[1]
-        if len(q) <= num_rows:
-            return super()._run(run, q, caches, layer, forward_batch)
-        # SGLang prepares a round before data parallelism has padded it.
-        return self._run_planned(run, q, num_rows, layer)

@@ -8,11 +8,8 @@ plan of the verify step serves it as it is, over the draft model's KV, which lie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.layer_attention import LayerAttention
@@ -84,18 +81,3 @@ class DraftExtend(LayerAttention):
 
     def reserve(self, max_requests: int) -> None:
         """Nothing: these steps are as large as the verify steps."""
-
-    def _run(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        layer: RadixAttention,
-        forward_batch: Any,
-    ) -> torch.Tensor:
-        num_rows = self._plans.num_rows
-        if len(q) == num_rows:
-            return super()._run(run, q, caches, layer, forward_batch)
-        # The graph of the verify step has padding behind the rows, or data parallelism has added it
-        # to these.
-        return self._run_planned(run, q, num_rows, layer)

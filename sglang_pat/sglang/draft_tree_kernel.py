@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_pat.executors.layer import Scale
+
 # A step for each draft token waits for its loads: those of so many steps are under way together.
 _STEPS_AT_ONCE = 4
 # Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
@@ -27,11 +29,12 @@ def reads(dtype: torch.dtype, device: torch.device) -> bool:
 
 @triton.jit
 def _merge_drafts(
-    q, k_cache, v_cache, slots, biases, out, lse, scale, v_scale, logit_cap,
+    q, k_cache, v_cache, slots, biases, out, lse, scale, logit_cap, k_scale, v_scale,
     q_row, q_head, k_slot, k_head, v_slot, v_head,
     NUM_DRAFTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
     HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """A program has a draft token and a KV head: it computes that head's group of query heads."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -46,6 +49,11 @@ def _merge_drafts(
         mask=in_group[:, None] & in_key[None, :],
         other=0.0,
     ).to(tl.float32)
+    if K_SCALE_ON_DEVICE:
+        scale *= tl.load(k_scale)
+    else:
+        scale *= k_scale
+    v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
     # What was before the step is one more key: its logit is the LSE, its value the output.
     most = tl.load(lse + row * num_heads + head, mask=in_group, other=0.0)
     total = tl.full((GROUP_PADDED,), 1.0, tl.float32)
@@ -67,7 +75,7 @@ def _merge_drafts(
         # Both may be -inf: a row that had nothing before, and a draft token that it does not read.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - larger))
         weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - larger))
-        v = value.to(tl.float32) * v_scale
+        v = value.to(tl.float32) * v_factor
         result = result * kept[:, None] + weight[:, None] * v[None, :]
         total = total * kept + weight
         most = larger
@@ -82,7 +90,7 @@ def merge_drafts(
     before: tuple[torch.Tensor, torch.Tensor],
     scaling: float,
     logit_cap: float = 0.0,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[Scale, Scale] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Attention over what was before the step, and over the draft tokens that each one reads.
 
@@ -102,7 +110,7 @@ def merge_drafts(
         The output is overwritten.
     scaling, logit_cap : float
         Of the layer. A soft-cap of 0 is none.
-    scales : tuple of float
+    scales : tuple of float or torch.Tensor
         What the keys and the values in the caches are multiplied with.
 
     Returns
@@ -122,12 +130,14 @@ def merge_drafts(
     group_padded, dim_padded = triton.next_power_of_2(group), triton.next_power_of_2(dim)
     _merge_drafts[(num_rows, num_kv_heads)](
         q, k_cache, v_cache, slots, biases, out, lse,
-        scaling * scales[0], scales[1], logit_cap,
+        scaling, logit_cap, *scales,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
         v_cache.stride(0), v_cache.stride(1),
         NUM_DRAFTS=num_drafts, GROUP=group, GROUP_PADDED=group_padded,
         DIM=dim, DIM_PADDED=dim_padded, V_DIM=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
         HAS_CAP=logit_cap > 0, STEPS_AT_ONCE=_STEPS_AT_ONCE,
+        K_SCALE_ON_DEVICE=isinstance(scales[0], torch.Tensor),
+        V_SCALE_ON_DEVICE=isinstance(scales[1], torch.Tensor),
         num_warps=min(max(1, group_padded * dim_padded // _NUMBERS_PER_WARP), 8),
     )  # fmt: skip
     return out

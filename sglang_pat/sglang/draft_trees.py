@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.executors.layer import Scale
+
 
 class DraftTrees:
     """The trees of a step: which draft tokens each one reads.
@@ -29,14 +31,14 @@ class DraftTrees:
         # [requests, draft tokens, draft tokens that it reads]: 0 for one that is read, else -inf.
         self._biases = self._chain.expand(0, -1, -1)
 
-    def take(self, forward_batch: Any, *, in_capture: bool) -> None:
-        """Go to the next step. Rows of padding are chains."""
+    def take(self, forward_batch: Any, num_known: int, *, in_capture: bool) -> None:
+        """Go to the next step. num_known: its requests that have masks. Those behind are padding,
+        whose rows are chains."""
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
         elif len(self._biases) != num_requests:
             self._biases = self._reserved[:num_requests]
-        num_known = num_requests - getattr(forward_batch, "num_padding", 0)
         if in_capture or num_known == 0:
             return
         biases, seq_lens = self._biases, forward_batch.seq_lens
@@ -53,7 +55,7 @@ class DraftTrees:
         slots: torch.Tensor,
         layer: RadixAttention,
         before: tuple[torch.Tensor, torch.Tensor],
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[Scale, Scale] = (1.0, 1.0),
     ) -> torch.Tensor:
         """Attention over all that each draft token reads.
 
@@ -71,7 +73,7 @@ class DraftTrees:
             Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` over what the requests had
             before the step. An attention sink has been counted there. The output may be
             overwritten.
-        scales : tuple of float
+        scales : tuple of float or torch.Tensor
             What the keys and the values in the caches are multiplied with.
 
         Returns
@@ -143,11 +145,27 @@ def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) ->
         return mask.view(count, num_drafts, num_drafts).bool()
     if mask.is_cpu:
         return mask[:size].view(count, num_drafts, num_drafts).bool()
+    places, _ = _square_places(seq_lens, num_drafts)
+    return mask[places].bool()
+
+
+def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    """SGLang's masks over all that requests have, as in `square_masks`, of these over the draft
+    tokens alone: bool `[requests, draft tokens, draft tokens]`."""
+    places, size = _square_places(seq_lens, squares.shape[-1])
+    mask = torch.ones(int(size), dtype=torch.bool, device=squares.device)
+    mask[places] = squares
+    return mask
+
+
+def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where masks over all that requests have say which draft tokens each one reads: `[requests,
+    draft tokens, draft tokens]`; and how long these masks are."""
     widths = seq_lens.long() + num_drafts
-    begins = (torch.cumsum(widths, 0) - widths) * num_drafts
-    offsets = torch.arange(num_drafts, device=mask.device)
-    rows = begins[:, None] + offsets * widths[:, None] + seq_lens[:, None]
-    return mask[rows[:, :, None] + offsets].bool()
+    ends = torch.cumsum(widths, 0) * num_drafts
+    offsets = torch.arange(num_drafts, device=seq_lens.device)
+    rows = (ends - widths * num_drafts + seq_lens)[:, None] + offsets * widths[:, None]
+    return rows[:, :, None] + offsets, ends[-1]
 
 
 def choose_masks(*, square: bool) -> None:
@@ -160,3 +178,19 @@ def choose_masks(*, square: bool) -> None:
     from sglang.srt.speculative import ngram_worker
 
     ngram_worker.USE_FULL_MASK = not square
+
+
+def undo_square_masks(forward_batch: Any | None) -> None:
+    """From now on let SGLang make masks over all that requests have.
+
+    forward_batch: a verify step whose mask has been made, and gets such a one. None: none has.
+    """
+    from sglang.srt.speculative import ngram_worker
+
+    if ngram_worker.USE_FULL_MASK:
+        return
+    choose_masks(square=False)
+    if forward_batch is not None:
+        drafts, count = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
+        squares = drafts.custom_mask.view(-1, count, count)
+        drafts.custom_mask = full_masks(squares, forward_batch.seq_lens[: len(squares)])

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat import support
+from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.options import Reason
 
 # Stores and reads the numbers as they are, whatever scales a layer has.
@@ -35,43 +36,32 @@ def are_scaled(model_runner: Any, default: str) -> bool:
 
 
 def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
-    """Why pat does not decode a layer for the sake of its scales."""
+    """Why pat does not decode a layer for the sake of its scales. Waits for the device."""
     if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
         return Reason("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
     if not are_scaled(model_runner, default):
         return None
-    scales = layer.k_scale, layer.v_scale
-    if default in _UNCERTAIN and scales != (None, None):
+    if default in _UNCERTAIN and (layer.k_scale, layer.v_scale) != (None, None):
         return Reason("KV pool", f"scaled, under {default}")
-    try:
-        read = read_scales(layer)
-    except ValueError as error:
-        return Reason("KV pool", str(error))
-    for scale in read:
+    for scale in read_scales(layer):
+        if isinstance(scale, torch.Tensor):
+            if scale.dtype != torch.float32 or scale.numel() != 1:
+                return Reason("KV pool", f"scaled by {scale.numel()} numbers of {scale.dtype}")
+            if scale.device.type != model_runner.device:
+                return Reason("KV pool", f"scaled by a number on {scale.device}")
+            scale = scale.item()
         if not 0 < scale < math.inf:
             return Reason("KV pool", f"scaled by {scale}")
     return None
 
 
-def read_scales(layer: RadixAttention) -> tuple[float, float]:
-    """What the stored keys and values are multiplied with. No waiting for the device.
+def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
+    """What the stored keys and values are multiplied with.
 
-    Raises
-    ------
-    ValueError
-        The host does not know them.
+    A tensor is the one that the pool divides by, not the number that SGLang keeps beside it:
+    loading new weights overwrites the tensor alone.
     """
     return (
-        _on_host(layer.k_scale, layer.k_scale_float),
-        _on_host(layer.v_scale, layer.v_scale_float),
+        1.0 if layer.k_scale is None else layer.k_scale,
+        1.0 if layer.v_scale is None else layer.v_scale,
     )
-
-
-def _on_host(stored: torch.Tensor | float | None, on_host: float | None) -> float:
-    if stored is None:
-        return 1.0
-    if not isinstance(stored, torch.Tensor):  # from a file of scales
-        return float(stored)
-    if on_host is None:
-        raise ValueError("with scales that the host does not know")
-    return on_host

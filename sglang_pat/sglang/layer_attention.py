@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.kv_writes import KvWrites
 from sglang_pat.sglang.microbatches import StepPlans
@@ -77,7 +78,7 @@ class LayerAttention:
             k_scale=scales[0],
             v_scale=scales[1],
         )
-        out = self._run(run, q, (keys, values), layer, forward_batch)
+        out = self._run_planned(run, q, (keys, values), layer, forward_batch)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _run(
@@ -88,24 +89,39 @@ class LayerAttention:
         layer: RadixAttention,
         forward_batch: Any,
     ) -> torch.Tensor:
-        """Attention of all rows. run: `PackAttention.run`, of queries and of the caches."""
+        """Attention of the rows that are planned. run: `PackAttention.run`, of queries and of the
+        caches."""
         out: torch.Tensor = run(q)
         return out
 
-    @staticmethod
     def _run_planned(
-        run: Callable[..., Any], q: torch.Tensor, num_rows: int, layer: RadixAttention
+        self,
+        run: Callable[..., Any],
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        layer: RadixAttention,
+        forward_batch: Any,
     ) -> torch.Tensor:
-        """As `_run`, where so many rows are planned. What `q` has behind them is padding, and reads
-        nothing."""
-        num_known = min(len(q), num_rows)
-        planned = q[:num_known]
-        if num_known < num_rows:
-            planned = torch.cat((planned, q.new_zeros(num_rows - num_known, *q.shape[1:])))
-        out = q.new_zeros(len(q), layer.tp_q_head_num, layer.v_head_dim)
-        out[:num_known] = run(planned)[:num_known]
+        """As `_run`, of the rows that SGLang has: it may have added some behind those that are
+        planned, and may lack padding that was planned.
+
+        MLP synchronisation pads the tokens of a step to a multiple of the ranks that share its
+        attention, or to those of the rank that has most: of a verify step to whole requests, which
+        are planned, and a rest that is not; of a draft model after its step has been planned.
+        """
+        plans, count = self._plans, len(q)
+        if count == plans.num_rows and forward_batch.batch_size:
+            return self._run(run, q, caches, layer, forward_batch)
+        out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
+        if not forward_batch.batch_size:  # of an idle rank: nothing is planned
+            return out
+        lacking = plans.num_rows - count
+        if lacking > 0 and not plans.seq_lens[count:].any():  # otherwise run() refuses
+            q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
+        planned = self._run(run, q[: plans.num_rows], caches, layer, forward_batch)
+        out[: len(planned)] = planned[:count]
         return out
 
-    def _scales(self, layer: RadixAttention) -> tuple[float, float]:
+    def _scales(self, layer: RadixAttention) -> tuple[Scale, Scale]:
         """What the numbers in the caches are multiplied with."""
         return read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_pat.attention import PackAttention
-from sglang_pat.batch import DecodeBatch
+from sglang_pat.batch import DecodeBatch, IntArray
 from sglang_pat.plan import DecodePlan, KvTokens
 from sglang_pat.sglang.hooks import StepRequests
 from sglang_pat.sglang.reader import BatchReader
@@ -62,6 +62,11 @@ class StepPlans:
     def num_rows(self) -> int:
         """Of the last step, padding included."""
         return len(self._last.seq_lens)
+
+    @property
+    def seq_lens(self) -> IntArray:
+        """Of these rows, as they were planned: 0 of padding."""
+        return self._last.seq_lens
 
     @property
     def executor(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat.sglang.options import Reason, resolved, server_reason
+from sglang_pat.sglang.options import Reason, attention_backends, server_reason
 from sglang_pat.sglang.routes import Routes, model_reason, shape_reason, window_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
@@ -45,9 +45,7 @@ def routes_of_model(path: str) -> Routes:
     if hasattr(arguments, "resolve_once"):  # 0.5.17 resolves in the constructor
         arguments.resolve_once()
     config = ModelConfig.from_server_args(arguments)
-    default = resolved(arguments, "decode_attention_backend") or resolved(
-        arguments, "attention_backend"
-    )
+    prefill, default = attention_backends(arguments)
     whole = server_reason(arguments) or model_reason(
         config, uses_mla=config.attention_arch == AttentionArch.MLA
     )
@@ -57,7 +55,9 @@ def routes_of_model(path: str) -> Routes:
     model = _on_meta_device(config)
     whole = whole or window_reason(model)
     chunk_size = getattr(config, "attention_chunk_size", None)
-    return Routes.of_model(model, default, whole, lambda layer: shape_reason(layer, chunk_size))
+    routes = Routes.of_model(model, default, whole, lambda layer: shape_reason(layer, chunk_size))
+    routes.prefill = prefill
+    return routes
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:

@@ -60,6 +60,13 @@ def resolved(arguments: Any, name: str) -> Any:
     return resolution_result(arguments, name)
 
 
+def attention_backends(arguments: Any) -> tuple[str, str]:
+    """The resolved names of SGLang's backends for prefill and decode."""
+    base = resolved(arguments, "attention_backend")
+    prefill = resolved(arguments, "prefill_attention_backend") or base
+    return prefill, resolved(arguments, "decode_attention_backend") or base
+
+
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
     """Whether pat is to compute a request alike in any batch: asked for by its own variable, or by
     SGLang's deterministic inference, which a target for on-policy training turns on too.
@@ -103,10 +110,7 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         return Reason("speculative decoding", "in batch-invariant mode")
     if resolved(arguments, "speculative_adaptive"):
         return Reason("speculative decoding", "--speculative-adaptive")
-    base = resolved(arguments, "attention_backend")
-    prefill, decode = (
-        resolved(arguments, f"{each}_attention_backend") or base for each in ("prefill", "decode")
-    )
+    prefill, decode = attention_backends(arguments)
     if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
         return Reason(
             "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"

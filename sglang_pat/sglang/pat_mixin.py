@@ -11,7 +11,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.decoder import PatDecoder
 from sglang_pat.sglang.draft_extend import DraftExtend
-from sglang_pat.sglang.draft_trees import choose_masks
+from sglang_pat.sglang.draft_trees import undo_square_masks
+from sglang_pat.sglang.hooks import CHANNEL
 from sglang_pat.sglang.options import Reason
 
 _VERIFY = ForwardMode.TARGET_VERIFY
@@ -174,9 +175,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         routes = self._pat.routes
         if not routes.delegated:  # the default backend is not prepared for this step
             if self._pat.verifies_trees:
-                choose_masks(square=False)
-                if forward_batch.forward_mode is _VERIFY and not self._pat_is_captured:
-                    raise RuntimeError(f"{reason} came too late: this step's mask is pat's alone")
+                has_mask = forward_batch.forward_mode is _VERIFY and not self._pat_is_captured
+                # In a warm-up it is a large buffer.
+                has_mask = has_mask and CHANNEL.is_within_step
+                undo_square_masks(forward_batch if has_mask else None)
             self._catch_up(forward_batch)
         routes.delegate(layer_id, reason)
         self._pat.report_routes()

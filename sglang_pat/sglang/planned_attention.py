@@ -71,7 +71,8 @@ class PlannedAttention(LayerAttention):
         self._microbatches.reserve(
             max_requests=max_rows,
             max_shared_slots=2 * num_slots,
-            max_seq_len=self.req_to_token_pool.req_to_token.shape[1],
+            # No request is longer than the pool: a model's context may be.
+            max_seq_len=min(self.req_to_token_pool.req_to_token.shape[1], num_slots),
         )
 
 

@@ -112,8 +112,9 @@ class BatchReader:
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def is_unchanged(self, step: StepRequests | None) -> bool:
-        """Whether a step has the requests of the last one, where they were, and these could share.
-        It is then like the last, but that each request is a token longer.
+        """Whether a decode step has the requests of the last one, which decoded too, where they
+        were, and these could share. It is then like the last, but that each request is a token
+        longer.
 
         Nothing has run in between: not even a step in which these requests decoded elsewhere.
         """
@@ -187,15 +188,15 @@ class BatchReader:
         """
         begun_ns = time.perf_counter_ns()
         self._growth = None
-        self.repeats_last = ahead == 0 and self.is_unchanged(step)
-        num_requests: int = forward_batch.batch_size
-        reason = self._private_reason(step, num_requests)
+        self.repeats_last = drafts is None and ahead == 0 and self.is_unchanged(step)
+        known = num_known(step, forward_batch)
+        reason = self._private_reason(step, forward_batch.batch_size)
         speculating = step.reqs if step is not None and (drafts is not None or ahead) else None
         if reason is not None or step is None:
             lens = _host_seq_lens(
                 forward_batch,
                 speculating if reason != CUT else None,
-                num_requests - getattr(forward_batch, "num_padding", 0),
+                known,
                 drafts,
                 ahead,
             )
@@ -205,7 +206,7 @@ class BatchReader:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
-        lens = _host_seq_lens(forward_batch, speculating, len(step.reqs), drafts, ahead)
+        lens = _host_seq_lens(forward_batch, speculating, known, drafts, ahead)
         if drafts is not None:
             self._update_rows(step.reqs, drafts.per_request, lens)
         else:
@@ -305,12 +306,26 @@ class BatchReader:
         self.private_steps[reason] += 1
 
 
+def num_known(step: StepRequests | None, forward_batch: Any) -> int:
+    """How many requests a batch has. What SGLang counts behind them is padding: of a graph, which
+    it announces, or of MLP synchronisation, which it does not.
+
+    Where the requests are not known, as in a capture, all that is not announced counts as such.
+    """
+    if _is_idle(forward_batch):
+        return 0
+    most: int = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
+    return most if step is None else min(len(step.reqs), most)
+
+
 def _is_idle(forward_batch: Any) -> bool:
     """Whether a batch without requests keeps a rank of data parallelism in step with the others.
 
-    A graph that is replayed shows the mode of its capture, and the batch's own beside it.
+    A graph that is replayed shows the mode of its capture, and the batch's own beside it. So does a
+    batch that SGLang has turned into a verify step, of padding alone, for a hybrid model.
     """
-    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in ("", "actual_"))
+    kinds = ("", "actual_", "_original_")
+    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
     return any(mode is not None and mode.is_idle() for mode in modes)
 
 

@@ -12,6 +12,7 @@ from sglang_pat.sglang import reports
 from sglang_pat.sglang.hooks import Hook, install_hooks
 from sglang_pat.sglang.metrics import LayerMetrics
 from sglang_pat.sglang.routes import Routes
+from sglang_pat.support import BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +73,16 @@ def report_extend_routes(routes: Routes) -> None:
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info: SGLang's arguments name the default backend."""
+    """AFTER Scheduler.get_init_info: its fields win over SGLang's arguments, which name the default
+    backend."""
     told = _Told.routes
+    decodes = told is not None and told["pat_layers"] > 0
     if told is not None and _Told.draft_routes is not None:
         told = told | {"draft_model": _Told.draft_routes}
     if told is not None and _Told.extend_routes is not None:
         told = told | {"draft_extend": _Told.extend_routes}
-    return result | {SERVER_INFO_KEY: told}
+    decode_backend = {"decode_attention_backend": BACKEND} if decodes else {}
+    return result | decode_backend | {SERVER_INFO_KEY: told}
 
 
 _SERVER_INFO_HOOK = Hook(

@@ -44,6 +44,8 @@ class Routes:
     ----------
     default
         The name of SGLang's default backend.
+    prefill
+        The name of the backend that prefills the model that is served. None: it is not named.
     shapes
         Layer id -> shape of each layer that pat decodes.
     delegated
@@ -58,6 +60,7 @@ class Routes:
 
     def __init__(self, default: str) -> None:
         self.default = default
+        self.prefill: str | None = None
         self.shapes: dict[int, Shape] = {}
         self.delegated: dict[int, Reason] = {}
         self.sinks: frozenset[int] = frozenset()
@@ -177,7 +180,8 @@ class Routes:
             head += f", {with_sinks} of them with attention sinks"
         if self.batch_invariant:
             head += ", batch-invariant"
-        return "; ".join([head, *groups])
+        tail = [] if self.prefill is None else [f"prefill on {self.prefill}"]
+        return "; ".join([head, *groups, *tail])
 
     def table(self) -> Iterator[tuple[str, str, str]]:
         """(layers, route, reason), for neighbours that have the same."""

@@ -52,11 +52,12 @@ class VerifySteps:
         self.rows_are_in_graphs = True
 
     def take(
-        self, forward_batch: Any, *, is_captured: bool, in_capture: bool
+        self, forward_batch: Any, num_known: int, *, is_captured: bool, in_capture: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Go to the next verify step. Returns `req_pool_indices` and `seq_lens` of its rows."""
+        """Go to the next verify step, of so many requests and padding. Returns `req_pool_indices`
+        and `seq_lens` of its rows."""
         place = rows, _ = self._captured if is_captured else self._eager
-        self._take_trees(place, forward_batch, in_capture=in_capture)
+        self._take_trees(place, forward_batch, num_known, in_capture=in_capture)
         return rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
 
     def before_extend(self, forward_batch: Any) -> Any:
@@ -73,17 +74,22 @@ class VerifySteps:
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
 
-    def repeat(self, forward_batch: Any) -> None:
+    def repeat(self, forward_batch: Any, num_known: int) -> None:
         """Go to the next verify step, of a graph that writes its rows itself."""
-        self._take_trees(self._captured, forward_batch, in_capture=False)
+        self._take_trees(self._captured, forward_batch, num_known, in_capture=False)
 
     def _take_trees(
-        self, place: tuple[RowTensors, DraftTrees], forward_batch: Any, *, in_capture: bool
+        self,
+        place: tuple[RowTensors, DraftTrees],
+        forward_batch: Any,
+        num_known: int,
+        *,
+        in_capture: bool,
     ) -> None:
         self._trees = None
         if not self.drafts.are_chains:
             self._trees = place[1]
-            self._trees.take(forward_batch, in_capture=in_capture)
+            self._trees.take(forward_batch, num_known, in_capture=in_capture)
 
     def leave(self) -> None:
         """The next step decodes."""

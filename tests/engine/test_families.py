@@ -13,6 +13,9 @@ import pytest
 import sglang
 from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines
 from model_families import FAMILIES, Family
+from serving.cpu_ranks import environment_of_ranks
+
+from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = pytest.mark.engine
 
@@ -118,20 +121,47 @@ def test_speculation(
     assert rows <= verified["rows"] <= rows + tokens * (len(found.tokens) + 1)
 
 
+def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: Path) -> None:
+    """MLP synchronisation: each rank has the layers of a part of a step's tokens, so that an odd
+    number of them is padded. Three drafts a request, of one or of several requests."""
+    if cuda_driver_is_present():
+        pytest.skip("runs only where there is no CUDA driver")
+    small = FAMILIES["llama"]
+    padded = drafts_of_a_head(small, tmp_path / "draft") | {
+        "speculative_num_steps": 2,
+        "speculative_num_draft_tokens": 3,
+        "tp_size": 2,
+        "moe_dense_tp_size": 1,
+    }
+    ranks = environment_of_ranks(tp_size=2)
+    expected = engines.run(small, None, ranks=ranks, **padded)
+    found = engines.run(small, "pat", ranks=ranks, **padded)
+    assert found.tokens == expected.tokens
+    assert found.verify_steps == expected.verify_steps
+    assert_telling(found)
+    assert_routes(found, small)
+    assert found.stats["private_steps"] == {}
+    assert found.first_verify_steps > 0  # of one request: three rows, padded to four
+
+
+def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
+    """Options with which a head of a Llama drafts. Its model is written to `folder`."""
+    draft = family.write(folder)
+    config = json.loads((draft / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (draft / "config.json").write_text(json.dumps(config))
+    return CHAINS | {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(draft),
+    }
+
+
 @pytest.mark.nightly
 def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
     """One layer, which reads the model's hidden states, and a tree of pairs of tokens. It has
     learnt nothing, so that hardly a draft is accepted."""
     small = FAMILIES["llama"]
-    draft = small.write(tmp_path / "draft")
-    config = json.loads((draft / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
-    (draft / "config.json").write_text(json.dumps(config))
-    speculation = CHAINS | {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": str(draft),
-    }
-    _, _, found = run_with_drafts(engines, small, speculation)
+    _, _, found = run_with_drafts(engines, small, drafts_of_a_head(small, tmp_path / "draft"))
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_model"]["pat_layers"] == 1

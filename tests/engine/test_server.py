@@ -129,6 +129,8 @@ def assert_routes_are_published(server: Server) -> None:
     response = requests.get(f"{server.url}/get_server_info", timeout=30)
     response.raise_for_status()
     info = response.json()
+    assert info["attention_backend"] == "torch_native"  # prefill
+    assert info["decode_attention_backend"] == "pat"
     assert info["pat"] == {
         "default_backend": "torch_native",
         "pat_layers": num_layers,

@@ -362,6 +362,33 @@ def test_a_graph_keeps_its_scales() -> None:
     assert not torch.equal(results[0][0], results[1][0])
 
 
+@pytest.mark.parametrize("logit_cap", [0.0, 5.0])
+def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
+    """As SGLang's layers have them: an update of the weights writes to them in place."""
+    heads = Heads(8, 2, kv_dtype=E4M3)
+    tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    scales = {name: torch.ones((), device="cuda") for name in ("k_scale", "v_scale")}
+    out, lse = (x.clone() for x in run(step, tensors, logit_cap=logit_cap, **scales))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.decode(
+            tensors.q, tensors.k_cache, tensors.v_cache, out, lse, logit_cap=logit_cap, **scales
+        )
+    for k_scale, v_scale in ((1.0, 1.0), (0.37, 2.5), (1.7, 0.04)):
+        scales["k_scale"].fill_(k_scale)
+        scales["v_scale"].fill_(v_scale)
+        out.fill_(torch.nan)
+        graph.replay()
+        # To a rounding: the host multiplies the scale of the logits in another order.
+        like = run(step, tensors, logit_cap=logit_cap, k_scale=k_scale, v_scale=v_scale)
+        torch.testing.assert_close(out, like[0], rtol=1e-2, atol=1e-3 * v_scale)
+        torch.testing.assert_close(lse, like[1], rtol=1e-5, atol=1e-4)
+        again = run(step, tensors, logit_cap=logit_cap, **scales)
+        assert torch.equal(out, again[0])
+        assert torch.equal(lse, again[1])
+
+
 def test_pack_attention() -> None:
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors = converted(Tensors.make(MIXED, heads), E4M3)

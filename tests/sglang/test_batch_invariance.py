@@ -12,6 +12,7 @@ from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
+    SLOTS,
     KVPool,
     decode_batch,
     pat_backend,
@@ -38,7 +39,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_deterministic_inference_turns_it_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         backend = pat_backend(runner(server_args=deterministic()))
-    assert "pat decodes 2 of 2 layers, batch-invariant" in messages(caplog)
+    assert "pat decodes 2 of 2 layers, batch-invariant; prefill on triton" in messages(caplog)
     assert backend._pat.routes.as_json()["batch_invariant"] is True
 
 
@@ -118,3 +119,21 @@ def test_eager_steps_and_graphs_are_planned_in_chunks() -> None:
         for attention in each._attentions:
             chunks = sum(map(num_chunks, LENGTHS))
             assert attention._plan.header.num_item_requests == chunks > len(LENGTHS)
+
+
+@pytest.mark.parametrize(("width", "longest"), [(20, 20), (100_000, SLOTS)])
+def test_partials_are_reserved_for_requests_that_the_pool_holds(
+    width: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of a million tokens would reserve a gigabyte, over a pool of any size."""
+    table = torch.zeros((4, width), dtype=torch.int32)
+    model_runner = runner(
+        req_to_token_pool=SimpleNamespace(req_to_token=table), server_args=deterministic()
+    )
+    backend = pat_backend(model_runner)
+    reserved: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        backend._pat._microbatches, "reserve", lambda **sizes: reserved.append(sizes)
+    )
+    backend.init_cuda_graph_state(8, 8)
+    assert [each["max_seq_len"] for each in reserved] == [longest]

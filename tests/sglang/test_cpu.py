@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.sglang import cpu
 
@@ -75,6 +77,22 @@ def test_enabling_after_sglang_was_imported_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     with pytest.raises(RuntimeError, match="after SGLang had been imported"):
         cpu.enable_cpu_engine()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([], cpu.KV_POOL_TOKENS), (["--max-total-tokens", "99"], 99), (["--max-total-tokens=99"], 99)],
+)
+def test_the_kv_pool_of_a_server_is_bounded(given: list[str], expected: int) -> None:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    arguments = cpu.bound_kv_pool([*given, "--model-path", "m"])
+    assert parser.parse_args(arguments).max_total_tokens == expected
+
+
+def test_a_configuration_file_is_not_overridden() -> None:
+    given = ["--config", "server.yaml"]
+    assert cpu.bound_kv_pool(given) == given
 
 
 def test_the_launcher_needs_nothing_prepared() -> None:

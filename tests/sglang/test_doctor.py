@@ -54,7 +54,9 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     head, *rows, _, as_a_draft_model = child.stdout.splitlines()
     assert "pat decodes the same layers" in as_a_draft_model
     assert as_a_draft_model.endswith("by torch_native.")
-    assert head == "pat decodes 2 of 4 layers; 2 on torch_native: sliding window 31"
+    assert head == (
+        "pat decodes 2 of 4 layers; 2 on torch_native: sliding window 31; prefill on torch_native"
+    )
     assert [row.split(maxsplit=2) for row in rows] == [
         ["0", "torch_native", "sliding window 31"],
         ["1", "pat"],

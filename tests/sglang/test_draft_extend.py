@@ -22,7 +22,10 @@ from sglang_fakes import (
     DefaultBackend,
     KVPool,
     decode_batch,
+    drafts_to_verify,
     layers,
+    mlp_padded,
+    num_rows,
     pat_backend,
     replay_view,
     runner,
@@ -72,9 +75,10 @@ class Extending(DraftScene):
             for i in range(DRAFTS)
         ]
 
-    def verify(self, lens: list[int], size: int) -> None:
-        """Let the model verify drafts, in the graph of `size` requests; 0: without."""
-        more = {"spec_info": SimpleNamespace(custom_mask=None, draft_token_num=DRAFTS)}
+    def verify(self, lens: list[int], size: int, more_rows: int = 0) -> None:
+        """Let the model verify drafts, in the graph of `size` requests; 0: without, with so many
+        rows of padding."""
+        more = {"spec_info": drafts_to_verify(DRAFTS)}
         if size:
             view = replay_view(list(ROWS), lens, self.slots(lens), size, **more)
         else:
@@ -82,19 +86,24 @@ class Extending(DraftScene):
         view.forward_mode = ForwardMode.TARGET_VERIFY
         hooks._after_init_new(view, object, self.scheduled, self.target)
         outer = CHANNEL.enter(view)
+        if more_rows:
+            view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
         if size:
             self.served.init_forward_metadata_out_graph(view)
             self.served.init_forward_metadata_in_graph(view)
         else:
             self.served.init_forward_metadata(view)
-        q = torch.randn(view.batch_size * DRAFTS, QO_HEADS, HEAD_DIM)
+        q = torch.randn(num_rows(view, DRAFTS), QO_HEADS, HEAD_DIM)
         self.served.forward_extend(q, None, None, self.target.model[0], view)
         CHANNEL.leave(outer)
 
     def view(self, lens: list[int], size: int = 0) -> Any:
         """What SGLang shows of the step behind: requests are longer by all draft tokens."""
         ends = [length + DRAFTS for length in lens]
-        more = {"spec_info": SimpleNamespace(), "input_ids": torch.zeros(len(lens) * DRAFTS)}
+        more = {
+            "spec_info": drafts_to_verify(DRAFTS),
+            "input_ids": torch.zeros(len(lens) * DRAFTS),
+        }
         made = decode_batch(list(ROWS), ends, self.slots(lens), **more)
         made.forward_mode = ForwardMode.DRAFT_EXTEND_V2
         hooks._after_init_new(made, object, self.scheduled, self.runner)
@@ -134,6 +143,7 @@ class Extending(DraftScene):
     def assert_exact(self, view: Any, lens: list[int], num_rows: int = 2 * DRAFTS) -> None:
         for layer in range(len(self.runner.model)):
             q, out = self.attend(view, num_rows, layer)
+            assert not out[len(lens) * DRAFTS :].any()  # padding
             for i in range(len(lens)):
                 self.assert_request(q, out, i, lens[i], layer)
 
@@ -254,14 +264,25 @@ def test_a_request_that_stopped_takes_no_one_with_it(size: int) -> None:
     extending.assert_request(q, out, 1 - stopped, lens[1 - stopped], table=before)
 
 
-def test_rows_that_data_parallelism_adds_are_nothing() -> None:
+@pytest.mark.parametrize(("verified_in", "read_in"), [*PLACES, ("padded", 0), ("padded", 2)])
+def test_rows_that_mlp_synchronisation_adds_are_nothing(
+    verified_in: int | str, read_in: int
+) -> None:
+    """SGLang prepares these steps before it pads their tokens."""
     extending = Extending()
-    extending.verify([25, 31], 0)
-    view = extending.view([25, 31])
-    extending.prepare(view)
-    q, out = extending.attend(view, 2 * DRAFTS + 2)
-    assert out[2 * DRAFTS :].tolist() == torch.zeros(2, QO_HEADS, HEAD_DIM).tolist()
-    extending.assert_request(q, out, 1, 31)
+    for size in (4, 2):
+        extending.capture(size)
+    for more_rows in range(1, 8):
+        lens = [25 + more_rows, 31 + 2 * more_rows]
+        if verified_in == "padded":
+            extending.verify(lens, 0, more_rows)
+        else:
+            extending.verify(lens, int(verified_in))
+        view = extending.view(lens, read_in)
+        extending.prepare(view, read_in)
+        count = (read_in or 2) * DRAFTS + more_rows
+        padded = mlp_padded(extending.view(lens), extending.served, count, DRAFTS)
+        extending.assert_exact(padded, lens, count)
 
 
 @pytest.mark.parametrize("what", ["nobody", "others"])

@@ -23,6 +23,8 @@ from sglang_fakes import (
     decode_batch,
     dense,
     layers,
+    mlp_padded,
+    num_rows,
     pat_backend,
     replay_view,
     runner,
@@ -110,20 +112,21 @@ class Drafting(DraftScene):
         self.steps.init_forward_metadata_in_graph(view)
 
     def attend(
-        self, view: Any, step: int, layer: int = 0, more_rows: int = 0, **arguments: Any
+        self, view: Any, step: int, layer: int = 0, **arguments: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, and what a layer answers in a step of the round."""
-        q = torch.randn(view.batch_size + more_rows, QO_HEADS, HEAD_DIM)
+        q = torch.randn(num_rows(view), QO_HEADS, HEAD_DIM)
         out = self.steps.attn_backends[step].forward_decode(
             q, None, None, self.runner.model[layer], view, **arguments
         )
         return q, out.view(q.shape)
 
     def assert_round(self, view: Any, lens: list[int], layers: int = 2) -> None:
-        """In each step each request reads one token more."""
+        """In each step each request reads one token more, and padding nothing."""
         for step in range(STEPS):
             for layer in range(layers):
                 q, out = self.attend(view, step, layer)
+                assert not out[len(lens) :].any()
                 for i in range(len(lens)):
                     self.assert_row(q, out, i, lens[i] + step + 1, layer)
 
@@ -358,14 +361,20 @@ def test_tokens_of_a_step_are_stored_before_it_attends() -> None:
             drafting.assert_row(q, out, i, lens[i] + step + 1, layer=1)
 
 
-def test_rows_that_data_parallelism_adds_are_nothing() -> None:
-    drafting = Drafting()
-    view = drafting.view([25, 31])
-    drafting.steps.init_forward_metadata(view)
-    q, out = drafting.attend(view, 2, more_rows=3)
-    assert out[2:].tolist() == torch.zeros(3, QO_HEADS, HEAD_DIM).tolist()
-    for i, length in enumerate([28, 34]):
-        drafting.assert_row(q, out, i, length)
+@pytest.mark.parametrize("size", [0, 2, 4])
+def test_rows_that_mlp_synchronisation_adds_are_nothing(size: int) -> None:
+    """SGLang prepares a round before it pads the tokens of its steps."""
+    drafting = repeating(captured=(size,) if size else ())
+    for more_rows in range(1, 8):
+        lens = [25 + more_rows, 31 + 2 * more_rows]
+        view = drafting.view(lens, size)
+        if size:
+            drafting.replay(view)
+        else:
+            drafting.steps.init_forward_metadata(view)
+        num_tokens = view.batch_size + more_rows
+        drafting.assert_round(mlp_padded(view, drafting.served, num_tokens), lens)
+    assert drafting.decoder._num_repeated == (6 if size else 0)
 
 
 def test_an_idle_rank_plans_nothing() -> None:

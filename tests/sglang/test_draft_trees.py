@@ -74,6 +74,7 @@ def merged(trees: Trees) -> torch.Tensor:
             spec_info=SimpleNamespace(custom_mask=masks.flatten()),
             seq_lens=torch.full((len(masks),), 9),
         ),
+        len(masks),
         in_capture=False,
     )
     layer: Any = SimpleNamespace(scaling=scaling, logit_cap=logit_cap)

@@ -13,7 +13,16 @@ import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_fakes import HEAD_DIM, QO_HEADS, decode_batch, dense, pat_backend, replay_view, runner
+from sglang_fakes import (
+    HEAD_DIM,
+    QO_HEADS,
+    decode_batch,
+    dense,
+    mlp_padded,
+    pat_backend,
+    replay_view,
+    runner,
+)
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.executors.reference import ReferenceExecutor, gather_slots
@@ -90,6 +99,29 @@ def test_padded_rows_are_zero_and_the_others_attend(backend: Any, model_runner: 
         assert_attends(model_runner, q, out, [[3, 4, 5], [6, 7]])
     assert backend._pat._microbatches.current.captured is not None
     assert backend._pat._microbatches.current.captured.stats.plans_reused == 1
+
+
+@pytest.mark.parametrize("more_rows", range(1, 8))
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_requests_share_beside_any_padding(
+    is_captured: bool,
+    more_rows: int,
+    backend: Any,
+    model_runner: Any,
+    running: list[list[int]],
+) -> None:
+    """Of a graph, or of MLP synchronisation."""
+    backend.init_cuda_graph_state(max_bs=10, max_num_tokens=10)
+    for _ in range(2):
+        batch = [1, 2, 3], [32, 32, 32], [41, 43, 45]
+        if is_captured:
+            view = replay_view(*batch, 3 + more_rows)
+            backend.init_forward_metadata_out_graph(view)
+        else:
+            view = mlp_padded(decode_batch(*batch), backend, 3 + more_rows)
+            backend.init_forward_metadata(view)
+        q, out = attend(backend, model_runner, view)
+        assert_attends(model_runner, q, out, running)
 
 
 def test_an_idle_rank_replays_nothing_but_padding(backend: Any, model_runner: Any) -> None:

@@ -1,4 +1,4 @@
-"""Commands of the documentation: SGLang has every option that they name."""
+"""Commands and log lines of the documentation: SGLang has every option, and pat logs each line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import yaml
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.cli.main import build_parser
+from sglang_pat.sglang.options import Reason
+from sglang_pat.sglang.routes import Routes, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -50,6 +52,40 @@ def test_pages_have_commands() -> None:
 @pytest.mark.parametrize(("page", "command"), LAUNCHES)
 def test_sglang_has_every_option(page: str, command: str) -> None:
     assert set(flags(command)) <= set(sglang_options()), page
+
+
+def log_lines(text: str) -> list[str]:
+    """Quoted lines that say what pat decodes. Inline code may be broken into two lines."""
+    quoted = []
+    for ticks, code in re.findall(r"(`+)([^`]+)\1", text):
+        quoted += code.splitlines() if len(ticks) > 1 else [" ".join(code.split())]
+    return [line for line in quoted if re.search(r"pat decodes \d", line)]
+
+
+def as_logged(line: str) -> str:
+    """Let `Routes` write a quoted line anew, from its numbers and names."""
+    draft = "draft model: " if line.startswith("draft model: ") else ""
+    pat, total = map(int, re.findall(r"\d+", line)[:2])
+    prefill = re.search(r"prefill on (\w+)", line)
+    routes = Routes(re.findall(r" on (\w+)", line)[0] if " on " in line else "")
+    routes.prefill = prefill[1] if prefill else None if draft else "not named"
+    routes.shapes = dict.fromkeys(range(pat), Shape(32, 8, 128, 128))
+    for layer_id in range(pat, total):
+        window = re.findall(r"sliding window (\d+)", line)[0]
+        routes.delegate(layer_id, Reason("sliding window", window))
+    return f"{draft}{routes}"
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), [(page, line) for page, text in PAGES.items() for line in log_lines(text)]
+)
+def test_the_log_has_every_quoted_line(page: str, line: str) -> None:
+    assert as_logged(line) == line, page
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_new_users_are_shown_the_line_that_says_that_it_works(page: str) -> None:
+    assert log_lines(PAGES[page])
 
 
 @pytest.mark.parametrize("prefix", ["--sglang-", "engine_kwargs.sglang."])

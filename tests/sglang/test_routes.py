@@ -26,6 +26,7 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
+from sglang_pat.sglang import route_reports
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
 from sglang_pat.sglang.routes import Routes, attention_layers, window_reason
@@ -117,13 +118,23 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
         "query heads per KV head 32",
         "query heads per KV head = 32 .layer 1.; supported: 1 to 16",
     ),
-    "scales on the device": (
-        lambda: fp8_runner(model=scaled_layers(v_scale_float=None)),
-        "KV pool with scales that the host does not know",
-        "KV pool = with scales that the host does not know .layer 1.",
+    "a scale per head": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones(2))),
+        "KV pool scaled by 2 numbers of torch.float32",
+        "KV pool = scaled by 2 numbers of torch.float32 .layer 1.",
+    ),
+    "a scale of another type": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones((), dtype=torch.float64))),
+        "KV pool scaled by 1 numbers of torch.float64",
+        "KV pool = scaled by 1 numbers of torch.float64 .layer 1.",
+    ),
+    "a scale elsewhere": (
+        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones((), device="meta"))),
+        "KV pool scaled by a number on meta",
+        "KV pool = scaled by a number on meta .layer 1.",
     ),
     "a scale of nothing": (
-        lambda: fp8_runner(model=scaled_layers(k_scale_float=0.0)),
+        lambda: fp8_runner(model=scaled_layers(k_scale=torch.tensor(0.0))),
         "KV pool scaled by 0.0",
         "KV pool = scaled by 0.0 .layer 1.",
     ),
@@ -273,7 +284,7 @@ def test_a_layer_is_left_to_the_default_backend(
     with caplog.at_level(logging.INFO):
         backend = pat_backend(make_runner())
     messages = our_messages(caplog)
-    assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}"]
+    assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}; prefill on triton"]
     assert [*backend._pat.routes.shapes] == [0]
 
 
@@ -386,6 +397,23 @@ def test_a_table_joins_neighbours() -> None:
     }
 
 
+def test_the_log_names_the_backend_that_prefills(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = server_arguments(prefill_attention_backend="fa3")
+    with caplog.at_level(logging.INFO):
+        pat_backend(runner(server_args=arguments))
+    assert our_messages(caplog) == ["pat decodes 2 of 2 layers; prefill on fa3"]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_the_server_info_names_pat_where_it_decodes(decodes: bool) -> None:
+    # SGLang's own arguments name the default backend; what a scheduler tells wins over them.
+    pat_backend(runner() if decodes else runner(use_mla_backend=True))
+    told = route_reports._after_get_init_info({"status": "ready"})
+    assert told.pop("pat")["pat_layers"] == (2 if decodes else 0)
+    backend = {"decode_attention_backend": "pat"} if decodes else {}
+    assert told == {"status": "ready"} | backend
+
+
 def test_the_window_of_a_model_is_asked_for_as_sglang_does() -> None:
     from sglang.srt.models.unlimited_ocr import UnlimitedOCRForCausalLM
 
@@ -441,13 +469,15 @@ def test_scales_count_where_the_default_backend_stores_by_them() -> None:
     assert [*Routes.of_runner(model_runner, "torch_native").shapes] == [0, 1]
     uncertain = Routes.of_runner(model_runner, "intel_amx")
     assert str(uncertain.delegated[1]) == "KV pool scaled, under intel_amx"
-    unknown = fp8_runner(model=scaled_layers(k_scale_float=None))
-    assert [*Routes.of_runner(unknown, "torch_native").shapes] == [0, 1]
+    odd = fp8_runner(model=scaled_layers(k_scale=torch.ones(2)))
+    assert [*Routes.of_runner(odd, "torch_native").shapes] == [0, 1]
 
 
 def test_scales_are_those_that_the_pool_divides_by() -> None:
     layer = scaled_layers()[-1]
+    layer.k_scale_float = layer.v_scale_float = 1.0  # out of date after an update of the weights
     assert read_scales(layer) == (0.5, 3.0)
+    assert read_scales(layer)[0] is layer.k_scale
     layer.k_scale = layer.v_scale = None
     assert read_scales(layer) == (1.0, 1.0)
     layer.k_scale = layer.v_scale = 0.25  # from --quantization-param-path

@@ -19,7 +19,10 @@ from sglang_fakes import (
     QO_HEADS,
     decode_batch,
     dense,
+    drafts_to_verify,
     layers,
+    mlp_padded,
+    num_rows,
     pat_backend,
     replay_view,
     runner,
@@ -96,7 +99,7 @@ class Server:
         ]
         more: dict[str, Any] = {
             "forward_mode": ForwardMode.TARGET_VERIFY,
-            "spec_info": SimpleNamespace(custom_mask=mask, draft_token_num=DRAFTS),
+            "spec_info": drafts_to_verify(DRAFTS, mask),
         }
         if not size:
             view = decode_batch(list(ROWS), lens, slots)
@@ -106,7 +109,7 @@ class Server:
 
     def attend(self, view: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of all rows, and what layer 0 answers."""
-        count = view.batch_size * DRAFTS
+        count = num_rows(view, DRAFTS)
         q = torch.randn(count, QO_HEADS, HEAD_DIM)
         slots = torch.zeros(count, dtype=torch.int64)
         slots[: len(view.out_cache_loc)] = view.out_cache_loc
@@ -252,6 +255,137 @@ def test_steps_are_repeated_without_a_plan(
     assert counts[0] == counts[1]
     assert counts[0]["steps"] == len(ACCEPTED)
     assert counts[0]["rows"] == len(ACCEPTED) * 2 * DRAFTS
+
+
+def new_server(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch, is_checked: bool = False
+) -> tuple[Server, torch.Tensor, torch.Tensor]:
+    """What its draft tokens read of each other, and SGLang's mask of two requests."""
+    server = _server(algorithm, TREE_KINDS[0], monkeypatch)
+    if not is_checked:
+        server.backend._pat._checks = None
+    reads = CHAIN if algorithm == "EAGLE3" else BRANCHES
+    return server, reads, torch.cat([reads.flatten()] * 2)
+
+
+@pytest.mark.parametrize("more_rows", range(1, 8))
+@pytest.mark.parametrize("knows", ["lengths", "no lengths", "no tree"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+def test_rows_that_mlp_synchronisation_adds_are_padding(
+    algorithm: str,
+    knows: str,
+    more_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    server_context: Any,
+) -> None:
+    """Behind those of the requests: whole requests, which are planned, and a rest."""
+    server, reads, mask = new_server(algorithm, monkeypatch, is_checked=True)
+    if knows == "no tree":
+        monkeypatch.setattr(CHANNEL, "_step", server.step._replace(tree=SimpleNamespace()))
+    for lens in late_lengths(server.reqs):
+        view = server.view(lens, 0, mask)
+        if knows != "lengths" and algorithm == "EAGLE3":
+            view.seq_lens_cpu = None
+        padded = mlp_padded(view, server.backend, 2 * DRAFTS + more_rows, DRAFTS)
+        server.backend.init_forward_metadata(padded)
+        server.assert_exact(padded, lens, reads)
+        _, out = server.attend(padded)
+        assert len(out) == 2 * DRAFTS + more_rows
+        behind = 2 if algorithm == "EAGLE3" else len(out) // DRAFTS
+        assert not out[behind * DRAFTS :].any()
+    assert server.counts()["rows"] == 4 * 2 * DRAFTS  # without padding
+    view = server.view(lens, 0, mask)
+    server.backend.init_forward_metadata(view)
+    server.assert_exact(view, lens, reads)
+
+
+@pytest.mark.parametrize("more_rows", range(1, 8))
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+def test_rows_behind_those_of_a_graph_are_padding(
+    algorithm: str, more_rows: int, monkeypatch: pytest.MonkeyPatch, server_context: Any
+) -> None:
+    """Of a graph of as many requests, and of one of more; planned, and not."""
+    server, reads, mask = new_server(algorithm, monkeypatch)
+    size = 2 + more_rows // DRAFTS
+    server.capture(size)
+    for i, lens in enumerate(([25, 31], [26, 34], [29, 35])):
+        view = server.view(lens, size, mask)
+        server.replay(view)
+        assert server.num_repeated == i
+        view.input_ids = torch.zeros(2 * DRAFTS + more_rows)
+        server.assert_exact(view, lens, reads)
+
+
+@pytest.mark.parametrize("num_tokens", range(8))
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+def test_an_idle_rank_that_verifies_padding(
+    algorithm: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, server_context: Any
+) -> None:
+    """As SGLang turns idle ranks of hybrid models into, after a step with requests."""
+    server, reads, mask = new_server(algorithm, monkeypatch)
+    server.backend.init_forward_metadata(server.view([25, 31], 0, mask))
+    before = server.counts(), dict(server.backend._pat._counters()["private_steps"])
+    with monkeypatch.context() as patch:
+        patch.setattr(CHANNEL, "_step", None)
+        view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
+        view.forward_mode = ForwardMode.IDLE
+        padded = mlp_padded(view, server.backend, num_tokens, DRAFTS)
+        padded._original_forward_mode = ForwardMode.IDLE
+        padded.forward_mode = ForwardMode.TARGET_VERIFY
+        server.backend.init_forward_metadata(padded)
+        _, out = server.attend(padded)
+        assert len(out) == num_tokens
+        assert out.isfinite().all()
+        assert algorithm == "NGRAM" or not out.any()
+    assert (server.counts(), server.backend._pat._counters()["private_steps"]) == before
+    view = server.view([25, 31], 0, mask)
+    server.backend.init_forward_metadata(view)
+    server.assert_exact(view, [25, 31], reads)
+
+
+def test_a_step_that_lacks_requests_is_refused(server: Server) -> None:
+    view = server.view([25, 31], 0)
+    server.backend.init_forward_metadata(view)
+    view.input_ids = torch.zeros(DRAFTS)
+    view.out_cache_loc = view.out_cache_loc[:DRAFTS]
+    with pytest.raises(ValueError, match=r"q must have shape \[6, 4, 64\], got \[3, 4, 64\]"):
+        server.attend(view)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_step_of_another_kind_is_no_repetition(
+    algorithm: str, is_checked: bool, monkeypatch: pytest.MonkeyPatch, server_context: Any
+) -> None:
+    server, reads, mask = new_server(algorithm, monkeypatch, is_checked)
+    server.capture(2)
+    for length in (25, 26, 27):
+        lens = [length, length + 6]
+        view = replay_view(list(ROWS), lens, [1, 2], 2)
+        server.backend.init_forward_metadata_out_graph(view)
+        q = torch.randn(2, QO_HEADS, HEAD_DIM)
+        out = server.backend.forward_decode(q, None, None, server.runner.model[0], view)
+        for i, row in enumerate(ROWS):
+            exact = dense(q[i], server.runner.token_to_kv_pool, 0, server.table[row, : lens[i]])
+            torch.testing.assert_close(out.view_as(q)[i].double(), exact, atol=2e-6, rtol=2e-6)
+        view = server.view(lens, 2, mask)
+        server.replay(view)
+        server.assert_exact(view, lens, reads)
+    assert server.num_repeated == 0
+
+
+def test_graphs_that_are_captured_anew_must_write_their_rows_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.backend._pat._checks = None
+    server.capture(2)
+    # Then a runner that does not ask the backend what to capture, as after new weights.
+    server.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
+    for lens in ([25, 31], [26, 33], [29, 34]):
+        view = server.view(lens, 2)
+        server.backend.init_forward_metadata_out_graph(view)
+        server.assert_exact(view, lens, CHAIN)
+    assert server.num_repeated == 0
 
 
 @pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "others"])
@@ -482,37 +616,49 @@ def test_full_masks_are_made_for_other_backends_alone(
     assert worker.USE_FULL_MASK is is_full
 
 
+@pytest.mark.parametrize("when", ["step", "padded", "warm-up", "capture"])
 def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
-    worker: Any, branching: Server
+    when: str, worker: Any, branching: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its default backend may read them, in this step too."""
     worker.USE_FULL_MASK = False
-    q = torch.zeros(2 * DRAFTS, QO_HEADS * HEAD_DIM)
-    layer = branching.runner.model[0]
-    view = branching.view([25, 31], 0, torch.cat([BRANCHES.flatten()] * 2))
-    branching.backend.init_forward_metadata(view)
-    with pytest.raises(RuntimeError, match="the argument rope came too late: this step's mask"):
-        branching.backend.forward_extend(q, None, None, layer, view, rope=1)
+    lens = [25, 31]
+    mask, is_known = torch.cat([BRANCHES.flatten(), CHAIN.flatten()]), True
+    if when in ("warm-up", "capture"):
+        mask, is_known = torch.ones(100, dtype=torch.bool), False
+        monkeypatch.setattr(CHANNEL, "_step", None)
+    view = branching.view(lens, 2 if when == "capture" else 0, mask)
+    if when == "padded":
+        view = mlp_padded(view, branching.backend, 10, DRAFTS)
+    if when == "capture":
+        branching.backend.init_forward_metadata_out_graph(view, in_capture=True)
+    else:
+        branching.backend.init_forward_metadata(view)
+    branching.backend.calls.clear()
+    q = torch.zeros(10 if when == "padded" else 6, QO_HEADS * HEAD_DIM)
+    branching.backend.forward_extend(q, None, None, branching.runner.model[0], view, rope=1)
     assert worker.USE_FULL_MASK
-    # In a capture no mask is there yet.
-    worker.USE_FULL_MASK = False
-    view = branching.view([25, 31], 2, torch.zeros(0, dtype=torch.bool))
-    branching.backend.init_forward_metadata_out_graph(view, in_capture=True)
-    branching.backend.forward_extend(q, None, None, layer, view, rope=1)
-    assert worker.USE_FULL_MASK
+    assert branching.backend.calls[-1] == "extend"
+    assert "out_graph" in branching.backend.calls[0]  # the default backend has been prepared
     assert 0 in branching.backend._pat.routes.delegated
+    exact = full_mask(lens, [BRANCHES, CHAIN]) if is_known else mask
+    assert torch.equal(view.spec_info.custom_mask, exact)
 
 
-def test_masks_over_all_that_a_request_has() -> None:
-    lens = torch.tensor([2, 4])
-    trees = torch.stack([BRANCHES, CHAIN])
+def full_mask(lens: list[int], trees: list[torch.Tensor]) -> torch.Tensor:
+    """As SGLang's n-gram worker makes it."""
     rows = [
-        torch.cat([torch.ones(DRAFTS, int(n), dtype=torch.bool), tree], dim=1).flatten()
-        for n, tree in zip(lens, trees, strict=True)
+        torch.cat([torch.ones(DRAFTS, length, dtype=torch.bool), tree], dim=1).flatten()
+        for length, tree in zip(lens, trees, strict=True)
     ]
-    mask = torch.cat(rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cpu", False)
-        assert torch.equal(square_masks(mask, lens, DRAFTS), trees)
+    return torch.cat(rows)
+
+
+def test_masks_over_all_that_a_request_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens, trees = [2, 4], [BRANCHES, CHAIN]
+    mask = full_mask(lens, trees)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    assert torch.equal(square_masks(mask, torch.tensor(lens), DRAFTS), torch.stack(trees))
 
 
 def test_lengths_of_rows() -> None:

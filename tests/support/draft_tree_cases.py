@@ -14,7 +14,7 @@ import torch
 
 class TreeCase(NamedTuple):
     """drafts: of each request. logit_cap: 0 for none. kv_dtype: as the queries' if None; if not,
-    with scales."""
+    with scales, of which that of the keys lies on the device for e5m2."""
 
     heads: int
     kv_heads: int
@@ -48,7 +48,7 @@ class Trees(NamedTuple):
     before: tuple[torch.Tensor, torch.Tensor]
     scaling: float
     logit_cap: float
-    scales: tuple[float, float]
+    scales: tuple[float | torch.Tensor, float]
 
     @property
     def biases(self) -> torch.Tensor:
@@ -63,6 +63,9 @@ class Trees(NamedTuple):
             slots=self.slots.to(device),
             masks=self.masks.to(device),
             before=before,
+            scales=tuple(
+                each.to(device) if isinstance(each, torch.Tensor) else each for each in self.scales
+            ),
         )
 
 
@@ -81,6 +84,7 @@ def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
     out, lse = some(rows, case.heads, case.v_head_dim), 3 * some(rows, case.heads)
     out[1::3], lse[1::3] = 0, float("-inf")
     stored = case.kv_dtype or dtype
+    k_scale = torch.tensor(0.75) if case.kv_dtype is torch.float8_e5m2 else 0.75
     return Trees(
         q=some(rows, case.heads, case.head_dim).to(dtype),
         caches=(
@@ -92,7 +96,7 @@ def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
         before=(out.to(dtype), lse),
         scaling=0.2,
         logit_cap=case.logit_cap,
-        scales=(1.0, 1.0) if case.kv_dtype is None else (0.75, 1.25),
+        scales=(1.0, 1.0) if case.kv_dtype is None else (k_scale, 1.25),
     )
 
 

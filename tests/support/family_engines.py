@@ -117,6 +117,7 @@ class FamilyEngines:
         backend: str | None,
         *,
         stop_tokens: list[int] | None = None,
+        ranks: dict[str, str] | None = None,
         **arguments: Any,
     ) -> Run:
         """Answer the prompts with an engine of this family.
@@ -128,6 +129,8 @@ class FamilyEngines:
             None: SGLang's default.
         stop_tokens : list of int, optional
             One for each prompt, which ends its answer.
+        ranks : dict, optional
+            Variables with which SGLang starts several ranks (`environment_of_ranks`).
         arguments : object
             As of sglang.Engine.
         """
@@ -140,6 +143,7 @@ class FamilyEngines:
             "folder": str(folder),
             "arguments": arguments,
             "stop_tokens": stop_tokens,
+            "ranks": ranks,
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -217,6 +221,11 @@ def _ended(child: int) -> str:
 def _in_child(order: dict[str, Any]) -> None:
     status = 1
     try:
+        if order["ranks"] is not None:
+            import sglang_without_driver
+
+            sglang_without_driver.register()
+            os.environ.update(order["ranks"])
         _answer_prompts(
             FAMILIES[order["family"]],
             Path(order["folder"]),

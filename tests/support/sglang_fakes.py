@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pat.sglang.backend import with_pat
 from sglang_pat.sglang.options import DELEGATED_ARGUMENTS
@@ -35,6 +35,9 @@ class DefaultBackend(AttentionBackend):
         self.calls.append(f"graphs of {max_bs} rows")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
@@ -185,6 +188,43 @@ def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **m
         "spec_info": None,
     }
     return SimpleNamespace(**(fields | more))
+
+
+def drafts_to_verify(per_request: int, mask: torch.Tensor | None = None) -> Any:
+    """What SGLang tells of the draft tokens of a verify step."""
+    return SimpleNamespace(
+        custom_mask=mask,
+        draft_token_num=per_request,
+        num_tokens_per_req=per_request,
+        is_draft_input=lambda: False,
+    )
+
+
+def mlp_padded(view: Any, backend: Any, num_tokens: int, per_request: int = 1) -> ForwardBatch:
+    """A batch of which MLP synchronisation has padded the tokens to so many: by SGLang's function,
+    with as many requests as `ForwardBatch.prepare_mlp_sync_batch` counts."""
+    tokens = torch.zeros(len(view.out_cache_loc), dtype=torch.int64)
+    batch = ForwardBatch(
+        forward_mode=view.forward_mode,
+        batch_size=num_tokens // per_request,
+        input_ids=tokens,
+        positions=tokens,
+        req_pool_indices=view.req_pool_indices.long(),
+        seq_lens=view.seq_lens.long(),
+        seq_lens_cpu=None if view.seq_lens_cpu is None else view.seq_lens_cpu.long(),
+        seq_lens_sum=None,
+        out_cache_loc=view.out_cache_loc.long(),
+        spec_info=getattr(view, "spec_info", None),
+    )
+    batch.out_cache_loc_is_physical = True  # not in 0.5.17
+    batch._pad_inputs_to_size(SimpleNamespace(attn_backend=backend), num_tokens, batch.batch_size)
+    return batch
+
+
+def num_rows(view: Any, per_request: int = 1) -> int:
+    """Rows that a model runs for a batch."""
+    given: torch.Tensor | None = getattr(view, "input_ids", None)
+    return view.batch_size * per_request if given is None else len(given)
 
 
 def dense(

@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sglang_engines import LAUNCH_SERVER, Server, Stats, running_server
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 VOCAB_SIZE = 32000  # some kits ask with any of the tokens below
@@ -35,14 +34,9 @@ ON_GPU: dict[str, Any] = {
     "sampling_backend": "pytorch",  # FlashInfer's is compiled by nvcc at the first use
 }
 
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "assistant:"
-)
-
 
 def write_model(folder: Path, *, gain_of_end: float = 0.0) -> Path:
-    """The tiny model with a large vocabulary and a tokenizer, in `folder`.
+    """The tiny model with a large vocabulary, in `folder`.
 
     gain_of_end: above 0 the model ends its answers by itself, sooner the larger it is.
     """
@@ -54,37 +48,7 @@ def write_model(folder: Path, *, gain_of_end: float = 0.0) -> Path:
         row = torch.randn(head.shape[1], generator=generator) / head.shape[1] ** 0.5
         head[_END_OF_TEXT] = gain_of_end * row
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    write_byte_tokenizer(folder)
     return folder
-
-
-def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer that reads any text, byte by byte, and has a word for every other token.
-
-    Some words end a line or a sentence or hold an "and": what the kits let answers stop at.
-    """
-    specials = ["<unk>", "<s>", "</s>"]
-    assert len(specials) == NUM_SPECIAL_TOKENS
-    known = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [_word(token) for token in range(len(known), VOCAB_SIZE)]
-    # As bytes are spelled in such a vocabulary: a space is Ġ, a line feed Ċ.
-    spelled = [word.replace(" ", "Ġ").replace("\n", "Ċ") for word in words]
-    vocabulary = {word: token for token, word in enumerate(known + spelled)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=specials[0],
-        bos_token=specials[1],
-        eos_token=specials[2],
-        chat_template=_CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-
-
-def _word(token: int) -> str:
-    endings = {0: "\n", 1: ".", 2: "and"}
-    return f" w{token}{endings.get(token % 20, '')}"
 
 
 @dataclass(frozen=True)

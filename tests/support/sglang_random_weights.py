@@ -22,12 +22,16 @@ def register() -> None:
 
 
 def draw(model: torch.nn.Module) -> None:
-    """Fill all parameters. Each depends on its name alone, so that every engine draws the same."""
+    """Fill all parameters. Each depends on its name alone, so that every engine draws the same.
+    Under tensor parallelism a rank's part of the vocabulary is its own."""
     weights = dict(model.named_parameters())
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     is_tied = not any("lm_head" in name for name in weights)  # each is named once
     for name, weight in weights.items():
         if torch.is_floating_point(weight):
-            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
+            part = str(rank) if rank and ("embed" in name or "lm_head" in name) else ""
+            drawn = hashlib.blake2b((name + part).encode(), digest_size=6).digest()
+            seed = int.from_bytes(drawn)
             generator = torch.Generator(weight.device).manual_seed(seed)
             _fill(name, weight.data, generator, is_tied)
 

@@ -409,8 +409,9 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("logit_cap", math.nan, "logit_cap must be 0 .off. or positive, got nan"),
         ("logit_cap", math.inf, "logit_cap must be 0 .off. or positive, got inf"),
         ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
-        ("k_scale", 0.0, "k_scale and v_scale must be positive, got 0.0 and 1.0"),
-        ("v_scale", math.inf, "k_scale and v_scale must be positive, got 1.0 and inf"),
+        ("k_scale", 0.0, "k_scale must be positive, got 0.0"),
+        ("v_scale", math.inf, "v_scale must be positive, got inf"),
+        ("k_scale", torch.ones(()), "k_scale must be a number over a KV cache of torch.float32"),
         (
             "v_cache",
             torch.zeros(9, 2, 64, dtype=torch.float8_e5m2),
@@ -431,6 +432,23 @@ def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         attention.run(**{**run, name: value})
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(2), r"v_scale must be a number or one float32, got 1-D torch.float32 \[2\]"),
+        (torch.ones((), dtype=torch.float64), "v_scale must be a number or one float32, got 0-D"),
+        (torch.ones((), device="meta"), "v_scale must be on cpu, got meta"),
+    ],
+)
+def test_a_scale_that_the_kernels_cannot_read_is_refused(scale: torch.Tensor, message: str) -> None:
+    kv_dtype = torch.float8_e4m3fn
+    attention = PackAttention(8, 2, 64, dtype=torch.float32, kv_dtype=kv_dtype)
+    attention.plan(**good_step())
+    cache = torch.zeros(9, 2, 64).to(kv_dtype)
+    with pytest.raises(ValueError, match=message):
+        attention.run(torch.zeros(2, 8, 64), cache, cache, v_scale=scale)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

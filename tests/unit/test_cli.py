@@ -34,8 +34,11 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "give a command: doctor, build, calibrate, demo, bench, advise, replay, support"),
-        ("serve", "'serve' (choose from 'doctor', 'build', 'calibrate', 'demo', 'bench', "),
+        (
+            "",
+            "give a command: doctor, build, calibrate, demo, tiny-model, bench, advise, ",
+        ),
+        ("serve", "'serve' (choose from 'doctor', 'build', 'calibrate', 'demo', 'tiny-model', "),
         ("--verbose", "unknown argument '--verbose'; allowed: --help, --version"),
         ("doctor --jsn f", "unknown argument '--jsn'; allowed: --help, --json"),
         ("doctor --js f", "unknown argument '--js'; allowed: --help, --json"),
@@ -63,6 +66,9 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
         ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
+        ("tiny-model", "the following arguments are required: FOLDER"),
+        ("tiny-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
+        ("tiny-model /etc/passwd", "'/etc/passwd': File exists"),
         ("advise --generate toolagent", "the following arguments are required: --model"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),
         ("advise --model gpt --generate toolagent", "model 'gpt'; allowed: llama-3.1-8b, "),

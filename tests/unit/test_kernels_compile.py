@@ -7,12 +7,15 @@ other head_dims those that need the most registers. The other variants are marke
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import pytest
 import torch
+from cubin import constant
 
 from sglang_pat.executors.jit import Compiler, KernelBuildError, KernelConfig, build, report_of
+from sglang_pat.executors.loaded_kernels import LaunchFacts
 from sglang_pat.support import HEAD_DIMS
 
 # Kept between runs: the entries' names contain a hash of the sources.
@@ -51,8 +54,28 @@ def wgmma_over_bytes(config: KernelConfig) -> bool:
     )
 
 
+# KB of shared memory of an SM by architecture; one CTA can have 1 KB less.
+SM_SHARED_KB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228, (12, 0): 100}
+MAX_STAGES, STAGE_TOKENS = 12, 32
+
+
+def ctas_per_sm(config: KernelConfig, image: bytes) -> int:
+    """CTAs of pack_decode that the shared memory of an SM holds. A single one uses all of it: the
+    ring has no room for another stage."""
+    facts = LaunchFacts(*struct.unpack("<6i", constant(image, "launch_facts")))
+    shared, sm_bytes = facts.decode_shared_bytes, SM_SHARED_KB[config.arch] * 1024
+    ctas = sm_bytes // (shared + 1024)
+    assert ctas >= 1
+    if ctas == 1:
+        columns = -(-config.head_dim // 64) * 64 + -(-config.v_head_dim // 64) * 64
+        stage = STAGE_TOKENS * columns * config.cache_dtype.itemsize
+        assert shared + stage > sm_bytes - 1024 or shared > MAX_STAGES * stage
+    return min(ctas, 2)
+
+
 def check_resources(config: KernelConfig) -> None:
-    report = report_of(build(config, cache=CACHE))
+    path = build(config, cache=CACHE)
+    report = report_of(path)
     names = re.findall(r"Compiling entry function '(\w+)_kernel'", report)
     # Of the kernels, and of what they call.
     spills = re.findall(r"properties for (\w+)\n.* (\d+) bytes spill stores", report)
@@ -67,8 +90,11 @@ def check_resources(config: KernelConfig) -> None:
     ]
     # Over one-byte KV, some head_dims use wgmma, with registers that warps give one another.
     wgmma = config.arch == (9, 0) and not config.force_mma_sync and config.kv_dtype is None
-    two_ctas = config.head_dim + config.v_head_dim <= (320 if wgmma else 256)
-    assert max(registers) <= (168 if two_ctas else 255), "CTAs per SM"
+    ctas = ctas_per_sm(config, path.read_bytes())
+    assert max(registers) <= {1: 255, 2: 168}[ctas], "CTAs per SM"
+    has_room = SM_SHARED_KB[config.arch] > 100
+    fits_registers = config.head_dim + config.v_head_dim <= (320 if wgmma else 256)
+    assert ctas == (2 if has_room and fits_registers else 1)
     if wgmma_over_bytes(config):
         # Warpgroups give one another registers: with fewer at the start, some would wait for ever.
         decoding = re.findall(r"'pack_decode\w*'(?:.*\n)+?.*Used (\d+) registers", report)
@@ -105,6 +131,8 @@ def test_hopper_compiles_the_bodies_of_other_architectures(
         HOPPER,
         AMPERE,
         KernelConfig(torch.bfloat16, 80, (8, 0)),
+        KernelConfig(torch.bfloat16, 128, (8, 9)),
+        KernelConfig(torch.bfloat16, 64, (8, 9)),
         KernelConfig(torch.bfloat16, 192, (9, 0), 128),
         KernelConfig(torch.bfloat16, 256, (9, 0)),
         KernelConfig(torch.bfloat16, 128, (9, 0), kv_dtype=E4M3),

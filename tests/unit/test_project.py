@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from collections.abc import Iterator
 from datetime import date
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points, version
@@ -21,6 +22,7 @@ from typing import Any
 import grimp
 import pytest
 import torch
+import yaml
 
 import sglang_pat
 from sglang_pat import _scheduler, support
@@ -98,7 +100,7 @@ def test_readme_names_the_supported_sglang_versions() -> None:
 
 
 def test_example_of_the_guide_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    code = re.search(r"## Without SGLang\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code[1], names)
@@ -353,6 +355,25 @@ def test_pre_commit_uses_the_same_tools() -> None:
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     for tool in ("ruff", "clang-format"):
         assert re.search(rf"{tool}\S*\n +rev: v{re.escape(pinned[tool])}\n", hooks), tool
+
+
+def _navigation(items: list[Any]) -> Iterator[tuple[str, str | None, int]]:
+    """(page, title, place in its section) of all pages of the site."""
+    for place, item in enumerate(items):
+        title, target = next(iter(item.items())) if isinstance(item, dict) else (None, item)
+        if isinstance(target, list):
+            yield from _navigation(target)
+        else:
+            yield target, title, place
+
+
+def test_the_sidebar_has_every_page() -> None:
+    # An index with a title is taken for that of the section around it, and has no entry there.
+    pages = _navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    found = {page: rest for page, *rest in pages if page.endswith("/index.md")}
+    docs = ROOT / "docs"
+    indexes = [path.relative_to(docs).as_posix() for path in docs.glob("*/**/index.md")]
+    assert found == {page: [None, 0] for page in indexes}
 
 
 # --- structure ---

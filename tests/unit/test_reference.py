@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,11 +87,15 @@ def test_padding_rows_are_zero() -> None:
     assert (lse[[0, 2]] == -math.inf).all()
 
 
+@pytest.mark.parametrize("as_scale", [float, torch.tensor])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_of_one_byte_is_read_with_its_scales(
-    dtype: torch.dtype, kv_dtype: torch.dtype, batch_invariant: bool
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    batch_invariant: bool,
+    as_scale: Callable[[float], float | torch.Tensor],
 ) -> None:
     heads = (8, 2, 64)
     problem = Problem(three_level_case(9), heads, dtype)
@@ -101,9 +106,8 @@ def test_a_cache_of_one_byte_is_read_with_its_scales(
     lens = torch.from_numpy(problem.case.seq_lens)
     attention.plan(problem.case.batch(), seq_lens=lens, **problem.tables)
     sinks = make_sinks(8)
-    out, lse = attention.run(
-        problem.q, *caches, k_scale=0.3, v_scale=5.0, sinks=sinks, return_lse=True
-    )
+    scales = {"k_scale": as_scale(0.3), "v_scale": as_scale(5.0)}
+    out, lse = attention.run(problem.q, *caches, **scales, sinks=sinks, return_lse=True)
     # What no request may read is NaN in fp8 as well.
     problem.k, problem.v = caches[0].double() * 0.3, caches[1].double() * 5.0
     exact, exact_lse = problem.dense(torch.float64, sinks=sinks)

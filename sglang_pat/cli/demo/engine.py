@@ -15,7 +15,6 @@ from sglang_pat.cli.demo.workload import Request
 from sglang_pat.sglang.stats_file import read_stats
 
 MAX_RUNNING_REQUESTS = 32
-KV_POOL_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def serve(
     stats_file
         The file to which pat writes its counters. None: they are not read.
     """
-    from sglang_pat.sglang.cpu import new_engine
+    from sglang_pat.sglang.cpu import KV_POOL_TOKENS, new_engine
 
     console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
     with console.status("loading SGLang and the model"):

@@ -1,6 +1,7 @@
 """A tiny Llama with random weights, written to a folder: a model for SGLang without any download.
 
-The demo and the engine tests serve it, on the CPU, in seconds.
+`sglang-pat tiny-model` writes it for users. The demo and the engine tests serve it, on the CPU, in
+seconds.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-NUM_SPECIAL_TOKENS = 3
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+NUM_SPECIAL_TOKENS = len(SPECIAL_TOKENS)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "assistant:"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """Shape and seed of the model. Float32, grouped-query heads, no tokenizer."""
+    """Shape and seed of the model. Float32, grouped-query heads."""
 
     num_layers: int = 4
     hidden_size: int = 256
@@ -31,12 +38,13 @@ class TinyModel:
     seed: int = 20
 
     def write(self, folder: Path | str) -> Path:
-        """Write `config.json` and `model.safetensors` to `folder`, which is made if it is
+        """Write configuration, weights and tokenizer to `folder`, which is made if it is
         missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n")
         save_file(self._weights(), folder / "model.safetensors", metadata={"format": "pt"})
+        self._write_tokenizer(folder)
         return folder
 
     def config(self) -> dict[str, object]:
@@ -62,6 +70,30 @@ class TinyModel:
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        """Write a tokenizer that reads any text byte by byte, and has a word for each other token.
+
+        Some words end a line or a sentence or hold an "and": what SGLang's test kits let answers
+        stop at.
+        """
+        unknown, begin, end = SPECIAL_TOKENS
+        known = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        words = known + [_word(token) for token in range(len(known), self.vocab_size)]
+        vocabulary = {word: token for token, word in enumerate(words)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.add_special_tokens([*SPECIAL_TOKENS])
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": unknown,
+            "bos_token": begin,
+            "eos_token": end,
+            "chat_template": _CHAT_TEMPLATE,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def _weights(self) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -95,3 +127,10 @@ class TinyModel:
                 f"{prefix}.mlp.down_proj.weight": normal(hidden, inner),
             }
         return weights
+
+
+def _word(token: int) -> str:
+    """Return the text of a token, spelled as in a vocabulary of bytes: Ġ is a space, Ċ a line
+    feed."""
+    endings = {0: "Ċ", 1: ".", 2: "and"}
+    return f"Ġw{token}{endings.get(token % 20, '')}"

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Of a server that is not told another size.
+KV_POOL_TOKENS = 32_768
 STUB_DIR = Path(__file__).resolve().parent / "stubs"
 
 
@@ -75,3 +77,15 @@ def enable_cpu_engine() -> bool:
     others = [folder for folder in inherited if folder and folder != str(STUB_DIR)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(STUB_DIR), *others])
     return True
+
+
+def bound_kv_pool(arguments: list[str]) -> list[str]:
+    """Return the arguments of a server, with a size for its KV pool.
+
+    SGLang sizes the pool by the free memory, and on the CPU that is most of the machine. A size
+    among `arguments` wins, because it comes later. With `--config` nothing is added, because it
+    would win over the file.
+    """
+    if "--config" in arguments:
+        return arguments
+    return ["--max-total-tokens", str(KV_POOL_TOKENS), *arguments]

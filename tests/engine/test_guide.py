@@ -1,0 +1,107 @@
+"""The guide's server without a GPU, typed as it stands there: every command works, in 4 GB."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from sglang_engines import START_SECONDS, running_engine
+
+from sglang_pat.bench.http_server import HttpServer
+from sglang_pat.cli.demo.report import TIE_LOGPROB
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(cuda_driver_is_present(), reason="there is a CUDA driver"),
+]
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guide.md"
+PORT = "30000"  # SGLang's default, which another server may have here
+ASK_SECONDS = 60
+
+
+class Terminal:
+    """Runs what a page says in an empty folder, on a port that is free here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = str(free.getsockname()[1])
+        # Without what this process has prepared for SGLang on the CPU.
+        prepared = ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+        self.environment = {k: v for k, v in os.environ.items() if k not in prepared}
+        programs = Path(sys.executable).parent
+        self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+
+    def start(self, commands: str) -> HttpServer:
+        """Run commands of which the last one is a server."""
+        log = self.folder / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                ["bash", "-ec", f"{commands.rstrip()} --port {self.port}"],
+                cwd=self.folder,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return HttpServer(process, f"http://127.0.0.1:{self.port}", log)
+
+    def ask(self, *command: str) -> str:
+        """Return what a command prints."""
+        child = subprocess.run(
+            [word.replace(PORT, self.port) for word in command],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=ASK_SECONDS,
+        )
+        assert child.returncode == 0, child.stderr
+        return child.stdout
+
+
+def answer_of_default_backend(model: Path, question: str) -> str:
+    """The greedy answer of SGLang's own backend, in which no two tokens tie."""
+    arguments = {"skip_tokenizer_init": False, "dtype": "auto", "max_total_tokens": 8192}
+    with running_engine(model, "torch_native", **arguments) as engine:
+        answer = engine.generate(
+            f"user: {question}\nassistant:",
+            {"temperature": 0, "max_new_tokens": 16},
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
+    best = answer["meta_info"]["output_top_logprobs"]
+    assert min(first[0] - second[0] for first, second, *_ in best) > TIE_LOGPROB
+    text: str = answer["text"]
+    return text
+
+
+def test_the_guide_works_as_typed(tiny_model: Path, tmp_path: Path) -> None:
+    section = GUIDE.read_text().partition("## A server without a GPU\n")[2].partition("\n## ")[0]
+    commands, logged, curl, client = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
+    (question,) = set(re.findall(r'"content": "(.*?)"', section))
+    terminal = Terminal(tmp_path)
+    server = terminal.start(commands)
+    try:
+        expected = answer_of_default_backend(tiny_model, question)  # meanwhile
+        server.wait_until_ready(START_SECONDS)
+        answer = json.loads(terminal.ask("bash", "-ec", curl))["choices"][0]["message"]["content"]
+        assert answer == expected
+        assert terminal.ask("python", "-c", client) == f"{answer}\n"
+        log = server.log.read_text()
+        for line in logged.splitlines():
+            assert re.search(rf"^\[[^]]*\] {re.escape(line)}$", log, re.MULTILINE), log
+        memory = sum(psutil.Process(each).memory_info().rss for each in server.processes())
+        assert memory < int(re.findall(r"(\d+) GB of memory", section)[0]) * 1e9
+    finally:
+        server.kill()
