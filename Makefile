@@ -121,7 +121,7 @@ docs: $(VENV)/.docs-installed
 	@$(RUN) tests/support/recorded_figures.py --check
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# Needs every supported Python, and neither a GPU nor nvcc.
+# For the supported Pythons that are installed. Needs neither a GPU nor nvcc.
 wheels: setup
 	@$(INSTALL) --group pyproject.toml:wheels
 	@$(RUN) .ci/wheels.py --uv $(UV) $(ARGS)

@@ -1,11 +1,11 @@
 """Build the wheels: one for each supported Python, with compiled kernels inside, in `dist/`.
 
-Run by `make wheels`. Needs no GPU and no nvcc; the Pythons must be installed.
+Run by `make wheels`. Needs no GPU and no nvcc. Builds for the Pythons that are installed and names
+the others. The exit status is 0, 1 if a build fails, 2 for wrong input or if no Python is there.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from sglang_pat import support
+from sglang_pat.cli.arguments import Parser
 from sglang_pat.executors import jit
 
 ROOT = Path(__file__).parents[1]
@@ -28,25 +29,52 @@ CONVERTED = {"bfloat16": ("float8_e4m3fn",)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--python",
         action="append",
-        help="version or path; may be repeated (default: all supported)",
+        metavar="PYTHON",
+        help="version or path, which must be installed; may be repeated "
+        f"(default: {' and '.join(support.PYTHON_VERSIONS)}, as far as they are installed)",
     )
     parser.add_argument(
         "--uv", default="uv", metavar="PROGRAM", help="the uv to build with (default: on PATH)"
     )
     parser.add_argument("--kernels-only", action="store_true", help="compile, but build no wheel")
     arguments = parser.parse_args()
-    add_kernels()
     if arguments.kernels_only:
+        add_kernels()
         return 0
-    for python in arguments.python or support.PYTHON_VERSIONS:
-        build_wheel(arguments.uv, python)
+    if shutil.which(arguments.uv) is None:
+        parser.error(f"--uv {arguments.uv!r}: there is no such program")
+    wanted = arguments.python or support.PYTHON_VERSIONS
+    found = {python: path for python in wanted if (path := find_python(arguments.uv, python))}
+    missing = [python for python in wanted if python not in found]
+    if missing and (arguments.python or not found):
+        parser.error(f"no Python {', '.join(missing)} with its headers is installed")
+    if missing:  # before the minutes that all else takes
+        print(f"no wheel for Python {', '.join(missing)}: not installed, or without its headers")
+    add_kernels()
+    try:
+        for path in found.values():
+            build_wheel(arguments.uv, path)
+    except subprocess.CalledProcessError as error:
+        print(f"{error.cmd[0]} failed with exit status {error.returncode}", file=sys.stderr)
+        return 1
     for wheel in sorted((ROOT / "dist").glob("*.whl")):
         print(f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 1e6:.1f} MB")
     return 0
+
+
+def find_python(uv: str, python: str) -> str | None:
+    """Return the path of an installed Python, by version or path, if it can build extensions."""
+    command = [uv, "python", "find", "--no-python-downloads", python]
+    path = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    has_header = (
+        "import os, sysconfig;"
+        "raise SystemExit(not os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+    )
+    return path if path and not subprocess.run([path, "-c", has_header]).returncode else None
 
 
 def add_kernels() -> None:
@@ -62,8 +90,8 @@ def add_kernels() -> None:
     ]
     images = jit.build_all(configs, cache=ROOT / "build" / "cubins")
     shutil.rmtree(SHIPPED, ignore_errors=True)
-    for image in images:
-        entry = SHIPPED / image.parent.name
+    for config, image in zip(configs, images, strict=True):
+        entry = SHIPPED / jit.cache_key(config)
         entry.mkdir(parents=True)
         for name in (image.name, jit.RECORD):
             shutil.copyfile(image.with_name(name), entry / name)
@@ -73,7 +101,8 @@ def build_wheel(uv: str, python: str) -> None:
     """A wheel for one Python, with the tag of the oldest Linux that its libraries run on."""
     work = ROOT / "build" / "wheels"
     shutil.rmtree(work, ignore_errors=True)
-    run(uv, "build", "--wheel", "--python", python, "--out-dir", str(work), str(ROOT))
+    command = [uv, "build", "--wheel", "--no-python-downloads", "--python", python]
+    run(*command, "--out-dir", str(work), str(ROOT))
     (wheel,) = work.glob("*.whl")
     run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(ROOT / "dist"), str(wheel))
 

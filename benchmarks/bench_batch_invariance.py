@@ -9,12 +9,10 @@ one run, as CUDA graphs; geometric mean over the trees.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,8 +22,10 @@ from kernel_gates import geomean
 from metadata import gpu_state, metadata
 from workloads import Workload, suite
 
+from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
+from sglang_pat.output_file import output_file
 
 MODE = "pat-batch-invariant"
 PRICE_LIMIT = 1.15
@@ -102,27 +102,34 @@ def gates(bits: list[dict[str, object]], price: list[dict[str, object]]) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worlds", type=int, default=20, help="per variant of the kernels")
-    parser.add_argument("--batches", type=int, default=100, help="per world")
-    parser.add_argument("--heads", help="query heads / KV heads of the trees; default: all four")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--worlds", type=whole_number(1, 1000), default=20, help="per variant of the kernels"
+    )
+    parser.add_argument("--batches", type=whole_number(1, 10000), default=100, help="per world")
+    cases = suite("pat-20")
+    parser.add_argument(
+        "--heads",
+        choices=dict.fromkeys(case.heads for case in cases),
+        help="query heads / KV heads of the trees; default: all four",
+    )
+    parser.add_argument("--rounds", type=whole_number(1, 1000), default=25)
+    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=0)
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=real_number(1, 1e6, or_inf=True),
         default=float("inf"),
         metavar="N",
         help="begin no tree later; what is left out is named",
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
 
     info = metadata() | {"clocks": {"before": gpu_state()}}
     begun = time.monotonic()
     bits = check_bits(arguments.worlds, arguments.batches, arguments.seed)
     print(f"{time.monotonic() - begun:.1f} s for bits")
-    workloads = [case for case in suite("pat-20") if arguments.heads in (None, case.heads)]
+    workloads = [case for case in cases if arguments.heads in (None, case.heads)]
     price, left_out = measure_price(workloads, arguments.rounds, begun + arguments.seconds)
     for heads in dict.fromkeys(case.heads for case in workloads):
         prices = [case["price"] for case in price if "price" in case and case["heads"] == heads]

@@ -12,13 +12,11 @@ The exit status is 1 if a gate was measured and is not met.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +28,12 @@ from workloads import LAYERS, REFERENCE_FLOPS, Workload, WorkloadTensors, suite
 
 from sglang_pat.bench import peers, timing
 from sglang_pat.bench.peers import Layer
+from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.reference import dense_attention
+from sglang_pat.output_file import output_file
 
 KV_DTYPE = torch.float8_e4m3fn
 Q_DTYPE = torch.bfloat16
@@ -195,11 +195,11 @@ def _errors(cases: list[dict[str, Any]], kind: str) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=whole_number(1, 1000), default=15)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     names = arguments.contenders
     copy_bandwidth = timing.copy_bandwidth()

@@ -46,8 +46,10 @@ from serving.results import earlier, write
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ratio, tpot
+from sglang_pat.bench.decoding import DecodeRun, held_up_ms, ratio, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
+from sglang_pat.cli.arguments import Parser, real_number, whole_number
+from sglang_pat.output_file import output_file
 
 BACKENDS = ("pat", "default")
 TOKENS = 104  # of an answer
@@ -156,6 +158,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
         "tpot_ms": {backend: spread.median for backend, spread in times.items()},
         "tpot_spread_ms": {backend: spread.as_dict() for backend, spread in times.items()},
         "rounds_ms": {backend: [run.tpot_ms for run in passes] for backend, passes in runs.items()},
+        "held_up_ms": {backend: held_up_ms(passes) for backend, passes in runs.items()},
         "default_over_pat": ratio(runs["default"], runs["pat"]).as_dict(),
         "first_ms": {backend: [run.first_ms for run in passes] for backend, passes in runs.items()},
         "share_of_prompts_cached": {
@@ -311,26 +314,32 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     models = [name for name in HYBRIDS if name != TINY]
     parser.add_argument("--models", nargs="+", default=models, choices=HYBRIDS)
     parser.add_argument("--cases", nargs="+", default=list(_CASES), choices=_CASES)
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument(
+        "--rounds", type=whole_number(1, 1000), default=3, metavar="N", help="default: 3"
+    )
     parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
     parser.add_argument(
         "--start-seconds",
-        type=float,
+        type=real_number(1, 1e6),
         default=START_SECONDS,
         metavar="N",
         help="for servers to be ready (default: %(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=3600, metavar="N", help="nothing is begun after"
+        "--seconds",
+        type=real_number(1, 1e6, or_inf=True),
+        default=3600,
+        metavar="N",
+        help="nothing is begun after",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be 1 or more; got {args.rounds}")
     data: dict[str, Any] = {"meta": metadata(), "models": {}, "cases": [], "gates": {}}
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])

@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -35,12 +36,16 @@ from request_forests import SLOTS, Forest
 from workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 
 from sglang_pat.bench import timing
+from sglang_pat.cli.arguments import Parser, quoted, real_number, whole_number
 from sglang_pat.executors.reference import dense_attention
+from sglang_pat.output_file import output_file
+from sglang_pat.replay.pat_trees import PrefixTree
 
 _CHECKED_REQUESTS = 16
 _CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once
 _POOL_BYTES = 64 << 30
 _SPARE_BYTES = 14 << 30  # plans, partials, workspaces, the float64 results
+_MOST_TOKENS = 1 << 24  # of --tree
 _ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
 
@@ -205,8 +210,7 @@ def main() -> int:
 
 def _workloads(args: argparse.Namespace) -> list[Workload]:
     if args.tree:
-        heads = [int(count) for count in args.heads.split("/")]
-        chosen = [Workload(Forest.of_tree(args.tree), *heads)]
+        chosen = [Workload(args.tree, *args.heads)]
     else:
         chosen = [
             case for name in SUITES if name in args.suite for case in suite(name, quick=args.quick)
@@ -215,13 +219,35 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
     return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]
 
 
+def _tree(text: str) -> Forest:
+    """The argparse type of a tree."""
+    try:
+        if PrefixTree.parse(text).num_tokens <= _MOST_TOKENS:
+            return Forest.of_tree(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{quoted(text)}; allowed: a tree such as 1,4,16_512,64,32 of up to {_MOST_TOKENS:,} tokens"
+    )
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """The argparse type of query heads / KV heads."""
+    found = re.fullmatch(r"([1-9]\d{0,2})/([1-9]\d{0,2})", text)
+    if found is None or int(found[1]) % int(found[2]):
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)}; allowed: a multiple of the KV heads / these, up to 999, e.g. 32/8"
+        )
+    return int(found[1]), int(found[2])
+
+
 def _write(path: Path | None, result: dict[str, object]) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
     )
@@ -229,15 +255,20 @@ def _arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="a few cases of each suite, without cascade"
     )
     parser.add_argument(
-        "--seconds", type=int, metavar="N", help="begin no case later; what is left out is named"
+        "--seconds",
+        type=real_number(1, 1e6, or_inf=True),
+        metavar="N",
+        help="begin no case later; what is left out is named",
     )
     parser.add_argument(
         "--no-compile",
         action="store_true",
         help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
     )
-    parser.add_argument("--tree", help="one tree instead, e.g. 1,4,64_1024,256,64")
-    parser.add_argument("--heads", default="32/8", help="of --tree: query heads / KV heads")
+    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
+    parser.add_argument(
+        "--heads", type=_heads, default="32/8", help="of --tree: query heads / KV heads"
+    )
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
@@ -245,9 +276,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
     parser.add_argument(
-        "--rounds", type=int, help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick"
+        "--rounds",
+        type=whole_number(1, 1000),
+        help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick",
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     return parser.parse_args()
 
 

@@ -19,7 +19,6 @@ import json
 import statistics
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,11 @@ from metadata import metadata
 from planned_step import PlannedStep
 from request_forests import Forest
 
+from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.kv_writer import KvWriter
+from sglang_pat.output_file import output_file
 
 LAYERS = 32
 HEAD_DIM = 128
@@ -288,13 +289,11 @@ def measure(case: Case, writes: dict[str, Write], rounds: int) -> dict[str, dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=whole_number(1, 1000), default=30)
     parser.add_argument("--sglang", action="store_true", help="time SGLang's own store too")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     print("us per layer")

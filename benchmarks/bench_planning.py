@@ -12,7 +12,6 @@ its way to the GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from serving.tables import console
 
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
+from sglang_pat.cli.arguments import Parser
+from sglang_pat.output_file import output_file
 from sglang_pat.stats import PlanningTimes, StepKind
 
 CASE = Case(256, 1536, 64, 128, groups=16)
@@ -98,9 +99,11 @@ def _times(after: Mapping[str, Any], before: Mapping[str, Any], kind: StepKind) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
     args = parser.parse_args()
     model, pat = MODELS[args.model], contender("pat")
     case = TINY_CASE if model.name == TINY else CASE

@@ -26,7 +26,6 @@ collector is off while steps and updates are timed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -47,6 +46,8 @@ from sglang_pat import PackAttention, PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest
 from sglang_pat.attention import GROWTH_TOKENS
 from sglang_pat.batch import Step
+from sglang_pat.cli.arguments import Parser
+from sglang_pat.output_file import output_file
 from sglang_pat.plan import BufferSizes, DecodePlan, new_scheduler, write_plan
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
@@ -323,8 +324,10 @@ def packing_table(gaps: dict[str, float]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
     args = parser.parse_args()
     console = Console(width=120)
     meta = metadata()

@@ -53,8 +53,10 @@ from serving.results import write
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, tpot
+from sglang_pat.bench.decoding import DecodeRun, held_up_ms, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
+from sglang_pat.cli.arguments import Parser, real_number, whole_number
+from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 PARTS = ("unshared", "shared", "fp8", "rank", "sharing")
@@ -237,6 +239,7 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
         "tpot_ms": {name: tpot(passes).median for name, passes in by_backend.items()},
         "tpot_spread_ms": {name: tpot(passes).as_dict() for name, passes in by_backend.items()},
         "rounds_ms": {name: [run.tpot_ms for run in each] for name, each in by_backend.items()},
+        "held_up_ms": {name: held_up_ms(each) for name, each in by_backend.items()},
         "share_of_prompts_cached": {
             name: min(run.cached for run in passes) for name, passes in by_backend.items()
         },
@@ -347,7 +350,9 @@ def sharing(
             fill_all(members, prompts, heads_of(case, prompts))
             runs = list(ask_in_turn(members, prompts, TOKENS, 2).values())
             ms = [tpot(passes).median for passes in runs]
-            found.append(sharing_cell(cell, ms[0], ms[1], over(runs[1], runs[0])))
+            held_up = {"pat": held_up_ms(runs[0]), "other": held_up_ms(runs[1])}
+            measured = sharing_cell(cell, ms[0], ms[1], over(runs[1], runs[0]))
+            found.append(measured | {"held_up_ms": held_up})
     return found
 
 
@@ -495,16 +500,28 @@ def _alive(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--whole", action="store_true", help="Llama-3-8B with all its layers")
     parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="where nothing is shared"
+        "--rounds",
+        type=whole_number(1, 1000),
+        default=5,
+        metavar="N",
+        help="where nothing is shared",
     )
-    parser.add_argument("--start-seconds", type=float, default=START_SECONDS, metavar="N")
-    parser.add_argument("--seconds", type=float, default=3600, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
-    parser.add_argument("--sharing-json", type=Path, metavar="FILE", help="of the part `sharing`")
+    parser.add_argument(
+        "--start-seconds", type=real_number(1, 1e6), default=START_SECONDS, metavar="N"
+    )
+    parser.add_argument(
+        "--seconds", type=real_number(1, 1e6, or_inf=True), default=3600, metavar="N"
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
+    parser.add_argument(
+        "--sharing-json", type=output_file, metavar="FILE", help="of the part `sharing`"
+    )
     args = parser.parse_args()
     if args.whole and {"fp8", "rank"} & {*args.parts}:
         parser.error("--whole leaves no room for the servers of the parts fp8 and rank")

@@ -29,6 +29,8 @@ from serving.results import Results
 from serving.tables import console, show, show_failure
 
 from sglang_pat.bench.server import REPLAN, Server, contender, running_server
+from sglang_pat.cli.arguments import Parser, real_number, whole_number
+from sglang_pat.output_file import output_file
 
 PARTS = ("cases", "traffic")
 
@@ -104,7 +106,7 @@ def _with_clocks(function: Callable[..., dict[str, Any]], *arguments: Any) -> di
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--backends",
         nargs="+",
@@ -115,9 +117,15 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=MODELS)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--cases", nargs="+", type=int, metavar="INDEX", help="only these cases")
-    parser.add_argument("--rates", nargs="+", type=float, metavar="N", help="requests per second")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument(
+        "--cases", nargs="+", type=whole_number(0, 1000), metavar="INDEX", help="only these cases"
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=real_number(1e-3, 1e6), metavar="N", help="requests per second"
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
     args = parser.parse_args()
     for name in args.models:
         allowed = range(len(cases_of(MODELS[name])))

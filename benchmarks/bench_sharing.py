@@ -12,7 +12,6 @@ other, of the Llama-3-8B shape with random weights; three minutes. plot_sharing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -29,6 +28,8 @@ from serving.models import MODELS, TINY, ModelShape
 from serving.tables import console
 
 from sglang_pat.bench.cases import Case
+from sglang_pat.cli.arguments import Parser, whole_number
+from sglang_pat.output_file import output_file
 from sglang_pat.replay.models import GPUS, Gpu
 from sglang_pat.replay.step_time import StepTime
 
@@ -181,11 +182,17 @@ def show(found: list[dict[str, Any]], by: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--by", choices=("kernels", "server"), required=True)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument("--context", type=int, default=CONTEXT, metavar="N", help="of a request")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--context",
+        type=whole_number(1, 1 << 20),
+        default=CONTEXT,
+        metavar="N",
+        help="of a request",
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args()
     meta = metadata() | {
         "by": args.by,

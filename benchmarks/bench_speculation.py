@@ -46,8 +46,10 @@ from serving.results import write
 from serving.tables import console
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
+from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms
 from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
+from sglang_pat.cli.arguments import Parser, whole_number
+from sglang_pat.output_file import output_file
 
 TOGETHER = ("small", "ngram", "same")
 DRAFTS = (*TOGETHER, "eagle")
@@ -101,8 +103,7 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
     for backend, server in servers.items():
         ask = partial(decode_run, server, prompts, case.generated)
-        for held_up in ask_again_if_held_up(runs[backend], ask):
-            console.print(f"{backend}: {held_up:.2f} ms per token came at once, asked again")
+        ask_again_if_held_up(runs[backend], ask, partial(console.print, f"{backend}:"))
     answers = {backend: passes[-1].answers for backend, passes in runs.items()}
     off = {
         backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])
@@ -137,6 +138,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
     return {
         "ms_per_accepted_token": medians,
         "rounds_ms": rounds,
+        "held_up_ms": {backend: held_up_ms(passes) for backend, passes in runs.items()},
         "step_ms": {backend: statistics.median(times) for backend, times in steps.items()},
         "pat_over_default": medians["pat"] / medians["default"],
         "accepted_per_step": {backend: statistics.mean(each) for backend, each in gained.items()},
@@ -416,21 +418,31 @@ def _shared_device(shape: ModelShape, case: Case) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--drafts", nargs="+", default=list(TOGETHER), choices=DRAFTS)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument("--layers", type=int, metavar="N", help=f"of the model (default: {LAYERS})")
     parser.add_argument(
-        "--draft-layers", type=int, default=1, metavar="N", help="of `small` (default: 1)"
+        "--layers",
+        type=whole_number(1, 1000),
+        metavar="N",
+        help=f"of the model (default: {LAYERS})",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="three or more")
+    parser.add_argument(
+        "--draft-layers",
+        type=whole_number(1, 1000),
+        default=1,
+        metavar="N",
+        help="of `small` (default: 1)",
+    )
+    parser.add_argument(
+        "--rounds", type=whole_number(3, 1000), default=5, metavar="N", help="three or more"
+    )
     parser.add_argument("--quick", action="store_true", help="three rounds, all servers at once")
     parser.add_argument("--without-drafts", action="store_true", help="plain decode")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
-    args = parser.parse_args()
-    if args.rounds < 3:
-        parser.error(f"--rounds must be 3 or more; got {args.rounds}")
-    return args
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ that of torch in float16.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 
+_CHILD = "--child"
 CASES = [
     ("1_131072", 8, 1),
     ("1_131072", 32, 8),
@@ -152,25 +152,34 @@ def measure() -> list[dict[str, object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--old")
-    parser.add_argument("--new")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
+    if sys.argv[1:] == [_CHILD]:
         print(json.dumps(measure()))
         return 0
+    # Here: the copies may be older than what is imported.
+    from sglang_pat.cli.arguments import Parser, folder_path, whole_number
+    from sglang_pat.output_file import output_file
+
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--old", type=folder_path)
+    parser.add_argument("--new", type=folder_path)
+    parser.add_argument("--repeats", type=whole_number(1, 1000), default=3)
+    parser.add_argument("--json", type=output_file)
+    arguments = parser.parse_args()
+    for name in ("old", "new"):
+        folder = getattr(arguments, name)
+        if folder is not None and not (folder / "sglang_pat").is_dir():
+            parser.error(f"--{name} {folder}: no sglang_pat in it")
+    if arguments.old is arguments.new is None:
+        parser.error("give --old DIR, --new DIR or both")
     folders = {"old": arguments.old, "new": arguments.new}
     runs: dict[str, list[list[dict]]] = {"old": [], "new": []}
     for _ in range(arguments.repeats):
         for side, folder in folders.items():
             if folder is None:
                 continue
-            environment = os.environ | {"PYTHONPATH": folder}
+            environment = os.environ | {"PYTHONPATH": str(folder)}
             done = subprocess.run(
-                [sys.executable, os.path.abspath(__file__), "--child"],
+                [sys.executable, os.path.abspath(__file__), _CHILD],
                 env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -181,8 +190,7 @@ def main() -> int:
                 return 1
             runs[side].append(json.loads(done.stdout.splitlines()[-1]))
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(runs, file, indent=1)
+        arguments.json.write_text(json.dumps(runs, indent=1))
     sides = [side for side in runs if runs[side]]
     print(
         f"{'case':60}{'mode':>7}"

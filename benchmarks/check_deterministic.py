@@ -11,7 +11,6 @@ On a CPU, where SGLang's matrix products depend on the batch, tokens alone are c
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -25,6 +24,8 @@ from serving.results import report
 from serving.tables import console
 
 from sglang_pat.bench.server import Server, contender, running_server
+from sglang_pat.cli.arguments import Parser, whole_number
+from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -73,10 +74,14 @@ def check(server: Server, trials: int, new_tokens: int, *, logprobs: bool) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=30, help="batches of a mode")
-    parser.add_argument("--new-tokens", type=int, default=48, help="of an answer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--trials", type=whole_number(1, 10000), default=30, help="batches of a mode"
+    )
+    parser.add_argument(
+        "--new-tokens", type=whole_number(1, 1 << 16), default=48, help="of an answer"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     on_gpu = cuda_driver_is_present()
     setup = ON_GPU if on_gpu else ON_CPU

@@ -38,7 +38,9 @@ from serving.latency import read_ratio
 from serving.tables import console
 
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
+from sglang_pat.cli.arguments import Parser
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 REQUESTS = 32
@@ -264,9 +266,9 @@ def show(verdict: dict[str, Any]) -> None:
 
 def parsed_arguments(description: str, setup: Setup) -> argparse.Namespace:
     """The command line of a check of pat against other backends."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--backends", nargs="+", default=setup.backends, metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     if "pat" not in args.backends[:-1]:
         parser.error(f"--backends needs pat, and the yardstick as the last; got {args.backends}")

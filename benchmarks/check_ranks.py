@@ -15,7 +15,6 @@ with several. Without a GPU, tp and pp run on the CPU with a smaller model.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -44,6 +43,8 @@ from serving.results import report
 from serving.tables import console
 
 from sglang_pat.bench.server import Start, contender, running_servers
+from sglang_pat.cli.arguments import Parser, whole_number
+from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LAYOUTS = ("tp", "pp", "dp")
@@ -178,11 +179,11 @@ def run_all(
 def main() -> int:
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
     backends = ["pat", "fa3"] if setup is ON_GPU else setup.backends
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layout", required=True, nargs="+", choices=LAYOUTS)
-    parser.add_argument("--ranks", type=int, default=2, metavar="N")
+    parser.add_argument("--ranks", type=whole_number(2, 64), default=2, metavar="N")
     parser.add_argument("--backends", nargs="+", default=backends, metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     if args.ranks < 2 or "pat" not in args.backends or len(args.backends) < 2:
         parser.error(f"--ranks must be 2 or more, and --backends name pat and another; got {args}")

@@ -14,7 +14,6 @@ captured; its kernels would be the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -34,6 +33,9 @@ from metadata import metadata
 from rich.table import Table
 from sanitizer_grid import GRID
 from serving.tables import console, show_failure
+
+from sglang_pat.cli.arguments import Parser, folder_path, real_number
+from sglang_pat.output_file import output_file
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
@@ -216,7 +218,7 @@ def show(tools: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tool", choices=TOOLS, nargs="*", default=[*TOOLS], help="default: all")
     parser.add_argument("--body", choices=GRID, nargs="*", default=[*GRID], help="default: all")
     parser.add_argument(
@@ -225,9 +227,13 @@ def main() -> int:
         default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer",
         help="the program compute-sanitizer; default: that of the path, or of CUDA (%(default)s)",
     )
-    parser.add_argument("--seconds", type=float, default=600, help="that a tool may take")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the tools print")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument(
+        "--seconds", type=real_number(1, 1e6, or_inf=True), default=600, help="that a tool may take"
+    )
+    parser.add_argument(
+        "--logs", type=folder_path, metavar="FOLDER", help="keep what the tools print"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     if shutil.which(args.sanitizer) is None:
         parser.error(f"--sanitizer must be compute-sanitizer, got {args.sanitizer!r}")

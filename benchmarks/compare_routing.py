@@ -10,7 +10,6 @@ its prompt, `random` and `round_robin` look at nothing.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 from collections.abc import Callable, Sequence
@@ -21,9 +20,11 @@ from typing import Any
 import numpy as np
 from metadata import metadata
 
+from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
+from sglang_pat.output_file import output_file
 from sglang_pat.replay.capacity import TokenTree
 from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.generate import generate
+from sglang_pat.replay.generate import WORKLOADS, generate
 from sglang_pat.replay.models import model_shape
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.session import Replay
@@ -136,28 +137,36 @@ def summed(totals: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="a trace in a format of the replay")
-    source.add_argument("--generate", help="a workload of the replay")
-    parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--rate", type=float, help="of all workers together (default: its own)")
-    parser.add_argument("--workers", type=int, default=4)
+    source.add_argument("--generate", choices=WORKLOADS, help="a workload of the replay")
+    parser.add_argument("--requests", type=whole_number(1, 1000000), default=4000)
+    parser.add_argument(
+        "--rate", type=real_number(1e-3, 1e6), help="of all workers together (default: its own)"
+    )
+    parser.add_argument("--workers", type=whole_number(1, 1000), default=4)
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--kv-tokens", type=int, default=400_000)
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kv-tokens", type=whole_number(1, 1 << 30), default=400_000)
+    parser.add_argument("--max-batch", type=whole_number(1, 1 << 20), default=256)
+    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=0)
+    parser.add_argument("--json", type=output_file)
     given = parser.parse_args()
 
-    if given.trace is not None:
-        trace = open_trace(given.trace)
-    else:
-        trace = generate(given.generate, requests=given.requests, seed=given.seed, rate=given.rate)
+    try:
+        model = model_shape(given.model)
+        if given.trace is not None:
+            trace = open_trace(given.trace)
+        else:
+            trace = generate(
+                given.generate, requests=given.requests, seed=given.seed, rate=given.rate
+            )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     requests = [request for request, _ in zip(trace.stream, range(given.requests), strict=False)]
     enable_cpu_engine()
     options = ReplayOptions(
-        model=model_shape(given.model),
+        model=model,
         kv_tokens=given.kv_tokens,
         max_batch=given.max_batch,
         policies=("memory",),

@@ -8,7 +8,6 @@ python benchmarks/plot_gain.py benchmarks/results/h100/{serving-gates,kernels}.j
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from plot_serving import COLORS, LABELS
 
+from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.output_file import output_file
 from sglang_pat.replay.pat_trees import PrefixTree
 
 MODEL = "llama-3-8b"
@@ -37,10 +38,10 @@ HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("serving", type=Path, help="JSON of bench_server_gates.py")
-    parser.add_argument("kernels", type=Path, help="JSON of bench_kernels.py")
-    parser.add_argument("picture", type=Path, help="PNG to write")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("serving", type=input_file, help="JSON of bench_server_gates.py")
+    parser.add_argument("kernels", type=input_file, help="JSON of bench_kernels.py")
+    parser.add_argument("picture", type=output_file, help="PNG to write")
     args = parser.parse_args()
     draw(json.loads(args.serving.read_text()), json.loads(args.kernels.read_text()), args.picture)
 

@@ -6,7 +6,6 @@ python benchmarks/plot_kernels.py benchmarks/results/h100/kernels.json docs/kern
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -16,6 +15,9 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+
+from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.output_file import output_file
 
 COLORS = {"pat": "#c0392b", "flashinfer": "#7f8c8d", "fa3": "#b3b6b7", "cascade": "#d6dbdf"}
 LABELS = {
@@ -27,9 +29,9 @@ LABELS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("result", type=Path, help="JSON of bench_kernels.py")
-    parser.add_argument("picture", type=Path, help="PNG to write")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("result", type=input_file, help="JSON of bench_kernels.py")
+    parser.add_argument("picture", type=output_file, help="PNG to write")
     parser.add_argument("--suite", default="pat-20", help="default: %(default)s")
     args = parser.parse_args()
     result = json.loads(args.result.read_text())

@@ -8,7 +8,6 @@ python benchmarks/plot_serving.py benchmarks/results/h100/serving.json docs/serv
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,9 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.output_file import output_file
+
 # What is not named here is drawn in the order and the grey that are left.
 COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d", "flashinfer": "#a9b0b3", "triton": "#c9cfd3"}
 LABELS = {"pat": "sglang-pat", "fa3": "FA3", "flashinfer": "FlashInfer", "triton": "Triton"}
@@ -27,9 +29,9 @@ MARKERS = "os^Dv"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("result", type=Path, help="JSON of bench_serving.py")
-    parser.add_argument("picture", type=Path, help="PNG to write")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("result", type=input_file, help="JSON of bench_serving.py")
+    parser.add_argument("picture", type=output_file, help="PNG to write")
     args = parser.parse_args()
     draw(json.loads(args.result.read_text()), args.picture)
 

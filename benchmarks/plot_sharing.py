@@ -5,7 +5,6 @@ python benchmarks/plot_sharing.py benchmarks/results/h100/sharing.json docs/shar
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.output_file import output_file
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("result", type=Path, help="JSON of bench_sharing.py")
-    parser.add_argument("picture", type=Path, help="PNG to write")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("result", type=input_file, help="JSON of bench_sharing.py")
+    parser.add_argument("picture", type=output_file, help="PNG to write")
     args = parser.parse_args()
     draw(json.loads(args.result.read_text()), args.picture)
 

@@ -10,7 +10,6 @@ backends differ most.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,7 +28,9 @@ from serving.tables import console
 
 from sglang_pat.bench.http_server import wait_for_all
 from sglang_pat.bench.server import contender, running_server
+from sglang_pat.cli.arguments import Parser, real_number
 from sglang_pat.cli.demo.tiny_model import TinyModel
+from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 PERIOD = 0.1  # seconds between two samples
@@ -199,10 +200,12 @@ def show(found: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backends", nargs="+", metavar="NAME")
-    parser.add_argument("--limit", type=float, default=420, metavar="SECONDS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the profile to FILE")
+    parser.add_argument("--limit", type=real_number(1, 1e6), default=420, metavar="SECONDS")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the profile to FILE"
+    )
     args = parser.parse_args()
     on_gpu = cuda_driver_is_present()
     backends = args.backends or ["pat", "fa3" if on_gpu else "torch_native"]

@@ -11,7 +11,6 @@ adds any to what the other backends need.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
+from sglang_pat.cli.arguments import Parser
+from sglang_pat.output_file import output_file
 
 STEPS = 24
 TRACE_SECONDS = 120
@@ -89,10 +90,10 @@ def profile_backend(model: ModelShape, backend: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backends", nargs="+", default=["pat", "fa3"], metavar="NAME")
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts to FILE")
     args = parser.parse_args()
     if "pat" not in args.backends:
         parser.error(f"--backends needs pat; got {args.backends}")

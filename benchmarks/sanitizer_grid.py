@@ -13,7 +13,6 @@ request of one case reads a slot that it must not: a tool that says nothing watc
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -28,6 +27,7 @@ import torch
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 from sglang_pat.attention import GROWTH_TOKENS
 from sglang_pat.batch import Step
+from sglang_pat.cli.arguments import Parser
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig, build_all
 from sglang_pat.executors.kernels import DecodeKernels
@@ -332,7 +332,7 @@ def variants(cases: Iterable[Case], arch: tuple[int, int]) -> list[KernelConfig]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--body", choices=GRID, nargs="*", default=[*GRID], help="default: all")
     parser.add_argument(
         "--uninitialized", action="store_true", help="nobody writes what no kernel may read"

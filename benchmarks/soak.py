@@ -15,7 +15,6 @@ waves of the first minute, or if something that was to happen did not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -35,7 +34,9 @@ from serving.memory import Memory, memory_of
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.server import Server, contender, running_server
+from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20
@@ -232,11 +233,11 @@ def missing(ended: Counter[str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10, metavar="N")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=real_number(0.01, 1e5), default=10, metavar="N")
     parser.add_argument("--unchecked", action="store_true", help="without SGLANG_PAT_DEBUG")
-    parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=1, metavar="N")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
     args = parser.parse_args()
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:

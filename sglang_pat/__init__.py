@@ -61,7 +61,7 @@ def _module(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        message = f"sglang_pat.{name} needs torch: pip install 'sglang-pat[torch]'"
+        message = f"sglang_pat.{name} needs torch: pip install '.[torch]' in a clone"
         raise ModuleNotFoundError(message, name="torch") from error
 
 

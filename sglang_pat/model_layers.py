@@ -290,6 +290,13 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return quantisation if isinstance(quantisation, Mapping) else {}
 
 
+def check_architectures(config: Mapping[str, Any]) -> None:
+    """ValueError unless the config names the classes of its model."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise ValueError("no config.json of a model: it names no architectures")
+
+
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint asks for it. `--kv-cache-dtype auto` of the newest SGLang then obeys;
     older ones do not for compressed-tensors.

@@ -7,10 +7,11 @@ options of one command together. `write_output` writes a file in the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO
 
@@ -40,13 +41,13 @@ def output_or_stdout(text: str) -> Path:
     return STDOUT if text == str(STDOUT) else output_file(text)
 
 
-@contextmanager
+@contextlib.contextmanager
 def nothing_else_on_stdout() -> Iterator[None]:
     """Within, all that is printed goes to stderr, and stdout has what is written to `STDOUT`."""
     global _stdout
     _stdout = sys.stdout
     try:
-        with redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         _stdout = None
@@ -110,12 +111,13 @@ def problem_with(path: Path) -> str | None:
         if not os.access(target.parent, os.W_OK | os.X_OK):
             return f"its folder {target.parent} is not writable"
         # resolve() and exists() accept a name that is too long or that is a loop of links.
-        os.stat(path)
-    except FileNotFoundError:
-        return None  # a new file, in a folder that exists
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(path)
+        # The permissions of /proc do not tell that nothing can be made there.
+        with tempfile.TemporaryFile(dir=target.parent):
+            return None
     except (OSError, RuntimeError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
-    return None
 
 
 class OutputError(Exception):

@@ -175,8 +175,7 @@ def ask_in_turn(
             runs[member.name].append(decode_run(member.server, prompts, num_tokens))
     for member in members:
         ask = partial(decode_run, member.server, prompts, num_tokens)
-        for held_up in ask_again_if_held_up(runs[member.name], ask):
-            console.print(f"{member.name}: {held_up:.2f} ms per token came at once, asked again")
+        ask_again_if_held_up(runs[member.name], ask, partial(console.print, f"{member.name}:"))
     return runs
 
 

@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, tpot
+from sglang_pat.bench.decoding import (
+    DecodeRun,
+    ask_again_if_held_up,
+    decode_run,
+    held_up_ms,
+    tpot,
+)
 from sglang_pat.bench.server import Server, sampling_of
 
 REPEATS = 3
@@ -47,11 +53,12 @@ def measure(server: Server, case: Case, vocab_size: int) -> dict[str, Any]:
 
     runs = [ask() for _ in range(REPEATS)]
     counted = difference(server.stats(), before)
-    ask_again_if_held_up(runs, ask)
+    ask_again_if_held_up(runs, ask, print)
     spread = tpot(runs)
     result = {
         "tpot_ms": spread.median,
         "tpot_quartiles_ms": [spread.low, spread.high],
+        "held_up_ms": held_up_ms(runs),
         **_latencies(server, case, prompts),
     }
     if case.temperature == 0:

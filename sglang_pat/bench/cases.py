@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-_FIRST_TOKEN = 256  # below: special tokens, in some models
+FIRST_TOKEN = 256  # below: special tokens, in some models
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Case:
         source = random.Random(0)
 
         def tokens(count: int) -> list[int]:
-            return source.choices(range(_FIRST_TOKEN, vocab_size - _FIRST_TOKEN), k=count)
+            return source.choices(range(FIRST_TOKEN, vocab_size - FIRST_TOKEN), k=count)
 
         prefixes = [tokens(self.prefix) for _ in range(self.groups)]
         per_group = self.batch // self.groups

@@ -6,14 +6,13 @@ steps in which all requests decode (`decoding.py`).
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_pat.bench.cases import Case
+from sglang_pat.bench.cases import FIRST_TOKEN, Case
 from sglang_pat.bench.decoding import (
     DecodeRun,
     Spread,
@@ -23,7 +22,7 @@ from sglang_pat.bench.decoding import (
     tpot,
 )
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
-from sglang_pat.model_layers import decoder_config, positive
+from sglang_pat.model_layers import check_architectures, decoder_config, positive
 
 PAT = "pat"
 ROUNDS = 3
@@ -42,28 +41,14 @@ class Model(NamedTuple):
     context_len: int
 
     @classmethod
-    def of(cls, config: Path, folder: Path, *, weights: bool) -> Model:
-        """The model of a `config.json`, in `folder` without its weights. ValueError names what is
-        wrong with the file."""
-        try:
-            read = json.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{config}: not a config.json: {error}") from None
-        if not isinstance(read, dict) or "architectures" not in read:
-            raise ValueError(f"{config}: no config.json of a model: it names no architectures")
-        decoder = decoder_config(read)
-        path = config.parent
-        if not weights:
-            (folder / "config.json").write_text(json.dumps(read))
-            path = folder
-        try:
-            return cls(
-                path,
-                positive(decoder, "vocab_size"),
-                int(decoder.get("max_position_embeddings") or 1 << 20),
-            )
-        except ValueError as error:
-            raise ValueError(f"{config}: {error}") from None
+    def of(cls, config: Mapping[str, Any], path: Path) -> Model:
+        """The model of a `config.json`, in the folder `path`. ValueError names what is wrong."""
+        check_architectures(config)
+        decoder = decoder_config(config)
+        vocab_size = positive(decoder, "vocab_size")
+        if vocab_size <= 2 * FIRST_TOKEN:
+            raise ValueError(f"vocab_size={vocab_size}; allowed: more than {2 * FIRST_TOKEN}")
+        return cls(path, vocab_size, positive(decoder, "max_position_embeddings", 1 << 20))
 
 
 @dataclass(slots=True)
@@ -168,9 +153,10 @@ def measure(
                     "requests or tokens"
                 )
         for name, case in into.cases.items():
-            into.runs[name] = _runs(server, case, model.vocab_size, rounds)
+            about = f"{backend}, {case.title}"
+            into.runs[name] = _runs(server, case, model.vocab_size, rounds, about, report)
             spread = tpot(into.runs[name])
-            report(f"{backend}, {case.title}: {spread.median:.3f} ms per token")
+            report(f"{about}: {spread.median:.3f} ms per token")
         into.stats = server.stats()
 
 
@@ -192,7 +178,9 @@ def fit(case: Case, model: Model, info: Mapping[str, Any], share: float = POOL_S
     return case
 
 
-def _runs(server: Server, case: Case, vocab_size: int, rounds: int) -> list[DecodeRun]:
+def _runs(
+    server: Server, case: Case, vocab_size: int, rounds: int, about: str, report: Report
+) -> list[DecodeRun]:
     prompts = case.prompts(vocab_size)
     server.flush()
     if case.prefix:  # first alone, so that the prompts find it in the tree
@@ -203,7 +191,7 @@ def _runs(server: Server, case: Case, vocab_size: int, rounds: int) -> list[Deco
         return decode_run(server, prompts, case.generated)
 
     runs = [ask() for _ in range(rounds)]
-    ask_again_if_held_up(runs, ask)
+    ask_again_if_held_up(runs, ask, lambda told: report(f"{about}: {told}"))
     return runs
 
 

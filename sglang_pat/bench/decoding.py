@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_pat.bench.server import Server, sampling_of
@@ -36,12 +36,15 @@ class DecodeRun:
         Share of the prompts' tokens that were in the prefix cache.
     answers
         The last chunk of each request.
+    held_up_ms
+        Milliseconds per token of the pass that this one replaces. None: it replaces none.
     """
 
     slices_ms: Mapping[int, float]
     first_ms: float
     cached: float
     answers: Sequence[Mapping[str, Any]]
+    held_up_ms: float | None = None
 
     @property
     def tpot_ms(self) -> float:
@@ -83,22 +86,25 @@ def decode_run(
     return DecodeRun(slices, 1000 * (opens - begin), cached / sum(map(len, prompts)), answers)
 
 
-def ask_again_if_held_up(runs: list[DecodeRun], ask: Callable[[], DecodeRun]) -> list[float]:
+def ask_again_if_held_up(
+    runs: list[DecodeRun], ask: Callable[[], DecodeRun], report: Callable[[str], object]
+) -> None:
     """Replace passes whose tokens were held up between GPU and client, and then came all at once.
 
     Seen where prompts are a million tokens together: 0.13 ms apart, at steps of 5 ms. Such a pass
     has less than half of the time per token that the slowest pass of the server has. `ask` makes
-    another one, once for each.
-
-    Returns the milliseconds per token of the passes that were replaced.
+    another one, once for each, which keeps the time of the first one. `report` is told of each.
     """
     slowest = max(run.tpot_ms for run in runs)
-    replaced = []
     for index, run in enumerate(runs):
         if run.tpot_ms < slowest / 2:
-            replaced.append(run.tpot_ms)
-            runs[index] = ask()
-    return replaced
+            report(f"{run.tpot_ms:.2f} ms per token came at once, asked again")
+            runs[index] = replace(ask(), held_up_ms=run.tpot_ms)
+
+
+def held_up_ms(runs: Iterable[DecodeRun]) -> list[float]:
+    """Return the milliseconds per token of the passes that others have replaced."""
+    return [run.held_up_ms for run in runs if run.held_up_ms is not None]
 
 
 def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:

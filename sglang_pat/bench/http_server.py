@@ -22,6 +22,11 @@ import requests
 _POLL_SECONDS = 0.5
 _KILL_SECONDS = 60
 _TAIL_CHARACTERS = 4000
+_WRONG_USAGE = 2  # exit status of argparse
+
+
+class RefusedArguments(RuntimeError):
+    """The server's parser refuses its command line. The message is what it says, in one line."""
 
 
 @dataclass
@@ -33,7 +38,10 @@ class HttpServer:
     log: Path
 
     def is_ready(self) -> bool:
-        """RuntimeError, with the end of the log, if it has ended."""
+        """RuntimeError, with the end of the log, if it has ended; RefusedArguments if its command
+        line is why."""
+        if self.process.poll() == _WRONG_USAGE:
+            raise RefusedArguments(self.tail().rstrip().rpartition("\n")[2])
         if self.process.poll() is not None:
             raise RuntimeError(f"the server ended:\n{self.tail()}")
         with contextlib.suppress(requests.RequestException):

@@ -12,19 +12,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.cli.replay import positive_number, whole_number
+from sglang_pat.cli.arguments import real_number, whole_number
 from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
 from sglang_pat.replay.models import DEFAULT_GPU, GPUS, MODEL_NAMES
 
 DESCRIPTION = "estimate what pat would save, by a model's config.json and a trace of requests"
 _MOST_REQUESTS = 20_000
+_LARGEST_LIMIT = 1_000_000  # a request takes about 1 kB
 _GENERATED_REQUESTS = 2000
 _WIDTH = 9  # of the first column
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
-    count = whole_number(1)
     parser.add_argument(
         "--model",
         required=True,
@@ -46,23 +46,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"GPU type (default: {DEFAULT_GPU})",
     )
     parser.add_argument(
-        "--tp", type=count, default=1, metavar="N", help="GPUs that share the model (default: 1)"
+        "--tp",
+        type=whole_number(1, 1024),
+        default=1,
+        metavar="N",
+        help="GPUs that share the model (default: 1)",
     )
     parser.add_argument(
         "--kv-pool-gb",
-        type=positive_number,
+        type=real_number(1e-3, 1e6),
         metavar="GB",
         help="KV pool of one GPU (default: what the weights leave)",
     )
     parser.add_argument(
-        "--max-batch", type=count, metavar="N", help="running requests at most (default: 256)"
+        "--max-batch",
+        type=whole_number(1, 1 << 20),
+        metavar="N",
+        help="running requests at most (default: 256)",
     )
     parser.add_argument(
-        "--rate", type=positive_number, metavar="N", help="requests a second (default: the trace's)"
+        "--rate",
+        type=real_number(1e-3, 1e6),
+        metavar="N",
+        help="requests a second (default: the trace's)",
     )
     parser.add_argument(
         "--limit",
-        type=count,
+        type=whole_number(1, _LARGEST_LIMIT),
         metavar="N",
         help=f"only the first N requests (default: {_MOST_REQUESTS:,})",
     )

@@ -16,13 +16,16 @@ import json
 import shlex
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.cli.gpus import Gpu, find_gpus
-from sglang_pat.cli.replay import whole_number
-from sglang_pat.output_file import output_or_stdout, write_output
+from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
+from sglang_pat.replay.models import MODEL_NAMES, config_file, read_whole_config
+from sglang_pat.sglang.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +39,11 @@ DEFAULT = "default"
 TOKENS = 136  # of an answer
 _PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
 _GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # half of the time of a start
+_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two come with SGLang
+_OWN_FLAGS = (
+    *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
+    *("--host", "--port", "--help"),
+)
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "dtype": "float32",
@@ -47,13 +55,12 @@ _CPU_ARGUMENTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
-    count = whole_number(1)
+    tokens = whole_number(1, 1 << 20)
     parser.add_argument(
         "--model",
         required=True,
-        type=Path,
         metavar="CONFIG",
-        help="the path of a model's config.json or of its folder",
+        help=f"the path of a config.json or of its folder, or {', '.join(MODEL_NAMES)}",
     )
     parser.add_argument(
         "--against",
@@ -65,21 +72,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", action="store_true", help="load the model's weights (default: random ones)"
     )
     parser.add_argument(
-        "--requests", type=count, default=64, metavar="N", help="that run together (default: 64)"
+        "--requests",
+        type=whole_number(1, 1 << 14),
+        default=64,
+        metavar="N",
+        help="that run together (default: 64)",
     )
     parser.add_argument(
-        "--prefix", type=count, default=4096, metavar="N", help="shared tokens (default: 4096)"
+        "--prefix", type=tokens, default=4096, metavar="N", help="shared tokens (default: 4096)"
     )
     parser.add_argument(
         "--private",
-        type=count,
+        type=tokens,
         default=256,
         metavar="N",
         help="tokens of each request behind the prefix (default: 256)",
     )
     parser.add_argument(
         "--unshared",
-        type=count,
+        type=tokens,
         default=1024,
         metavar="N",
         help="tokens of each request where nothing is shared (default: 1024)",
@@ -108,25 +119,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130
     if interrupted."""
+    try:
+        label, config = read_whole_config(arguments.model)
+        check_outputs({"--json": arguments.json}, [config_file(arguments.model)])
+        _check_options(arguments)
+    except (ValueError, OSError) as error:
+        return _refuse(error)
     gpus = find_gpus()
-    problem = _problem(arguments, gpus)
-    if problem is not None:
-        print(f"sglang-pat bench: {problem}", file=sys.stderr)
-        return 2
+    if arguments.device == "cuda" and not gpus:
+        return _refuse("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
     from sglang_pat.bench import comparison
+    from sglang_pat.bench.http_server import RefusedArguments
 
     measured = {backend: comparison.Measured() for backend in (arguments.against, "pat")}
     failure: str | None = None
     with tempfile.TemporaryDirectory(prefix="sglang-pat-bench-") as folder:
+        path = config_file(label).parent if arguments.weights else Path(folder)
         try:
-            model = comparison.Model.of(
-                _config(arguments.model), Path(folder), weights=arguments.weights
-            )
-        except ValueError as error:
-            print(f"sglang-pat bench: {error}", file=sys.stderr)
-            return 2
+            model = comparison.Model.of(config, path)
+            for case in _cases(arguments).values():
+                comparison.fit(case, model, {"max_total_num_tokens": sys.maxsize})
+        except (ValueError, RuntimeError) as error:
+            return _refuse(f"{label}: {error}")
+        if not arguments.weights:
+            (path / "config.json").write_text(json.dumps(config))
         try:
             _measure(arguments, model, Path(folder), measured)
+        except RefusedArguments as error:
+            return _refuse(f"--server-args {arguments.server_args!r}: {error}")
         except (RuntimeError, TimeoutError) as error:
             failure = str(error)
         except KeyboardInterrupt:
@@ -173,31 +193,52 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _problem(arguments: argparse.Namespace, gpus: list[Gpu]) -> str | None:
-    if arguments.against == "pat":
-        return "--against pat; allowed: another backend of SGLang, or default"
-    try:
-        _flags(arguments)
-    except ValueError as error:
-        return f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
-    if "--attention-backend" in arguments.server_args:
-        return "--server-args must not hold --attention-backend; --against names the other backend"
-    if not _config(arguments.model).is_file():
-        return f"--model {arguments.model}: no file; allowed: a config.json, or its folder"
+def _refuse(error: object) -> int:
+    print(f"sglang-pat bench: {error}", file=sys.stderr)
+    return 2
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """ValueError for what the servers would refuse, or what would spoil the comparison."""
+    if arguments.weights and arguments.model in MODEL_NAMES:
+        raise ValueError(f"--weights: {arguments.model} has none; allowed: with a model's folder")
     if importlib.util.find_spec("sglang") is None:
-        return "SGLang is not installed beside this package; `sglang-pat doctor` says what is"
-    if arguments.device == "cuda" and not gpus:
-        return "no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more"
-    return None
+        raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
+    if arguments.against == "pat":
+        raise ValueError("--against pat; allowed: another backend of SGLang, or default")
+    known = {DEFAULT, *attention_backends()}
+    plugins = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
+    may_be_more = not plugins <= _PLUGINS_WITHOUT_OTHERS or known == {DEFAULT}
+    if arguments.against not in known and not may_be_more:
+        raise ValueError(f"--against {arguments.against!r}; allowed: {', '.join(sorted(known))}")
+    try:
+        words = _flags(arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
+        ) from None
+    _check_flags(words)
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """ValueError for flags that SGLang does not know, or that the command itself sets."""
+    if words and not words[0].startswith("-"):
+        raise ValueError(f"--server-args: {words[0]!r} is no flag; allowed: flags of SGLang")
+    known = launch_flags()
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        # SGLang takes the beginning of a flag for the flag.
+        own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
+        if own is not None and (flag == own or flag not in known):
+            instead = "--against names the other backend" if "backend" in own else "it is set here"
+            raise ValueError(f"--server-args must not hold {flag}; {instead}")
+        name = flag.replace("--no-", "--", 1)
+        if known and not any(each.startswith((flag, name)) for each in known):
+            raise ValueError(f"--server-args: {flag!r} is no flag of the installed SGLang")
 
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
     """The words of --server-args. ValueError for a quotation without an end."""
     return shlex.split(arguments.server_args)
-
-
-def _config(model: Path) -> Path:
-    return model / "config.json" if model.is_dir() else model
 
 
 def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
@@ -219,7 +260,7 @@ def _measure(
 
     given = {
         "skip_tokenizer_init": True,
-        "max_running_requests": max(arguments.requests, 1),
+        "max_running_requests": arguments.requests,
         **({} if arguments.weights else {"load_format": "dummy"}),
         **(_CPU_ARGUMENTS if arguments.device == "cpu" else _GPU_ARGUMENTS),
     }
@@ -267,7 +308,7 @@ def _as_json(
     verdict: str | None,
     failure: str | None,
 ) -> dict[str, Any]:
-    from sglang_pat.bench.decoding import tpot
+    from sglang_pat.bench.decoding import held_up_ms, tpot
 
     info = ("attention_backend", "decode_attention_backend", "max_total_num_tokens", "pat")
     return {
@@ -285,6 +326,7 @@ def _as_json(
                 "start_seconds": each.start_seconds,
                 **{name: each.info[name] for name in info if name in each.info},
                 "tpot_ms": {name: tpot(runs).as_dict() for name, runs in each.runs.items()},
+                "held_up_ms": {name: held_up_ms(runs) for name, runs in each.runs.items()},
                 "stats": each.stats,
             }
             for backend, each in measured.items()

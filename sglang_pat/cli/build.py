@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 from itertools import product
-from pathlib import Path
 
 from sglang_pat import support
+from sglang_pat.cli.arguments import folder_path, quoted
 from sglang_pat.cli.gpus import find_gpus
 
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cache",
-        type=_folder,
+        type=folder_path,
         metavar="FOLDER",
         help="where kernels are kept (default: $SGLANG_PAT_KERNEL_CACHE, else sglang-pat in "
         "$XDG_CACHE_HOME or ~/.cache)",
@@ -71,16 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)
         return _fail(2, f"no GPU with compute capability {oldest} or newer here: use --arch X.Y")
+    from sglang_pat.executors import kernel_cache
+
+    try:
+        cache = arguments.cache or kernel_cache.default_cache()
+        if not os.path.exists(cache):  # one that exists may be complete, and need not be written
+            kernel_cache.make_folder(cache)
+    except (ValueError, kernel_cache.KernelCacheError) as error:
+        return _fail(2, _advised(error, arguments))
     try:
         import torch
 
-        from sglang_pat.executors import jit, kernel_cache
+        from sglang_pat.executors import jit
     except Exception as error:  # a broken installation may raise anything
         return _fail(1, f"torch cannot be imported ({error}): install it: pip install torch")
-    try:
-        cache = arguments.cache or kernel_cache.default_cache()
-    except ValueError as error:
-        return _fail(2, str(error))
     configs = [
         jit.KernelConfig(
             getattr(torch, dtype),
@@ -102,15 +106,24 @@ def run(arguments: argparse.Namespace) -> int:
                 print(jit.report_of(image))
             print(image)
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
-        return _fail(1, str(error))
+        return _fail(1, _advised(error, arguments))
     return 0
+
+
+def _advised(error: Exception, arguments: argparse.Namespace) -> str:
+    """What `error` says; its advice is about `--cache` where that was given."""
+    from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
+
+    if arguments.cache is None:
+        return str(error)
+    return str(error).replace(ANOTHER_FOLDER, "name another folder by --cache")
 
 
 def _arch(text: str) -> tuple[int, int]:
     """`9.0` -> (9, 0)."""
     archs = {_name(arch): arch for arch in support.CAPABILITIES}
     if text not in archs:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(archs)}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: {', '.join(archs)}")
     return archs[text]
 
 
@@ -118,19 +131,12 @@ def _head_dim(text: str) -> tuple[int, int]:
     """`128` -> (128, 128), `192/128` -> (192, 128)."""
     pairs = {support.head_dim_name(*pair): pair for pair in support.HEAD_DIMS}
     if text not in pairs:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(pairs)}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: {', '.join(pairs)}")
     return pairs[text]
 
 
 def _name(arch: tuple[int, int]) -> str:
     return f"{arch[0]}.{arch[1]}"
-
-
-def _folder(text: str) -> Path:
-    # os.path: a folder that may not be looked into does not raise here, but in `kernel_cache`.
-    if not text or (os.path.exists(text) and not os.path.isdir(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
-    return Path(text)
 
 
 def _archs_here() -> list[tuple[int, int]]:

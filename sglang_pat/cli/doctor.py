@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,15 +23,18 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_pat import support
+from sglang_pat.cli.arguments import quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
+from sglang_pat.replay.models import MODEL_NAMES, read_whole_config
+from sglang_pat.sglang.launch_flags import PLUGIN_GROUP
 from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
 Status = Literal["ok", "warning", "failed"]
 
-PLUGIN_GROUP = "sglang.srt.plugins"
 NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 _INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
@@ -60,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        metavar="PATH",
-        help="instead, print which layers of this model pat decodes here, by its config.json",
+        metavar="MODEL",
+        help="instead, print which layers of this model pat decodes here, by its config.json: a "
+        f"path, a name on the Hugging Face hub, or {', '.join(MODEL_NAMES)}",
     )
     parser.set_defaults(run=run)
 
@@ -125,6 +130,8 @@ def _print(checks: list[Check]) -> None:
 
 # --- a model ---
 
+_MODELS = f"{', '.join(MODEL_NAMES)}, a config.json, its folder, or a name on the Hugging Face hub"
+_HUB_SECONDS = 3
 _NOT_KNOWN = (
     "Of one rank with default options; what only a running server knows is not considered: its "
     "options, its KV cache, and arguments that the model passes in its first step."
@@ -137,24 +144,26 @@ _AS_A_DRAFT_MODEL = (
 
 
 def _print_routes(model: str, report: Path | None) -> int:
-    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here, and 2 if
-    there is nothing at a path."""
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if is_path and not Path(model).exists():
-        allowed = "a config.json, its folder, or a name on the Hugging Face hub"
-        print(f"sglang-pat doctor: --model {model}: no file; allowed: {allowed}", file=sys.stderr)
-        return 2
-    try:
-        with _no_warnings(), _spinner("building the model without weights"):
-            from sglang_pat.sglang.cpu import enable_cpu_engine
+    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here, and 2 for
+    wrong input."""
+    with tempfile.TemporaryDirectory(prefix="sglang-pat-doctor-") as folder:
+        try:
+            source = _loadable(model, Path(folder))
+        except (ValueError, OSError) as error:
+            print(f"sglang-pat doctor: {_in_one_line(error)}", file=sys.stderr)
+            return 2
+        try:
+            with _no_warnings(), _spinner("building the model without weights"):
+                from sglang_pat.sglang.cpu import enable_cpu_engine
 
-            enable_cpu_engine()  # before SGLang is imported
-            from sglang_pat.sglang.model_routes import routes_of_model
+                enable_cpu_engine()  # before SGLang is imported
+                from sglang_pat.sglang.model_routes import routes_of_model
 
-            routes = routes_of_model(model)
-    except Exception as error:  # SGLang may raise anything
-        print(f"SGLang cannot build {model} in this process: {_describe(error)}", file=sys.stderr)
-        return 1
+                routes = routes_of_model(source)
+        except Exception as error:  # SGLang may raise anything
+            told = f"SGLang cannot build {model} in this process: {_describe(error)}"
+            print(told, file=sys.stderr)
+            return 1
     print(routes)
     for layers, route, reason in routes.table():
         print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
@@ -164,6 +173,47 @@ def _print_routes(model: str, report: Path | None) -> int:
     if report is not None:
         write_output("--json", report, json.dumps(routes.as_json(), indent=2) + "\n")
     return 0
+
+
+def _loadable(model: str, folder: Path) -> str:
+    """Return what SGLang loads the configuration of `model` from: a folder, or a hub's name.
+
+    A configuration that is not in a folder of its own is written into `folder`. ValueError or
+    OSError for what is neither a configuration nor on the hub.
+    """
+    if os.path.exists(model) or model in MODEL_NAMES:
+        label, config = read_whole_config(model)
+        try:
+            check_architectures(config)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        if os.path.isdir(model):
+            return model
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) is None:
+        raise ValueError(f"--model {quoted(model)}: no file; allowed: {_MODELS}")
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true"):
+        with _spinner(f"{model} is no path: asking the Hugging Face hub"):
+            _ask_hub(model)
+    return model
+
+
+def _ask_hub(model: str) -> None:
+    """ValueError if the hub has no configuration of this name, or cannot be reached."""
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    except ImportError:  # comes with SGLang, whose absence is told next
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)
+    except Exception as error:  # of the hub's client, or of its HTTP library
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"--model {quoted(model)}: no file, and the Hugging Face hub gives no config.json of "
+            f"that name ({reason}); allowed: {_MODELS}"
+        ) from None
 
 
 # --- the checks ---
@@ -187,8 +237,11 @@ def worst(checks: Sequence[Check]) -> Status:
 
 
 def _describe(error: Exception) -> str:
-    """In one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{type(error).__name__}: {_in_one_line(error)}"
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _checks_by_sglang() -> list[Check]:
@@ -442,10 +495,10 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """The kernels in the cache that run here, each with what compiled it."""
+    """The kernels that run here without being compiled, each with what compiled it."""
     import torch
 
-    from sglang_pat.executors import jit, kernel_cache
+    from sglang_pat.executors import jit
 
     found = []
     for capability in sorted({gpu.capability for gpu in gpus}):
@@ -461,7 +514,7 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
                 v_head_dim,
                 None if kv_dtype is None else getattr(torch, kv_dtype),
             )
-            image = kernel_cache.find(cache, jit.cache_key(config))
+            image = jit.find_image(config, cache)
             if image is not None:
                 found.append(f"{config.name} ({jit.compiler_of(image)})")
     return found

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import sglang_pat
 from sglang_pat import support
 from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay, tiny_model
+from sglang_pat.cli.arguments import Parser
 from sglang_pat.output_file import STDOUT, OutputError, nothing_else_on_stdout
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
@@ -24,7 +25,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `sglang-pat`. Every subcommand sets `run`, a function of its arguments."""
-    parser = _Parser(prog="sglang-pat", description="Prefix-shared decode attention for SGLang.")
+    parser = Parser(prog="sglang-pat", description="Prefix-shared decode attention for SGLang.")
     parser.add_argument("--version", action=_PrintVersion)
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in (
@@ -75,26 +76,6 @@ def _support(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Answers wrong input with one line that names the value and what is allowed."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments, allow_abbrev=False)
-        self.register("type", int, _converter(int, "a whole number"))
-        self.register("type", float, _converter(float, "a number"))
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [action.option_strings for action in self._actions if action.option_strings]
-            allowed = ", ".join(max(names, key=len) for names in options)
-            self.error(f"unknown argument {unknown[0]!r}; allowed: {allowed}")
-        return namespace, unknown
-
-
 class _PrintVersion(argparse.Action):
     """`--version`. argparse's own action wants the text ahead: a read of the package's metadata."""
 
@@ -104,16 +85,6 @@ class _PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
         print(f"sglang-pat {sglang_pat.__version__}")
         parser.exit()
-
-
-def _converter(kind: type[int] | type[float], meaning: str) -> Callable[[str], int | float]:
-    def convert(text: str) -> int | float:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {meaning}") from None
-
-    return convert
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
 import shlex
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sglang_pat.cli.arguments import LARGEST_SEED, real_number, whole_number
 from sglang_pat.output_file import (
     OutputError,
     check_outputs,
@@ -63,15 +63,15 @@ _DEFAULTS: dict[str, Any] = {
 _OUTPUTS = ("save", "json", "csv", "html")
 _GENERATED_REQUESTS = 2000
 _SAMPLE_ON_GPU = 256  # a sampled step takes some tenths of a second there
-_MOST_REQUESTS_AT_ONCE = 1 << 20
-_LARGEST_NUMBER = 1e9
+_MOST_REQUESTS = 10_000_000
+_MOST_TOKENS = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the replay itself as the default `run`."""
     parser.usage = _USAGE
     parser.epilog = _EPILOG
-    count = whole_number(1)
+    tokens = whole_number(1, _MOST_TOKENS)
     trace = parser.add_argument_group("what is replayed")
     trace.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a file of requests")
     trace.add_argument(
@@ -89,11 +89,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
     )
-    trace.add_argument("--rate", type=_rate, help="generated requests a second, or inf")
-    trace.add_argument("--seed", type=whole_number(0), help="of the generator (default: 0)")
-    trace.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
     trace.add_argument(
-        "--time-scale", type=positive_number, metavar="X", help="requests arrive X times as fast"
+        "--rate",
+        type=real_number(1e-3, 1e6, or_inf=True),
+        help="generated requests a second, or inf",
+    )
+    trace.add_argument(
+        "--seed", type=whole_number(0, LARGEST_SEED), help="of the generator (default: 0)"
+    )
+    trace.add_argument(
+        "--limit",
+        type=whole_number(1, _MOST_REQUESTS),
+        metavar="N",
+        help="only the first N requests",
+    )
+    trace.add_argument(
+        "--time-scale",
+        type=real_number(1e-3, 1e6),
+        metavar="X",
+        help="requests arrive X times as fast",
     )
     trace.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     trace.add_argument(
@@ -108,29 +122,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(MODEL_NAMES)} or the path of a config.json (default: {DEFAULT_MODEL})",
     )
     server.add_argument(
-        "--context-length", type=count, metavar="N", help="tokens (default: the model's own)"
+        "--context-length", type=tokens, metavar="N", help="tokens (default: the model's own)"
     )
     server.add_argument(
         "--gpu", type=str.upper, choices=tuple(GPUS), help=f"GPU type (default: {DEFAULT_GPU})"
     )
     server.add_argument(
-        "--tp", type=count, metavar="N", help="GPUs that share the model (default: 1)"
+        "--tp",
+        type=whole_number(1, 1024),
+        metavar="N",
+        help="GPUs that share the model (default: 1)",
     )
     pool = server.add_mutually_exclusive_group()
     pool.add_argument(
-        "--kv-pool-gb", type=positive_number, metavar="GB", help="KV pool of one GPU (default: 40)"
+        "--kv-pool-gb",
+        type=real_number(1e-3, 1e6),
+        metavar="GB",
+        help="KV pool of one GPU (default: 40)",
     )
-    pool.add_argument("--kv-tokens", type=count, metavar="N", help="the same, in tokens")
-    server.add_argument("--page-size", type=count, metavar="N", help="tokens a page (default: 1)")
+    pool.add_argument("--kv-tokens", type=tokens, metavar="N", help="the same, in tokens")
+    server.add_argument(
+        "--page-size", type=whole_number(1, 1 << 16), metavar="N", help="tokens a page (default: 1)"
+    )
     server.add_argument(
         "--max-batch",
-        type=whole_number(1, _MOST_REQUESTS_AT_ONCE),
+        type=whole_number(1, 1 << 20),
         metavar="N",
         help="running requests at most (default: 128)",
     )
     server.add_argument(
         "--prefill-tokens",
-        type=count,
+        type=tokens,
         metavar="N",
         help="new tokens of one prefill (default: 8192)",
     )
@@ -141,16 +163,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(POLICIES)}; the first is timed (default: {_DEFAULTS['policies']})",
     )
     output.add_argument(
-        "--sample", type=count, metavar="N", help="a row every N steps (default: 1)"
+        "--sample",
+        type=whole_number(1, 1_000_000),
+        metavar="N",
+        help="a row every N steps (default: 1)",
     )
     output.add_argument(
         "--max-rows",
-        type=whole_number(0),
+        type=whole_number(0, 1_000_000),
         metavar="N",
         help="thin rows out beyond N (default: 2048; 0: none)",
     )
     output.add_argument(
-        "--forest-step", type=whole_number(0), metavar="N", help="keep the forest of this step"
+        "--forest-step",
+        type=whole_number(0, 1_000_000_000),
+        metavar="N",
+        help="keep the forest of this step",
     )
     output.add_argument("--capacity", action="store_true", help="also study how many requests fit")
     output.add_argument(
@@ -197,46 +225,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 # --- values of options ---
-
-
-def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The argparse type of a whole number from `least` on, to `most`."""
-    allowed = f"a whole number from {least:,}" + ("" if most is None else f" to {most:,}")
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {allowed}")
-        return value
-
-    return parse
-
-
-def _rate(text: str) -> float:
-    """The argparse type of a number above 0, or inf."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a number above 0, or inf")
-    return value
-
-
-def positive_number(text: str) -> float:
-    """The argparse type of a number above 0, small enough to be counted in integers."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= _LARGEST_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; allowed: a finite number above 0, up to {_LARGEST_NUMBER:g}"
-        )
-    return value
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ compiler. A wheel brings compiled images along: what it holds, or the cache, is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.resources
@@ -179,6 +180,7 @@ class KernelConfig:
 
 _SOURCE = "entry_points.cu"
 _STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for the standard library's, which NVRTC lacks
+_INCLUDED = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
 SHIPPED = "cubins"  # folder of the package with the images that a wheel brings along
 _REPORT = "compiler_report.txt"
 RECORD = "build.json"
@@ -208,7 +210,7 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
     cache
         The folder of all images. None: `default_cache()`.
     force
-        Compile even if there is an image, for example after an update of torch's CUDA.
+        Compile even if there is an image.
 
     Returns
     -------
@@ -223,20 +225,50 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
         The cache cannot be used (`kernel_cache.py`).
     """
     cache = default_cache() if cache is None else cache.absolute()
-    key = cache_key(config)
-    image = None if force else kernel_cache.find(cache, key) or _shipped_image(key)
+    image = None if force else find_image(config, cache)
     if image is None:
         compiler = Compiler.find(config.arch)
+        key = entry_key(config, compiler)
         fill = functools.partial(_fill, config, compiler, cache / key)
         image = kernel_cache.add(cache, key, fill, replace=force)
     return image
 
 
-def cache_key(config: KernelConfig) -> str:
-    """The name of the cache entry of `config`: it changes with every source file and option.
+def find_image(config: KernelConfig, cache: Path) -> Path | None:
+    """Return the image of `config` that need not be compiled: the cache's, else the shipped one.
 
-    The compiler is no part of it: a machine that runs the kernels need not have it. Which one made
-    an entry is recorded in its build.json.
+    The cache's is that of the compiler here. A machine that runs kernels need not have a compiler,
+    nor a cache that it can write to: then it is the newest one.
+    """
+    made = kernel_cache.versions(cache, cache_key(config))
+    if made:
+        try:
+            key = entry_key(config, Compiler.find(config.arch))
+        except KernelBuildError:
+            key = made[0]
+        image = kernel_cache.find(cache, key)
+        if image is not None:
+            return image
+    image = _shipped_image(cache_key(config))
+    if image is None and made and kernel_cache.problem_with_writing(cache) is not None:
+        print(
+            f"sglang-pat: {cache} cannot be written: {made[0]} is used, made by another compiler",
+            file=sys.stderr,
+        )
+        image = kernel_cache.find(cache, made[0])
+    return image
+
+
+def entry_key(config: KernelConfig, compiler: Compiler) -> str:
+    """Return the name of the cache entry that `compiler` makes of `config`."""
+    return f"{cache_key(config)}-{compiler.digest}"
+
+
+def cache_key(config: KernelConfig) -> str:
+    """Return the name of `config` in a wheel, and the first part of its cache entry's.
+
+    It changes with every source file and option, not with the compiler: a wheel's images are used
+    wherever it is installed.
     """
     digest = _hash_of_sources()
     digest.update(json.dumps(config.options).encode())
@@ -309,10 +341,13 @@ class Compiler:
         `NVRTC 13.0`.
     cuda_headers
         The folder with cuda_fp16.h.
+    digest
+        Changes with every build of NVRTC, and with the headers that kernels include.
     """
 
     name: str
     cuda_headers: Path
+    digest: str
 
     @classmethod
     def find(cls, arch: tuple[int, int] | None = None) -> Compiler:
@@ -338,7 +373,8 @@ class Compiler:
                     f"{name} cannot compile for compute capability {arch[0]}.{arch[1]}: install a "
                     "torch that is built for a newer CUDA"
                 )
-        return cls(name, _find_cuda_headers())
+        headers = _find_cuda_headers()
+        return cls(name, headers, _digest(nvrtc, headers))
 
     def compile(self, config: KernelConfig) -> tuple[bytes, str]:
         """The cubin of `config`, and what the compiler said: registers and spills of each kernel.
@@ -370,6 +406,21 @@ class Compiler:
             return _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
         finally:
             nvrtc.nvrtcDestroyProgram(program)
+
+
+def _digest(nvrtc: Any, cuda_headers: Path) -> str:
+    """Return the hash of what PTX says of its compiler, whose version is not all of it, and of the
+    headers."""
+    program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
+    try:
+        _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")
+        digest = hashlib.sha256(_output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    for name in _INCLUDED:
+        with contextlib.suppress(FileNotFoundError):
+            digest.update((cuda_headers / name).read_bytes())
+    return digest.hexdigest()[:_DIGITS]
 
 
 def _nvrtc() -> Any:

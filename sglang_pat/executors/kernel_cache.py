@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import socket
 import stat
@@ -22,6 +23,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 CACHE_VARIABLE = "SGLANG_PAT_KERNEL_CACHE"
+ANOTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"  # what every refusal advises
 IMAGE = "kernels.cubin"
 
 LOCK_TIMEOUT_S = 900.0  # several times a build on one slow core
@@ -60,6 +62,24 @@ def default_cache(variables: Mapping[str, str] | None = None) -> Path:
             f"user {os.geteuid()} has no home folder for compiled kernels: set {CACHE_VARIABLE}"
         )
     return folder
+
+
+def versions(cache: Path, key: str) -> list[str]:
+    """Return the names `KEY-DIGITS` of the cache's entries, the newest one first.
+
+    Raises
+    ------
+    KernelCacheError
+        This user cannot read the folder.
+    """
+    try:
+        pattern = re.compile(re.escape(key) + "-[0-9a-f]+")
+        found = [name for name in os.listdir(cache) if pattern.fullmatch(name)]
+        return sorted(found, key=lambda name: (cache / name).stat().st_mtime, reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(cache, error.strerror) from error
 
 
 def find(cache: Path, key: str) -> Path | None:
@@ -115,7 +135,7 @@ def add(
         The cache cannot be written, another user can write to it, or the lock is still held after
         `timeout_s`.
     """
-    _make_folder(cache)
+    make_folder(cache)
     check_owners(cache)
     with _locked(cache, key, timeout_s):
         if not replace:
@@ -153,8 +173,8 @@ def check_owners(*paths: Path) -> None:
         if status.st_uid not in (os.geteuid(), 0):
             raise KernelCacheError(
                 f"{path} belongs to user {_user(status.st_uid)}, who could have planted it: only "
-                f"kernels of {_user(os.geteuid())} and of root are loaded. Remove it, or set "
-                f"{CACHE_VARIABLE} to another folder"
+                f"kernels of {_user(os.geteuid())} and of root are loaded. Remove it, or "
+                f"{ANOTHER_FOLDER}"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise _writable_by_others(path, status.st_mode)
@@ -194,7 +214,7 @@ def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
     except Timeout:
         raise KernelCacheError(
             f"{path} has been held for {timeout_s:.0f} s by {_builder(cache, key)}: end that "
-            f"process, or set {CACHE_VARIABLE} to another folder"
+            f"process, or {ANOTHER_FOLDER}"
         ) from None
     except OSError as error:  # ELOOP: somebody has put a link there
         raise _unwritable(path, error) from error
@@ -215,7 +235,8 @@ def _builder(cache: Path, key: str) -> str:
     return "an unknown process"
 
 
-def _make_folder(cache: Path) -> None:
+def make_folder(cache: Path) -> None:
+    """Make the folder, unless it exists. KernelCacheError if it cannot be made or written."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -244,8 +265,8 @@ def _publish(work: Path, entry: Path) -> None:
 
 
 _UNWRITABLE = (
-    "the kernel cache {path} cannot be written ({problem}): make it writable, or set "
-    f"{CACHE_VARIABLE} to a folder that is"
+    "the kernel cache {path} cannot be written ({problem}): make it writable, or "
+    f"{ANOTHER_FOLDER}"
 )
 
 
@@ -256,14 +277,14 @@ def _unwritable(path: Path, error: OSError) -> KernelCacheError:
 def _unreadable(path: Path, problem: str | None) -> KernelCacheError:
     return KernelCacheError(
         f"{path} cannot be read by user {_user(os.geteuid())} ({problem}): make it readable "
-        f"(chmod a+rX), or set {CACHE_VARIABLE} to another folder"
+        f"(chmod a+rX), or {ANOTHER_FOLDER}"
     )
 
 
 def _writable_by_others(path: Path, mode: int) -> KernelCacheError:
     return KernelCacheError(
         f"{path} can be written by other users (mode {stat.S_IMODE(mode):04o}), who could plant "
-        f"kernels: run chmod go-w {path}, or set {CACHE_VARIABLE} to another folder"
+        f"kernels: run chmod go-w {path}, or {ANOTHER_FOLDER}"
     )
 
 

@@ -255,6 +255,7 @@ class ReferenceExecutor:
         assert self._plan is not None
         assert self._step is not None
         if self._execution is None:
+            _check_lengths(self._step)
             self._execution = self._new_execution(self._plan, self._shared_slots, self._step)
         out, lse = self._execution.run(layer)
         layer.out.copy_(out)
@@ -266,6 +267,19 @@ def _check_rows(step: Step) -> None:
     """ValueError for a row that is not there."""
     rows = step.req_pool_indices[torch.from_numpy(step.host_seq_lens > 0)]
     _check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
+
+
+def _check_lengths(step: Step) -> None:
+    """ValueError for a length that is below the host's, or beyond the table. Now, not when the step
+    begins: a captured graph fills the lengths in between."""
+    lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
+    wrong = np.flatnonzero((lens < step.host_seq_lens) | (lens > width))
+    if len(wrong):
+        index = wrong[0]
+        raise ValueError(
+            f"seq_lens must be batch.seq_lens or a few tokens more, at most {width}: request "
+            f"{index} has {lens[index]}, and {step.host_seq_lens[index]} on the host"
+        )
 
 
 def check_slots(slots: torch.Tensor, layer: LayerInputs) -> None:

@@ -27,6 +27,9 @@ from sglang_pat.model_layers import (
 from sglang_pat.support import KERNEL_DTYPES
 
 _LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_theta": 500000.0,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -48,6 +51,9 @@ _NAMED_CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     },
     "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_theta": 1000000.0,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -66,6 +72,7 @@ _DTYPE_BYTES = dict.fromkeys(KERNEL_DTYPES, 2)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _STATE_SQUARES = 6
+_LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +202,15 @@ def model_shape(name: str | Path) -> ModelShape:
 def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """What to call a model, and the part of its `config.json` about the decoder.
 
+    Raises what `read_whole_config` does.
+    """
+    label, config = read_whole_config(name)
+    return label, decoder_config(config)
+
+
+def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
+    """What to call a model, and its `config.json`.
+
     ValueError if `name` is neither a name that is known here, nor such a file or its folder.
     """
     if str(name) in _NAMED_CONFIGS:
@@ -204,12 +220,15 @@ def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
         known = ", ".join(MODEL_NAMES)
         raise ValueError(f"model {str(name)!r}; allowed: {known}, or the path of a config.json")
     try:
+        size = path.stat().st_size
+        if size > _LARGEST_CONFIG:
+            raise ValueError(f"it has {size:,} bytes")
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a config.json: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: not a config.json: it holds no JSON object")
-    return str(path), decoder_config(config)
+    return str(path), config
 
 
 def config_file(name: str | Path) -> Path:

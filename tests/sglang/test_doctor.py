@@ -68,7 +68,7 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_model_that_sglang_does_not_know(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    (tmp_path / "config.json").write_text('{"model_type": "nothing", "architectures": ["No"]}')
     child = run_doctor(tmp_path)
     assert child.returncode == 1
     assert f"SGLang cannot build {tmp_path} in this process: " in child.stderr

@@ -58,6 +58,26 @@ def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> Non
     assert stats.causes == {"first": 1, "tail_growth": 2, "batch_changed": 1}
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("more", [-1, 400])
+def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
+    more: int, batch_invariant: bool
+) -> None:
+    steps = Steps(spare=100, batch_invariant=batch_invariant)
+    batch = DecodeBatch(steps.lens, steps.paths, "batch")
+    q = torch.zeros(3, 8, 64)
+    caches = [torch.zeros(2000, 2, 64)] * 2
+    for dtype in (torch.int32, torch.int64):
+        lens = torch.tensor(steps.lens.tolist(), dtype=dtype)
+        steps.attention.plan(batch, seq_lens=lens, **steps.tables)
+        lens[1] += more  # as a graph does, behind plan()
+        message = f"request 1 has {lens[1]}, and {steps.lens[1]} on the host"
+        with pytest.raises(ValueError, match=message):
+            steps.attention.run(q, *caches)
+        lens[1] += 3 - more
+        steps.attention.run(q, *caches)
+
+
 def test_another_number_of_rows_is_another_batch() -> None:
     steps = Steps()
     steps.step(0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_pat.bench import comparison
+from sglang_pat.bench import comparison, server
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.comparison import Compared, Model, compare, fit, verdict
 from sglang_pat.bench.decoding import DecodeRun, Spread
@@ -32,6 +34,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(bench, "attention_backends", lambda: {"fa3", "triton"})
+    known = {"--tp-size", "--attention-backend", "--decode-attention-backend", "--port", "--x"}
+    monkeypatch.setattr(bench, "launch_flags", lambda: known)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -41,7 +50,18 @@ def config(tmp_path: Path) -> Path:
             ["--server-args", "--tp '2"],
             """--server-args "--tp '2": No closing quotation; allowed""",
         ),
-        (["--model", "/nowhere"], "--model /nowhere: no file; allowed: a config.json"),
+        (["--server-args", "--attention-back fa3"], "--against names the other backend"),
+        (["--server-args=--decode-attention-backend=fa3"], "--against names the other backend"),
+        (["--server-args", "--tp 2 --port 3"], "must not hold --port; it is set here"),
+        (["--server-args=--help"], "must not hold --help; it is set here"),
+        (["--server-args", "--tp 2 --nonsense"], "'--nonsense' is no flag of the installed SGLang"),
+        (["--server-args", "tp 2"], "'tp' is no flag; allowed: flags of SGLang"),
+        (["--against", "nosuch"], "--against 'nosuch'; allowed: default, fa3, triton"),
+        (["--model", "/nowhere"], "model '/nowhere'; allowed: llama-3.1-8b, llama-3-8b, "),
+        (["--model", "9" * 5000], "File name too long"),
+        (["--model", "qwen3-8b", "--weights"], "--weights: qwen3-8b has none; allowed: with a "),
+        (["--model", "{folder}/broken"], "/broken: not a config.json: "),
+        (["--json", "{folder}/config.json"], "would overwrite the input"),
         ([], "no NVIDIA GPU that the driver reports"),
     ],
 )
@@ -53,10 +73,13 @@ def test_wrong_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench, "find_gpus", list)
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+    has_sglang(monkeypatch)
+    (config.parent / "broken").write_text("{")
+    flags = [flag.format(folder=config.parent) for flag in flags]
     assert main.main(["bench", "--model", str(config), *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert len(error) < 6000
     assert error.startswith("sglang-pat bench: ")
     assert error.count("\n") == 1
 
@@ -70,27 +93,69 @@ def test_without_sglang_there_is_nothing_to_measure(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("changed", "message"),
     [
-        ("{", "not a config.json"),
-        ("[]", "names no architectures"),
-        ('{"architectures": ["A"]}', "vocab_size"),
+        ({"architectures": 5}, "no config.json of a model: it names no architectures"),
+        ({"architectures": None}, "no config.json of a model: it names no architectures"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": 512}, "vocab_size=512; allowed: more than 512"),
+        ({"max_position_embeddings": 300}, "the context ends at 300"),
     ],
 )
-def test_a_file_that_is_no_config_is_named(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as raised:
-        Model.of(path, tmp_path, weights=True)
-    assert str(path) in str(raised.value)
+def test_a_model_that_cannot_be_measured_starts_no_server(
+    changed: dict[str, Any],
+    message: str,
+    config: Path,
+    servers: FakeServers,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config.write_text(json.dumps(CONFIG | changed))
+    assert main.main(["bench", "--model", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert f"sglang-pat bench: {config}: " in error
+    assert message in error
+    assert error.count("\n") == 1
+    assert servers.started == []
 
 
-def test_a_model_without_weights_is_its_config_alone(config: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    assert Model.of(config, folder, weights=False) == (folder, 1000, 9000)
-    assert [file.name for file in folder.iterdir()] == ["config.json"]
-    assert Model.of(config, folder, weights=True).path == config.parent
+def test_other_plug_ins_may_bring_backends(
+    config: Path, servers: FakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = [EntryPoint(name, "m:f", "g") for name in ("mine", "pat", "smg-zmq")]
+    servers.pools["mine"] = 10_000
+    monkeypatch.setattr(bench, "entry_points", lambda group: plugins)
+    assert main.main(["bench", "--model", str(config), "--against", "mine"]) == 0
+    monkeypatch.setattr(bench, "entry_points", lambda group: plugins[1:])
+    assert main.main(["bench", "--model", str(config), "--against", "mine"]) == 2
+
+
+def test_a_model_by_name_has_random_weights(servers: FakeServers) -> None:
+    assert main.main(["bench", "--model", "qwen3-8b"]) == 0
+    (_, _, arguments, there), _ = servers.started
+    assert (arguments["load_format"], there) == ("dummy", True)
+
+
+def test_weights_come_from_the_folder_of_the_config(config: Path, servers: FakeServers) -> None:
+    assert main.main(["bench", "--model", str(config.parent), "--weights"]) == 0
+    assert servers.models == [config.parent] * 2
+    assert all("load_format" not in arguments for _, _, arguments, _ in servers.started)
+
+
+def test_arguments_that_the_server_refuses_are_told_in_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "usage: launch_server.py\n  [-h]\nlaunch_server.py: error: argument --x: invalid int: 'y'"
+    )
+    script = f"import sys; print({said!r}); sys.exit(2)"
+    monkeypatch.setattr(server, "LAUNCH", (sys.executable, "-c", script))
+    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    has_sglang(monkeypatch)
+    assert main.main(["bench", "--model", str(config), "--server-args", "--x y"]) == 2
+    assert capsys.readouterr().err == (
+        "sglang-pat bench: --server-args '--x y': launch_server.py: error: argument --x: invalid "
+        "int: 'y'\n"
+    )
 
 
 def test_a_case_is_made_smaller_until_the_server_holds_it() -> None:
@@ -167,13 +232,16 @@ class FakeServers:
         monkeypatch.setattr(comparison, "running_server", self.running_server)
         monkeypatch.setattr(comparison, "decode_run", self.decode_run)
         monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
-        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+        has_sglang(monkeypatch)
         monkeypatch.setenv("COLUMNS", "200")
+        self.models: list[Path] = []
+        self.held_up = 0  # passes of pat's whose tokens come at once
 
     @contextlib.contextmanager
     def running_server(
         self, contender: Any, model: Path, folder: Path, *, flags: list[str], **arguments: Any
     ) -> Iterator[FakeServer]:
+        self.models.append(model)
         there = (model / "config.json").exists()
         self.started.append((contender.backend, flags, arguments, there))
         name = contender.backend or "default"
@@ -183,6 +251,9 @@ class FakeServers:
         if self.fails is not None and server.backend == "pat" and prompts[0][:1] != prompts[-1][:1]:
             raise self.fails
         speed = 2.0 if server.backend == "pat" else 3.0
+        if server.backend == "pat" and self.held_up:
+            self.held_up -= 1
+            speed = 0.1
         return DecodeRun(dict.fromkeys(range(8, tokens, 8), speed), 5.0, 1.0, [])
 
 
@@ -206,9 +277,10 @@ def test_two_servers_serve_the_same_batches(
         (None, ["--tp", "2"]),
         ("pat", ["--tp", "2"]),
     ]
-    assert all(
-        arguments["load_format"] == "dummy" and there for *_, arguments, there in servers.started
-    )
+    for *_, arguments, there in servers.started:
+        assert there
+        assert arguments["load_format"] == "dummy"
+        assert arguments["max_running_requests"] == 16
     of_pat = [entry[1:] for entry in servers.log if entry[0] == "pat"]
     assert of_pat == [entry[1:] for entry in servers.log if entry[0] == "default"]
     assert (4, 1024) in of_pat  # 16 requests do not fit into 10,000 tokens
@@ -256,6 +328,29 @@ def test_what_was_measured_before_the_end_is_kept(
     assert list(result["servers"]["pat"]["tpot_ms"]) == ["with a shared prefix"]
 
 
+def test_a_pass_that_was_asked_again_is_told_and_kept(
+    config: Path, tmp_path: Path, servers: FakeServers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers.held_up = 1
+    out = tmp_path / "out.json"
+    assert main.main(["bench", "--model", str(config), "--json", str(out)]) == 0
+    told = "pat, 8 requests, 4096 shared + 256 private: 0.10 ms per token came at once, asked again"
+    assert told in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert result["servers"]["pat"]["held_up_ms"] == {
+        "with a shared prefix": [0.1],
+        "with nothing shared": [],
+        "with one request": [],
+    }
+    assert result["cases"][0]["tpot_ms"]["pat"]["low"] == 2.0
+
+
+def test_the_second_server_may_hold_a_little_less(config: Path, servers: FakeServers) -> None:
+    """Only the first one leaves a fifth of its pool free."""
+    servers.pools["pat"] = 7_500  # the largest batch takes 7,232 tokens
+    assert main.main(["bench", "--model", str(config)]) == 0
+
+
 def test_batches_of_different_sizes_are_not_compared(
     config: Path, servers: FakeServers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,7 +370,7 @@ def test_a_server_that_fails_is_told(
 
     monkeypatch.setattr(comparison, "running_server", running_server)
     monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
+    has_sglang(monkeypatch)
     assert main.main(["bench", "--model", str(config)]) == 1
     assert "the server ended:\nout of memory" in capsys.readouterr().err
 

@@ -45,6 +45,8 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("doctor everything", "unknown argument 'everything'; allowed: --help, --json"),
         ("doctor --json /no/f", "--json: '/no/f': its folder /no does not exist"),
         ("doctor --json", "--json: expected one argument"),
+        ("doctor --model nofile", "--model 'nofile': no file, and the Hugging Face hub gives no "),
+        ("doctor --model /etc/passwd", "/etc/passwd: not a config.json: "),
         ("build --arch 8.5", "--arch: '8.5'; allowed: 8.0, 8.6, 8.7, 8.9, 9.0, 10.0"),
         ("build --arch sm_90", "--arch: 'sm_90'; allowed: 8.0,"),
         ("build --arch 9", "--arch: '9'; allowed: 8.0,"),
@@ -54,8 +56,15 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("build --head-dim 128/64", "--head-dim: '128/64'; allowed: 64, 80"),
         ("build --cache /etc/passwd", "--cache: '/etc/passwd'; allowed: the path of a folder"),
         ("build --cache=", "--cache: ''; allowed: the path of a folder"),
-        ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48"),
+        (
+            "build --arch 9.0 --cache /proc/x",
+            "the kernel cache /proc/x cannot be written (No such file or directory): make it "
+            "writable, or name another folder by --cache",
+        ),
+        ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48 to 10,000"),
+        ("demo --requests 10000000000000", "allowed: a whole number from 48 to 10,000"),
         ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
+        ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
         ("tiny-model", "the following arguments are required: FOLDER"),
         ("tiny-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
@@ -70,7 +79,7 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("advise --model llama-3.1-70b --generate toolagent", "GB on each of 1 H100 with 80 GB: "),
         (
             "advise --model qwen3-8b --generate toolagent --kv-pool-gb 1e300",
-            "--kv-pool-gb: '1e300'; allowed: a finite number above 0, up to 1e+09",
+            "--kv-pool-gb: '1e300'; allowed: a number from 0.001 to 1,000,000",
         ),
         ("calibrate --samples /no/f", "--samples: '/no/f': its folder /no does not exist"),
         ("support rows", "unknown argument 'rows'; allowed: --help"),
@@ -82,9 +91,11 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("replay --generate toolagent --model nope", "model 'nope'; allowed: "),
         ("replay --generate nope", "'nope'; allowed: conversation, toolagent, "),
         ("replay --generate toolagent --policies best", "one of memory, paper, compute, "),
+        ("replay --generate toolagent --limit 100000000000", "from 1 to 10,000,000"),
+        ("advise --model qwen3-8b --generate toolagent --limit 100000000000", "to 1,000,000"),
         ("replay --generate toolagent --limit 0", "--limit: '0'; allowed: a whole number from 1"),
-        ("replay --generate toolagent --rate -1", "--rate: '-1'; allowed: a number above 0, or "),
-        ("replay --generate toolagent --kv-pool-gb nan", "'nan'; allowed: a finite number above"),
+        ("replay --generate toolagent --rate -1", "--rate: '-1'; allowed: a number from 0.001 "),
+        ("replay --generate toolagent --kv-pool-gb nan", "'nan'; allowed: a number from 0.001"),
         ("replay --generate toolagent --forest-step -1", "'-1'; allowed: a whole number from 0"),
         ("replay --compare /no/a.json /no/b.json", "/no/a.json"),
         ("replay /no/trace", "/no/trace: there is no such file"),
@@ -115,6 +126,19 @@ def test_build_without_a_gpu_asks_for_an_architecture(
         error = capsys.readouterr().err
         assert "no GPU with compute capability 8.0 or newer here: use --arch X.Y" in error
         assert error.count("\n") == 1
+
+
+def test_what_is_wrong_with_a_cache_is_told_with_the_option_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o777)
+    for words, advice in (
+        (["--cache", str(tmp_path)], "or name another folder by --cache\n"),
+        ([], "or set SGLANG_PAT_KERNEL_CACHE to another folder\n"),
+    ):
+        monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", str(tmp_path))
+        assert main.main(["build", "--arch", "9.0", *words]) == 1
+        assert capsys.readouterr().err.endswith(f"run chmod go-w {tmp_path}, {advice}")
 
 
 def test_a_bad_variable_is_wrong_input(

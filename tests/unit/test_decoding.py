@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sglang_pat.bench.decoding import (
     Spread,
     ask_again_if_held_up,
     decode_run,
+    held_up_ms,
     ratio,
     slices_of,
     tpot,
@@ -104,15 +106,18 @@ def test_a_ratio_compares_slices_of_the_same_token() -> None:
 
 def test_passes_whose_tokens_came_at_once_are_repeated() -> None:
     steady, slower, held_up = _run({8: 5.0}), _run({8: 9.9}), _run({8: 0.13})
-    asked = []
+    asked, told = [], []
 
     def ask() -> DecodeRun:
         asked.append(_run({8: 5.1}))
         return asked[-1]
 
     runs = [held_up, steady, held_up, slower]
-    assert ask_again_if_held_up(runs, ask) == [0.13, 0.13]
+    ask_again_if_held_up(runs, ask, told.append)
     assert len(asked) == 2
-    assert runs == [asked[0], steady, asked[1], slower]
-    assert ask_again_if_held_up(runs, ask) == []
-    assert len(asked) == 2
+    again = replace(asked[0], held_up_ms=0.13)
+    assert runs == [again, steady, again, slower]
+    assert held_up_ms(runs) == [0.13, 0.13]
+    assert told == ["0.13 ms per token came at once, asked again"] * 2
+    ask_again_if_held_up(runs, ask, told.append)
+    assert len(asked) == len(told) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import yaml
 from sglang_pat.cli.main import build_parser
 from sglang_pat.sglang.env import Environment
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/deploy"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs/operate/deploy"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 DEPLOYMENTS = {each["metadata"]["name"]: each for each in OBJECTS if each["kind"] == "Deployment"}
@@ -20,6 +23,23 @@ DEPLOYMENTS = {each["metadata"]["name"]: each for each in OBJECTS if each["kind"
 
 def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
+
+
+def test_the_build_context_is_what_a_wheel_is_built_from() -> None:
+    """Neither environments of 10 GB nor what was built in the clone."""
+    everything, *rest = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    sent = {line.removeprefix("!") for line in rest if line.startswith("!")}
+    project, build = PYPROJECT["project"], PYPROJECT["tool"]["scikit-build"]
+    needed = {"pyproject.toml", project["readme"], *project["license-files"]}
+    needed |= {build["cmake"]["source-dir"], *build["wheel"]["packages"].values()}
+    assert everything == "*"
+    assert sent == needed
+    assert all((ROOT / name).exists() for name in sent)
+    assert {"**/__pycache__", "**/*.so"} == {line for line in rest if not line.startswith("!")}
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

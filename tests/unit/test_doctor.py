@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_torch(
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler = Compiler("NVRTC 13.0", Path("/cuda/include"))
+    compiler = Compiler("NVRTC 13.0", Path("/cuda/include"), "0123")
     monkeypatch.setattr(Compiler, "find", lambda arch: compiler)
     return compiler
 
@@ -146,7 +147,7 @@ def add_kernels(cache: Path) -> Path:
         (work / "build.json").write_text('{"compiler": "NVRTC 13.0"}')
 
     key = cache_key(KernelConfig(torch.bfloat16, 128, H100.capability))
-    return kernel_cache.add(cache, key, fill)
+    return kernel_cache.add(cache, f"{key}-0123", fill)
 
 
 @pytest.mark.parametrize(("found", "status"), [([H100], "failed"), ([], "warning")])
@@ -373,20 +374,110 @@ def test_what_sglang_says_of_a_model_is_told_in_one_line(
 
     routes = SimpleNamespace(routes_of_model=refuse)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.model_routes", routes)
-    assert main.main(["doctor", "--model", "m"]) == 1
+    assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == (
-        "SGLang cannot build m in this process: ValueError: num_attention_heads: expected int, got "
-        "str\n"
+        "SGLang cannot build qwen3-8b in this process: ValueError: num_attention_heads: expected "
+        "int, got str\n"
     )
 
 
-@pytest.mark.parametrize("model", ["/no/such/model", "./model", "~/model", "some/where/else"])
-def test_a_path_where_no_model_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--model", model]) == 2
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The configurations that SGLang is asked to build."""
+    asked = []
+
+    def routes_of_model(source: str) -> None:
+        asked.append(json.loads(Path(source, "config.json").read_text()))
+        raise ValueError("built")
+
+    module = SimpleNamespace(routes_of_model=routes_of_model)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.model_routes", module)
+    return asked
+
+
+def ask_hub(monkeypatch: pytest.MonkeyPatch, answer: Exception | None, *, cached: bool) -> None:
+    """Fake the hub's client."""
+
+    def get_metadata(url: str, *, timeout: float) -> None:
+        assert timeout < 5
+        assert "/config.json" in url
+        if answer is not None:
+            raise answer
+
+    hub = SimpleNamespace(
+        get_hf_file_metadata=get_metadata,
+        hf_hub_url=lambda name, file: f"https://hub/{name}/{file}",
+        try_to_load_from_cache=lambda name, file: "/cache/file" if cached else None,
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/model", "--model '/no/such/model': no file; allowed: llama-3.1-8b, "),
+        ("./model", "--model './model': no file; allowed: "),
+        ("~/model", "--model '~/model': no file; allowed: "),
+        ("some/where/else", "--model 'some/where/else': no file; allowed: "),
+        ("", "--model '': no file; allowed: "),
+        ("9" * 5000, "no config.json of that name (Name or service not known); allowed: "),
+        ("some/model", "no config.json of that name (Name or service not known); allowed: "),
+        ("{folder}", "'{folder}'; allowed: llama-3.1-8b, "),
+        ("{folder}/broken.json", "{folder}/broken.json: not a config.json: "),
+        ("{folder}/nested.json", "{folder}/nested.json: not a config.json: "),
+        ("{folder}/empty.json", "{folder}/empty.json: no config.json of a model: it names no arch"),
+        ("{folder}/number.json", "{folder}/number.json: no config.json of a model: it names no "),
+        ("{folder}/weights", "{folder}/weights: not a config.json: it has 100,000,000 bytes"),
+    ],
+)
+def test_what_is_no_model_is_answered_without_sglang(
+    model: str,
+    message: str,
+    routes: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ask_hub(monkeypatch, OSError("Name or service not known\nsecond line"), cached=False)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "number.json").write_text('{"architectures": [1]}')
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(100_000_000)
+    assert main.main(["doctor", "--model", model.format(folder=tmp_path)]) == 2
     out, err = capsys.readouterr()
-    allowed = "a config.json, its folder, or a name on the Hugging Face hub"
-    assert err == f"sglang-pat doctor: --model {model}: no file; allowed: {allowed}\n"
+    assert message.format(folder=tmp_path) in err
+    assert err.startswith("sglang-pat doctor: ")
+    assert err.count("\n") == 1
+    assert len(err) < 400
     assert out == ""
+    assert routes == []
+
+
+def test_a_model_is_a_path_or_a_name(
+    routes: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"architectures": ["A"], "model_type": "a"}
+    for name in ("config.json", "another.json"):
+        (tmp_path / name).write_text(json.dumps(config))
+        assert main.main(["doctor", "--model", str(tmp_path / name)]) == 1
+    assert main.main(["doctor", "--model", str(tmp_path)]) == 1
+    assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
+    assert routes[:3] == [config] * 3
+    assert routes[3]["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize(("answer", "cached"), [(None, False), (OSError("offline"), True)])
+def test_a_name_on_the_hub_is_loaded_by_sglang(
+    answer: Exception | None, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    module = SimpleNamespace(routes_of_model=lambda source: asked.append(source) or 1 / 0)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.model_routes", module)
+    ask_hub(monkeypatch, answer, cached=cached)
+    assert main.main(["doctor", "--model", "some/model"]) == 1
+    assert asked == ["some/model"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`pip install sglang-pat` beside an SGLang leaves that SGLang, and all that it needs, alone."""
+"""The wheel beside an SGLang leaves that SGLang, and all that it needs, alone."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat.executors import jit
+from sglang_pat.executors import jit, kernel_cache
 from sglang_pat.executors.jit import (
     Compiler,
     KernelBuildError,
@@ -44,6 +44,7 @@ class Nvrtc:
     nvrtcResult = SimpleNamespace(NVRTC_SUCCESS=Result)
 
     def __init__(self, folder: Path) -> None:
+        self.build = b"CL-1"
         self._folder = folder
         self.log = folder / "calls"
         self.log.touch()
@@ -58,11 +59,13 @@ class Nvrtc:
         return self.Result, [80, 90, 100]
 
     def nvrtcCreateProgram(self, text: bytes, *rest: object) -> tuple[Any, object]:
-        assert b"pack_decode_kernel" in text
-        return self.Result, object()
+        assert not text or b"pack_decode_kernel" in text
+        return self.Result, text
 
     def nvrtcCompileProgram(self, program: object, count: int, options: list[bytes]) -> tuple[Any]:
         assert count == len(options)
+        if not program:
+            return (self.Result,)
         with self.log.open("a") as log:
             log.write(b" ".join(options).decode() + "\n")
         if (self._folder / "slow").exists():
@@ -83,6 +86,13 @@ class Nvrtc:
         output[:] = b"built"
         return (self.Result,)
 
+    def nvrtcGetPTXSize(self, program: object) -> tuple[Any, int]:
+        return self.Result, len(self.build)
+
+    def nvrtcGetPTX(self, program: object, output: bytearray) -> tuple[Any]:
+        output[:] = self.build
+        return (self.Result,)
+
     def nvrtcDestroyProgram(self, program: object) -> tuple[Any]:
         return (self.Result,)
 
@@ -91,7 +101,8 @@ class Nvrtc:
 def nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvrtc:
     fake = Nvrtc(tmp_path)
     monkeypatch.setattr(jit, "_nvrtc", lambda: fake)
-    monkeypatch.setattr(jit, "_find_cuda_headers", lambda: Path("/cuda/include"))
+    monkeypatch.setattr(jit, "_find_cuda_headers", lambda: tmp_path / "include")
+    (tmp_path / "include").mkdir()
     return fake
 
 
@@ -124,7 +135,7 @@ def test_the_options_name_the_variant_and_the_headers(nvrtc: Nvrtc, tmp_path: Pa
     hopper, ampere = (call.split() for call in nvrtc.calls())
     assert {"--gpu-architecture=sm_90a", "-DPAT_ELEMENT=__nv_bfloat16"} <= set(hopper)
     assert {"--gpu-architecture=sm_80", "-DPAT_ELEMENT=__half", "-DPAT_HEAD_DIM=64"} <= set(ampere)
-    folders = [source_folder(), source_folder() / "nvrtc", Path("/cuda/include")]
+    folders = [source_folder(), source_folder() / "nvrtc", tmp_path / "include"]
     assert ampere[-3:] == [f"--include-path={folder}" for folder in folders]
 
 
@@ -175,6 +186,73 @@ def test_compiled_kernels_need_no_compiler(
     assert build(CONFIG, cache=tmp_path / "cache") == image
     with pytest.raises(KernelBuildError, match="no NVRTC"):
         build(KernelConfig(torch.float16, 64, (8, 0)), cache=tmp_path / "cache")
+
+
+def test_a_mended_compiler_takes_effect(nvrtc: Nvrtc, tmp_path: Path) -> None:
+    """Of the same version: that is all NVRTC's interface tells of it."""
+    cache = tmp_path / "cache"
+    first = build(CONFIG, cache=cache)
+    nvrtc.build = b"CL-2"
+    second = build(CONFIG, cache=cache)
+    (tmp_path / "include/cuda_bf16.hpp").write_text("mended")
+    third = build(CONFIG, cache=cache)
+    assert len({first, second, third}) == len(nvrtc.calls()) == 3
+    nvrtc.build = b"CL-1"
+    (tmp_path / "include/cuda_bf16.hpp").unlink()
+    assert build(CONFIG, cache=cache) == first  # as another process with another torch does
+    assert len(nvrtc.calls()) == 3
+
+
+def test_without_its_compiler_the_newest_image_is_used(
+    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    images = {}
+    for age, name in enumerate(("CL-2", "CL-1", "CL-3")):
+        nvrtc.build = name.encode()
+        images[name] = build(CONFIG, cache=cache)
+        os.utime(images[name].parent, (1e9 - age, 1e9 - age))
+    config = KernelConfig(torch.bfloat16, 128, (12, 0))  # of another GPU than NVRTC knows
+    assert jit.find_image(config, cache) is None
+    images["CL-1"].parent.rename(cache / f"{cache_key(config)}-0123")
+    assert build(config, cache=cache).parent.name.endswith("-0123")
+    monkeypatch.setattr(jit, "_nvrtc", lambda: (_ for _ in ()).throw(KernelBuildError("none")))
+    assert build(CONFIG, cache=cache) == images["CL-2"]
+    (cache / f"{cache_key(CONFIG)}-12.build-1@host-x").mkdir()  # what is no whole entry
+    assert build(CONFIG, cache=cache) == images["CL-2"]
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_holds(
+    nvrtc: Nvrtc,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    image = build(CONFIG, cache=tmp_path / "cache")
+    nvrtc.build = b"CL-2"
+    capsys.readouterr()
+    monkeypatch.setattr(kernel_cache, "problem_with_writing", lambda cache: "read-only")
+    assert build(CONFIG, cache=tmp_path / "cache") == image
+    assert "cannot be written: bf16_d128_sm90-" in capsys.readouterr().err
+    with pytest.raises(KernelCacheError, match="cannot be written"):
+        build(KernelConfig(torch.float16, 128, (9, 0)), cache=tmp_path / "cache")
+
+
+def test_a_shipped_image_is_used_with_any_compiler(
+    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / jit.SHIPPED / cache_key(CONFIG) / jit.IMAGE
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(b"shipped")
+    sources = source_folder()
+    monkeypatch.setattr(jit, "source_folder", lambda: sources)
+    monkeypatch.setattr(jit.importlib.resources, "files", lambda name: tmp_path)
+    for build_id in (b"CL-1", b"CL-2"):
+        nvrtc.build = build_id
+        assert build(CONFIG, cache=tmp_path / "cache") == shipped
+    assert nvrtc.calls() == []
+    made = build(CONFIG, cache=tmp_path / "cache", force=True)
+    assert build(CONFIG, cache=tmp_path / "cache") == made  # what the user asked for
 
 
 def test_the_compiler_is_recorded(nvrtc: Nvrtc, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sglang_pat.executors.kernel_cache import (
     add,
     default_cache,
     find,
+    versions,
 )
 
 OTHER_USER = 12345  # neither root nor the user who runs the tests
@@ -126,6 +127,24 @@ def _as_other_user(cache: Path, answers: Any) -> None:
         answers.put(str(error))
 
 
+def test_versions_of_an_entry_are_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions(cache, "key") == []
+    for age, name in enumerate(
+        ("key-1f", "key-0", "key-x", "key-", "key", "other-1", "key-2.lock")
+    ):
+        add(cache, name, fill)
+        os.utime(cache / name, (1e9 + age, 1e9 + age))
+    assert versions(cache, "key") == ["key-0", "key-1f"]
+    assert versions(cache / "key" / IMAGE, "key") == []
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)  # root may read all
+    with pytest.raises(KernelCacheError, match=rf"{cache} cannot be read .*chmod a\+rX"):
+        versions(cache, "key")
+
+
 def test_an_entry_that_cannot_be_read_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,14 +210,15 @@ def test_files_that_others_can_write_are_refused(cache: Path, path: str, bit: in
 
 
 def test_a_folder_above_that_anybody_can_write_is_refused(tmp_path: Path) -> None:
-    above = tmp_path / "above"
-    cache = above / "cache"
+    cache = tmp_path / "grandparent" / "parent" / "cache"
     add(cache, "key", fill)
-    above.chmod(0o1777)  # as /tmp: nobody can replace what belongs to others
-    assert find(cache, "key") is not None
-    above.chmod(0o777)
-    with pytest.raises(KernelCacheError, match=rf"{above} can be written by other users"):
-        find(cache, "key")
+    for above in cache.parents[:2]:
+        above.chmod(0o1777)  # as /tmp: nobody can replace what belongs to others
+        assert find(cache, "key") is not None
+        above.chmod(0o777)
+        with pytest.raises(KernelCacheError, match=rf"{above} can be written by other users"):
+            find(cache, "key")
+        above.chmod(0o755)
 
 
 def test_links_lead_to_files_that_are_checked(cache: Path, tmp_path: Path) -> None:

@@ -214,8 +214,26 @@ def test_without_torch_the_kernels_say_what_to_install() -> None:
         "try: sglang_pat.PackAttention\n"
         "except ModuleNotFoundError as error: print(error)"
     )
-    expected = "sglang_pat.attention needs torch: pip install 'sglang-pat[torch]'"
+    expected = "sglang_pat.attention needs torch: pip install '.[torch]' in a clone"
     assert _python(code).strip() == expected
+
+
+def test_nobody_is_told_to_install_a_name_that_no_index_has() -> None:
+    """Somebody else may register it there."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    by_name = re.compile(r"pip install(?: -[-\w]+(?:[ =][./\w]+)?)* ['\"]?sglang[-_]pat")
+    assert by_name.search("pip install --quiet --find-links dist 'sglang-pat[torch]'")
+    told = [
+        f"{name}: {found[0]}"
+        for name in listed.stdout.splitlines()
+        if name.endswith((".py", ".md", ".yml", ".yaml", "Makefile", "Dockerfile"))
+        and (ROOT / name).is_file()
+        and name != "tests/unit/test_project.py"
+        for found in by_name.finditer((ROOT / name).read_text())
+    ]
+    assert told == []
 
 
 def test_public_names_are_imported_on_first_use() -> None:

@@ -80,7 +80,99 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
     num_dtypes = len(support.KERNEL_DTYPES) + 1  # bfloat16 over an fp8 cache
     count = len(namespace["ARCHITECTURES"]) * num_dtypes * len(support.HEAD_DIMS)
     assert len(variants) == len(asked) == count
-    assert {path.name for path in shipped.iterdir()} == {config.name for config in asked}
+    assert {path.name for path in shipped.iterdir()} == {jit.cache_key(each) for each in asked}
+
+
+class Builds:
+    """What `wheels.py` does, with a `uv` that knows some Pythons. events: in order."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.namespace = runpy.run_path(str(WHEELS))
+        self.known = tmp_path / "known"  # lines of a version and a path
+        self.uv = tmp_path / "uv"
+        self.uv.write_text(
+            f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\nfor last; do :; done\n'
+            f'path=$(sed -n "s/^$last //p" {self.known})\n[ "$path" ] && echo "$path"\n'
+        )
+        self.uv.chmod(0o755)
+        self.calls = tmp_path / "calls"
+        self.failure: Exception | None = None
+        headers = tmp_path / "without-headers"
+        headers.write_text("#!/bin/sh\nexit 1\n")
+        headers.chmod(0o755)
+        self.known.write_text(f"3.11 {sys.executable}\n3.10 {headers}\n")
+        names = self.namespace["main"].__globals__
+        monkeypatch.setitem(names, "add_kernels", lambda: self.events.append("kernels"))
+        monkeypatch.setitem(names, "build_wheel", self.build)
+        monkeypatch.setitem(names, "ROOT", tmp_path)
+        self.monkeypatch = monkeypatch
+
+    def build(self, uv: str, python: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.events.append(python)
+
+    def run(self, *words: str) -> int:
+        self.monkeypatch.setattr(sys, "argv", ["wheels.py", "--uv", str(self.uv), *words])
+        try:
+            status: int = self.namespace["main"]()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return status
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
+    return Builds(tmp_path, monkeypatch)
+
+
+def test_wheels_are_built_for_the_pythons_that_are_installed(
+    builds: Builds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert builds.run() == 0
+    assert builds.events == ["kernels", sys.executable]
+    told = "no wheel for Python 3.12: not installed, or without its headers\n"
+    assert capsys.readouterr().out == told
+    calls = builds.calls.read_text().splitlines()
+    assert len(calls) == 2
+    assert all("--no-python-downloads" in call for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--python", "3.11", "--python", "3.12"], "no Python 3.12 with its headers is installed"),
+        (["--python", "3.10"], "no Python 3.10 with its headers is installed"),
+        (["--uv", "/no/uv"], "--uv '/no/uv': there is no such program"),
+        (["--pyton", "3.11"], "unknown argument '--pyton'; allowed: --help, --python, --uv"),
+    ],
+)
+def test_wheels_that_cannot_be_built_are_told_before_the_kernels(
+    words: list[str], message: str, builds: Builds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert builds.run(*words) == 2
+    assert builds.events == []
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_without_any_python_no_kernel_is_compiled(
+    builds: Builds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builds.known.write_text("")
+    assert builds.run() == 2
+    assert builds.events == []
+    assert "no Python 3.11, 3.12 with its headers is installed" in capsys.readouterr().err
+
+
+def test_a_build_that_fails_is_told_in_one_line(
+    builds: Builds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builds.failure = subprocess.CalledProcessError(7, ["uv", "build"])
+    assert builds.run() == 1
+    assert capsys.readouterr().err == "uv failed with exit status 7\n"
 
 
 @pytest.fixture(scope="module")

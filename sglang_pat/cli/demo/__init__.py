@@ -11,21 +11,23 @@ import importlib.util
 import os
 import sys
 
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.cli.demo.session import run_in_session
 from sglang_pat.output_file import output_file
 
 DESCRIPTION = "serve a live workload through pat and through SGLang's own backend, and compare"
 MIN_REQUESTS = 48
+MAX_REQUESTS = 10_000  # they arrive within nine minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to `parser`, and the demo itself as the default `run`."""
     parser.add_argument(
         "--requests",
-        type=_request_count,
+        type=whole_number(MIN_REQUESTS, MAX_REQUESTS),
         default=64,
         metavar="N",
-        help=f"how many requests to send, at least {MIN_REQUESTS} (default: %(default)s)",
+        help=f"requests to send, {MIN_REQUESTS} to {MAX_REQUESTS:,} (default: %(default)s)",
     )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the result as JSON"
@@ -64,9 +66,3 @@ def _quieten() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     # The weight loader's bars appear after this many seconds; it ignores TQDM_DISABLE.
     os.environ.setdefault("TQDM_DELAY", "3600")
-
-
-def _request_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < MIN_REQUESTS:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number from {MIN_REQUESTS}")
-    return int(text)

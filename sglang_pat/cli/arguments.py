@@ -1,0 +1,90 @@
+"""The parser of every command and benchmark, and the types of its numbers: each has two bounds.
+
+Files are in `output_file.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+LARGEST_SEED = (1 << 32) - 1
+_QUOTES = reprlib.Repr()
+_QUOTES.maxstring = 60
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers wrong input with one line that names the value and what is allowed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [action.option_strings for action in self._actions if action.option_strings]
+            allowed = ", ".join(max(names, key=len) for names in options)
+            self.error(f"unknown argument {quoted(unknown[0])}; allowed: {allowed}")
+        return namespace, unknown
+
+
+def quoted(text: str) -> str:
+    """Return `text` in quotes, shortened if it is long, for a message of one line."""
+    return _QUOTES.repr(text)
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Return the argparse type of a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{quoted(text)}; allowed: a whole number from {least:,} to {most:,}"
+            )
+        return value
+
+    return parse
+
+
+def real_number(least: float, most: float, *, or_inf: bool = False) -> Callable[[str], float]:
+    """Return the argparse type of a number from `least` to `most`. or_inf: infinity is allowed."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most or (or_inf and text == "inf")):
+            raise argparse.ArgumentTypeError(
+                f"{quoted(text)}; allowed: a number from {least:,.15g} to {most:,.15g}"
+                + (", or inf" if or_inf else "")
+            )
+        return value
+
+    return parse
+
+
+def input_file(text: str) -> Path:
+    """Return the path of a file that exists: an argparse type."""
+    if not os.path.isfile(text):  # unlike Path.is_file(), False for a name that is too long
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such file")
+    return Path(text)
+
+
+def folder_path(text: str) -> Path:
+    """Return the path of a folder that exists, or of none yet: an argparse type."""
+    if not text or (os.path.exists(text) and not os.path.isdir(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
+    return Path(text)

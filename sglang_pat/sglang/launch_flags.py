@@ -1,0 +1,44 @@
+"""Flags of SGLang's server and names of its attention backends, from the text of its source.
+
+Importing SGLang to ask its parser takes ten seconds and more. The text holds every flag, and words
+that are none: it tells what is certainly wrong, and the server tells the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+PLUGIN_GROUP = "sglang.srt.plugins"
+
+
+def launch_flags() -> frozenset[str]:
+    """Return every flag of `sglang.launch_server`, and more words. Empty: nothing is known."""
+    found = set()
+    for text in _sources():
+        found.update(re.findall(r"""["'](--?[a-z][\w-]*)""", text))
+        fields = re.findall(r"^    (\w+)\s*:\s*A\[", text, re.MULTILINE)
+        found.update(f"--{name.replace('_', '-')}" for name in fields)
+    return frozenset(found)
+
+
+def attention_backends() -> frozenset[str]:
+    """Return the choices of `--attention-backend` before plug-ins. Empty: nothing is known."""
+    for text in _sources():
+        choices = re.search(r"^ATTENTION_BACKEND_CHOICES[^=\n]*= (\[.*?^\])", text, re.M | re.S)
+        if choices is not None:
+            return frozenset(ast.literal_eval(choices[1]))
+    return frozenset()
+
+
+def _sources() -> Iterator[str]:
+    """Yield the text of the modules that define the server's arguments."""
+    spec = find_spec("sglang")
+    for location in (spec and spec.submodule_search_locations) or ():
+        folder = Path(location) / "srt"
+        for path in (folder / "server_args.py", *sorted(folder.glob("arg_groups/**/*.py"))):
+            if path.is_file():
+                yield path.read_text(encoding="utf-8")
