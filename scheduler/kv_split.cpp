@@ -79,8 +79,6 @@ constexpr int64_t kMergingMany = 137;
 constexpr int64_t kRowOfMany = 51;
 // Shorter pieces are tried where what CTAs could even out is this part of the time.
 constexpr int64_t kUnevenPart = 12;
-// A split takes this part longer than if it were even and merged nothing, at least.
-constexpr int64_t kSplitPart = 10;
 
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
@@ -527,6 +525,10 @@ int64_t KvSplitter::time_of_chains(const SplitTask& task, int64_t slowest, int64
                   kSlowestPercent * slowest + shared / config_.num_workers);
 }
 
+int64_t KvSplitter::time_of_merge(int64_t partials) const {
+  return 100 * kMerging + kPartialRowPercent * partials * tiles_.group_size() / config_.num_workers;
+}
+
 int64_t KvSplitter::longest_request(const Packing& packing) {
   int64_t longest = 0;
   for (const Tile& tile : list_) {
@@ -541,6 +543,20 @@ int64_t KvSplitter::longest_request(const Packing& packing) {
     for (const int64_t change : chains_) longest = std::max(longest, own += change);
   }
   return longest;
+}
+
+bool KvSplitter::takes_too_long(const Packing& packing, const SplitTask& task) {
+  if (task.time_to_beat == std::numeric_limits<int64_t>::max()) return false;
+  int64_t total = 0;
+  for (const Tile& tile : list_) {
+    total += chain(tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
+  }
+  // No split has a smaller sum of chains, and the slowest is at least their mean. Either it merges nothing, or at least
+  // two partials.
+  const int64_t mean = total / config_.num_workers;
+  if (time_of_chains(task, mean, total) >= task.time_to_beat) return true;
+  if (time_of_chains(task, mean, total) + time_of_merge(2) < task.time_to_beat) return false;
+  return time_of_chains(task, std::max(mean, longest_request(packing)), total) >= task.time_to_beat;
 }
 
 KvSplitter::Expected KvSplitter::expect(const SplitTask& task, const Split& split) {
@@ -569,9 +585,7 @@ KvSplitter::Expected KvSplitter::expect(const SplitTask& task, const Split& spli
   }
   const int64_t group = tiles_.group_size();
   expected.has_partials = partials > 0;
-  if (partials > 0) {
-    expected.time += 100 * kMerging + kPartialRowPercent * partials * group / config_.num_workers;
-  }
+  if (partials > 0) expected.time += time_of_merge(partials);
   if (of_many > 0) {
     expected.time += 100 * (kMergingMany + kRowOfMany * of_many * group / config_.num_workers);
   }
@@ -582,13 +596,7 @@ void KvSplitter::split_evenly(const Packing& packing, const SplitTask& task, int
                               Split& out) {
   out.clear();
   out.time = std::numeric_limits<int64_t>::max();
-  int64_t least_total = 0;  // of chains, uncut
-  for (const Tile& tile : list_) {
-    least_total += chain(tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
-  }
   const int64_t workers = config_.num_workers;
-  const int64_t least_time = time_of_chains(task, least_total / workers, least_total);
-  if (least_time >= task.time_to_beat - task.time_to_beat / kSplitPart) return;
   const bool may_read_again =
       static_cast<int32_t>(packing.requests.size()) <= task.num_requests && num_shared_tiles_ > 0;
   int64_t longest = 0;
@@ -814,7 +822,7 @@ void KvSplitter::split(const Packing& packing, const SplitTask& task, Split& out
   list_tiles(packing, false);
   out.clear();
   const int64_t total = total_cost(0, list_.size());
-  if (total == 0) return;
+  if (total == 0 || takes_too_long(packing, task)) return;
   const int64_t one_each = num_shared_tiles_ > 0 ? kOneTicketEach : kOneTicketEachUnshared;
   bool is_much = total > kCostUnit * one_each * config_.num_workers;
   alone_.clear();

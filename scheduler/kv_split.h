@@ -52,7 +52,8 @@ struct Split {
   std::vector<Segment> segments;
   // In the order in which they are drawn; each piece is in one of them.
   std::vector<Ticket> tickets;
-  // How long it is expected to take, to be compared with other splits of the same batch. 0 of much work.
+  // How long it is expected to take, to be compared with other splits of the same batch. 0 of much work, and of what
+  // was not split.
   int64_t time = 0;
 
   void clear();
@@ -62,7 +63,7 @@ struct Split {
 struct SplitTask {
   int32_t num_requests;
   int64_t num_unique;  // KV tokens, each counted once
-  // Of another split of the batch. A little work that surely takes as long is not split: no tickets.
+  // Of another split of the batch. What cannot take less is not split: no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
 };
 
@@ -88,6 +89,11 @@ class KvSplitter {
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
   // share again, if that costs less.
   void split(const Packing& packing, const SplitTask& task, Split& out);
+
+  // No split of work items that read so many tokens takes less. To be compared with Split::time.
+  int64_t least_time(const SplitTask& task, int64_t num_tokens) const {
+    return time_of_chains(task, num_tokens / config_.num_workers, num_tokens);
+  }
 
   // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without
   // work.
@@ -233,8 +239,12 @@ class KvSplitter {
   int64_t chain(int64_t load, int64_t num_segments, int64_t num_requests) const;
   // What a split takes without its merge; total: of all chains. In hundredths of tokens, as all times are.
   int64_t time_of_chains(const SplitTask& task, int64_t slowest, int64_t total) const;
+  // Of this many partials, of which no row has many.
+  int64_t time_of_merge(int64_t partials) const;
   // The chain of the request that has the longest one: no split that merges nothing has a shorter one.
   int64_t longest_request(const Packing& packing);
+  // Whether each split of the tiles takes as long as the task's time to beat, or longer.
+  bool takes_too_long(const Packing& packing, const SplitTask& task);
   struct Expected {
     int64_t time;
     int64_t slowest;  // chain
