@@ -220,10 +220,10 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   // are full. SubtreeTiler makes less packs than there are requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
-  const int64_t cut_requests = KvSplitter::max_cut_requests(num_workers, tiles);
+  const int64_t cut_requests = max_cut_requests(num_workers, tiles);
   const int64_t work_items = tiles_of_packs + cut_requests;
   const int64_t item_requests = packed_requests + cut_requests;
-  const int64_t segments = packed_segments + KvSplitter::kMaxSegmentsPerCut * cut_requests;
+  const int64_t segments = packed_segments + kMaxSegmentsPerCut * cut_requests;
   PAT_CHECK(std::max({work_items, item_requests, segments}) <= std::numeric_limits<int32_t>::max(),
             "max_requests ", max_requests, " is too large: their plan may not fit into int32");
   return {.capacity = {.num_tickets = static_cast<int32_t>(work_items),
