@@ -140,6 +140,7 @@ class Steps:
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
         )
         self.attention._executor = HostExecutor()
+        self.attention._scheduler = self.attention._new_scheduler(by_time=True)  # as on a GPU
         self._tree = Tree(cache)
         self._varied = varied
         self._num_turns = 0

@@ -35,6 +35,7 @@ class PlannedStep:
         max_shared_slots: int = 1 << 17,
         max_partials: int = 1 << 15,
         batch_invariant: bool = False,
+        by_time: bool = True,
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         if num_workers is None:
@@ -49,6 +50,7 @@ class PlannedStep:
             cost=cost or CostModel(),
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and not kernels.config.tiles_agree,
+            by_time=by_time,
         )
         capacity = PlanCapacity(
             num_tickets=8 * max_requests + num_workers,

@@ -110,6 +110,7 @@ class Case:
             "max_block_q": TILE_TABLE[-1][0],
             "policy": "memory",
             "min_piece_tokens": 128,
+            "by_time": False,  # small cases, which are to share
             "one_tile": batch_invariant and not config.tiles_agree,
             **self.scheduler,
         }

@@ -344,7 +344,8 @@ PYBIND11_MODULE(_scheduler, m) {
   py::class_<pat::PackScheduler>(m, "PackScheduler")
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens,
-                       const pat::CostModel& cost, bool batch_invariant, bool one_tile) {
+                       const pat::CostModel& cost, bool batch_invariant, bool one_tile,
+                       bool by_time) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
@@ -353,12 +354,13 @@ PYBIND11_MODULE(_scheduler, m) {
                                         .growth_tokens = growth_tokens,
                                         .cost = cost,
                                         .batch_invariant = batch_invariant,
-                                        .one_tile = one_tile});
+                                        .one_tile = one_tile,
+                                        .by_time = by_time});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
            py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"),
            py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
-           py::arg("one_tile") = false)
+           py::arg("one_tile") = false, py::arg("by_time") = true)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())

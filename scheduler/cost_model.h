@@ -37,21 +37,15 @@ struct SplitCosts {
   int32_t query_row = 61;  // 0.95
   // A work item takes as long as this many tokens at least: the latency of its loads.
   int32_t shortest = 48 * kCostUnit;
-  // A KV token, by the body that takes it (in the order of the tile table). A body of few rows waits for device memory;
-  // one of many rows for its arithmetic.
+  // A KV token, by the body that takes it (in the order of the tile table). The same for all: they wait for memory.
   std::array<int32_t, kNumTiles> token = default_token();
 
   bool operator==(const SplitCosts&) const = default;
 
  private:
   static constexpr std::array<int32_t, kNumTiles> default_token() {
-    // The ridge of the roofline: so many rows, and arithmetic takes as long as device memory.
-    constexpr int32_t kRowsAtRidge = 100;
     std::array<int32_t, kNumTiles> costs{};
-    for (int32_t tile = 0; tile < kNumTiles; ++tile) {
-      const int32_t rows = kTileTable[tile].block_q;
-      costs[tile] = rows <= kRowsAtRidge ? kCostUnit : kCostUnit * rows / kRowsAtRidge;
-    }
+    costs.fill(kCostUnit);
     return costs;
   }
 };

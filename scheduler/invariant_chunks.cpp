@@ -7,15 +7,10 @@ namespace pat {
 
 namespace {
 
-// As in kv_split.cpp: a ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
-constexpr int64_t kTicketsPerShare = 2;
-constexpr int64_t kSmallestTicket = 384;
 // An item of several requests is no longer than so many of a worker's shares, or chunks. Shorter ones, which could be
 // dealt out more evenly, would read more of what is shared again.
 constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
-// How much faster than private tickets the shared ones are drawn.
-constexpr double kSharedLead = 2;
 
 }  // namespace
 
@@ -197,28 +192,25 @@ void InvariantChunks::deal_tickets(Split& split) const {
   const auto stream = [&](auto begin, auto end) {
     Stream made{.next = static_cast<int32_t>(begin - split.pieces.begin()),
                 .end = static_cast<int32_t>(end - split.pieces.begin()),
-                .total = 0,
-                .done = 0};
-    for (auto piece = begin; piece != end; ++piece) made.total += piece->cost;
+                .progress = {.total = 0, .done = 0}};
+    for (auto piece = begin; piece != end; ++piece) made.progress.total += piece->cost;
     return made;
   };
   Stream shared = stream(split.pieces.begin(), private_begin);
   Stream alone = stream(private_begin, split.pieces.end());
-  const int64_t total = shared.total + alone.total;
+  const int64_t total = shared.progress.total + alone.progress.total;
   while (!shared.is_empty() || !alone.is_empty()) {
-    const int64_t left = total - shared.done - alone.done;
-    const int64_t budget =
-        std::max(left / (kTicketsPerShare * num_workers_), kCostUnit * kSmallestTicket);
+    const int64_t left = total - shared.progress.done - alone.progress.done;
+    const int64_t budget = ticket_budget(left, num_workers_);
     const bool is_shared =
-        alone.is_empty() ||
-        (!shared.is_empty() && shared.progress() <= kSharedLead * alone.progress());
+        alone.is_empty() || (!shared.is_empty() && shared_is_next(shared.progress, alone.progress));
     Stream& from = is_shared ? shared : alone;
     Ticket ticket{.piece_begin = from.next, .piece_end = from.next};
     for (int64_t room = budget; !from.is_empty();) {
       const int64_t next = split.pieces[from.next].cost;
       if (next > room && from.next > ticket.piece_begin) break;
       room -= next;
-      from.done += next;
+      from.progress.done += next;
       ++from.next;
     }
     ticket.piece_end = from.next;

@@ -12,9 +12,10 @@
 
 #include "chunk_grid.h"
 #include "cost_model.h"
-#include "kv_split.h"
 #include "packing.h"
 #include "prefix_forest.h"
+#include "split.h"
+#include "ticket_rule.h"
 #include "tile_selection.h"
 
 namespace pat {
@@ -43,15 +44,12 @@ class InvariantChunks {
     // shared.
     int32_t shared_end;
   };
-  // A run of pieces, and how far it has been dealt out.
   struct Stream {
-    int32_t next;
+    int32_t next;  // piece
     int32_t end;
-    int64_t total;  // cost
-    int64_t done;
+    TicketProgress progress;
 
     bool is_empty() const { return next == end; }
-    double progress() const { return static_cast<double>(done) / static_cast<double>(total); }
   };
 
   // All requests, in tree order.

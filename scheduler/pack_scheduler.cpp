@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "check.h"
@@ -11,6 +12,9 @@
 namespace pat {
 
 namespace {
+
+// Narrow tiles are tried where they might save this part of the time, or more: most others would be tried in vain.
+constexpr int64_t kNarrowGain = 10;
 
 class Stopwatch {
  public:
@@ -34,14 +38,14 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
                 config.cost, tiles_),
       chunks_(config.num_workers, config.cost, tiles_),
-      narrow_(narrow_of(config)) {
+      narrow_(narrow_of(config)),
+      query_centric_(Policy::kQueryCentric, config.cost.packing, tiles_) {
   config.cost.check();
   PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ",
             config.growth_tokens);
 }
 
 std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerConfig& config) {
-  if (config.policy != Policy::kMemory || config.batch_invariant || config.one_tile) return {};
   int32_t narrow = 0;
   for (const TileConfig& tile : kTileTable) {
     if (tile.block_q < config.max_block_q) narrow = std::max(narrow, tile.block_q);
@@ -49,34 +53,36 @@ std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerCon
   if (narrow < config.group_size) return {};
   const TileSelection tiles(config.group_size, narrow);
   return Narrow{.tiles = tiles,
-                .packer = Packer(config.policy, config.cost.packing, tiles),
+                .packer = Packer(Policy::kMemory, config.cost.packing, tiles),
                 .splitter = KvSplitter({.num_workers = config.num_workers,
                                         .min_piece_tokens = config.min_piece_tokens},
-                                       config.cost, tiles),
-                .packing = {},
-                .split = {}};
+                                       config.cost, tiles)};
 }
 
-void PackScheduler::try_narrow_tiles(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                                     int64_t num_unique) {
-  next_.is_narrow = false;
-  if (!narrow_ || next_.split.time == 0) return;
-  const int32_t most = narrow_->tiles.requests_per_tile();
-  if (std::ranges::none_of(next_.packing.packs,
-                           [&](const Pack& pack) { return pack.num_requests > most; })) {
-    return;
+void PackScheduler::try_other_packings(const PrefixForest& forest,
+                                       std::span<const int32_t> seq_lens, SplitTask task) {
+  if (config_.policy != Policy::kMemory || config_.one_tile || !config_.by_time) return;
+  if (next_.split.time == 0) return;
+  const auto try_packing = [&](Packer& packer, KvSplitter& splitter, int64_t time_to_beat) {
+    packer.pack(forest, seq_lens, other_packing_);
+    task.time_to_beat = time_to_beat;
+    splitter.split(other_packing_, task, other_split_);
+    if (other_split_.time == 0 || other_split_.time >= next_.split.time) return;
+    std::swap(next_.packing, other_packing_);
+    std::swap(next_.split, other_split_);
+  };
+  const auto is_wide = [&](const Pack& pack) {
+    return pack.num_requests > narrow_->tiles.requests_per_tile();
+  };
+  if (narrow_ && std::ranges::any_of(next_.packing.packs, is_wide)) {
+    const int64_t time = next_.split.time;
+    try_packing(narrow_->packer, narrow_->splitter, time - time / kNarrowGain);
   }
-  narrow_->packer.pack(forest, seq_lens, narrow_->packing);
-  narrow_->splitter.split(narrow_->packing,
-                          {.num_requests = static_cast<int32_t>(seq_lens.size()),
-                           .num_unique = num_unique,
-                           .time_to_beat = next_.split.time},
-                          narrow_->split);
-  const int64_t time = narrow_->split.time;
-  next_.is_narrow = time > 0 && time < next_.split.time;
-  if (!next_.is_narrow) return;
-  std::swap(next_.packing, narrow_->packing);
-  std::swap(next_.split, narrow_->split);
+  if (forest.nodes().empty()) return;
+  const int64_t num_tokens = std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t{0});
+  if (splitter_.least_time(task, num_tokens) < next_.split.time) {
+    try_packing(query_centric_, splitter_, next_.split.time);
+  }
 }
 
 void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_lens) {
@@ -112,11 +118,10 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     packer_.pack(forest, seq_lens, next_.packing);
     times_.packing = stopwatch.lap();
 
-    splitter_.split(
-        next_.packing,
-        {.num_requests = static_cast<int32_t>(seq_lens.size()), .num_unique = lower_bound},
-        next_.split);
-    try_narrow_tiles(forest, seq_lens, lower_bound);
+    const SplitTask task{.num_requests = static_cast<int32_t>(seq_lens.size()),
+                         .num_unique = lower_bound};
+    splitter_.split(next_.packing, task, next_.split);
+    try_other_packings(forest, seq_lens, task);
     times_.split = stopwatch.lap();
   }
 
@@ -178,8 +183,7 @@ int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t lon
 }
 
 PlanSummary PackScheduler::summarize() const {
-  const auto& [packing, split, plan, lengths, is_narrow] = last_;
-  const TileSelection& tiles = is_narrow ? narrow_->tiles : tiles_;
+  const auto& [packing, split, plan, lengths] = last_;
   PlanSummary summary{.packs = static_cast<int32_t>(packing.packs.size()),
                       .work_items = plan.header().num_work_items,
                       .partials = plan.header().num_partials};
@@ -190,16 +194,17 @@ PlanSummary PackScheduler::summarize() const {
     ++summary.requests_per_pack[bin];
     for (const int32_t request : packing.requests_of(pack)) ++packs_of[request];
     // As KvSplitter cuts it: full tiles, and one for the rest.
-    const int32_t full_tiles = pack.num_requests / tiles.requests_per_tile();
-    const int32_t rest = pack.num_requests % tiles.requests_per_tile();
-    summary.tiles += tiles.num_tiles(pack.num_requests);
-    summary.tiles_by_body[tiles.select(tiles.requests_per_tile())] += full_tiles;
-    if (rest > 0) ++summary.tiles_by_body[tiles.select(rest)];
+    const int32_t full_tiles = pack.num_requests / tiles_.requests_per_tile();
+    const int32_t rest = pack.num_requests % tiles_.requests_per_tile();
+    summary.tiles += tiles_.num_tiles(pack.num_requests);
+    summary.tiles_by_body[tiles_.select(tiles_.requests_per_tile())] += full_tiles;
+    if (rest > 0) ++summary.tiles_by_body[tiles_.select(rest)];
   }
   for (const int32_t packs : packs_of) {
     if (packs > 1) summary.partials_before_split += packs;
   }
   summary.tail = splitter_.tail(split);
+  summary.time = split.time;
   return summary;
 }
 
@@ -215,10 +220,10 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   // are full. SubtreeTiler makes less packs than there are requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
-  const int64_t cut_requests = KvSplitter::max_cut_requests(num_workers, tiles);
+  const int64_t cut_requests = max_cut_requests(num_workers, tiles);
   const int64_t work_items = tiles_of_packs + cut_requests;
   const int64_t item_requests = packed_requests + cut_requests;
-  const int64_t segments = packed_segments + KvSplitter::kMaxSegmentsPerCut * cut_requests;
+  const int64_t segments = packed_segments + kMaxSegmentsPerCut * cut_requests;
   PAT_CHECK(std::max({work_items, item_requests, segments}) <= std::numeric_limits<int32_t>::max(),
             "max_requests ", max_requests, " is too large: their plan may not fit into int32");
   return {.capacity = {.num_tickets = static_cast<int32_t>(work_items),

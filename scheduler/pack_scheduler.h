@@ -30,6 +30,8 @@ struct SchedulerConfig {
   // Each request's result depends on its own KV alone; policy and min_piece_tokens have no effect then.
   bool batch_invariant = false;
   bool one_tile = false;  // all work items are executed in the largest body
+  // Policy::kMemory: a small step has other packs where it is expected to end earlier with them.
+  bool by_time = true;
 };
 
 // Wall time of the stages of the last plan(), in nanoseconds.
@@ -54,6 +56,7 @@ struct PlanSummary {
   int32_t partials = 0;
   int32_t partials_before_split = 0;  // as if no tile had been cut
   double tail = 1.0;                  // cost of the slowest worker over the mean of all workers
+  int64_t time = 0;                   // Split::time
   std::vector<int32_t> requests_per_pack = {};        // packs by floor(log2(requests))
   std::array<int32_t, kNumTiles> tiles_by_body = {};  // in the order of the tile table
 };
@@ -95,14 +98,16 @@ class PackScheduler {
     TileSelection tiles;
     Packer packer;
     KvSplitter splitter;
-    Packing packing;
-    Split split;
   };
   static std::optional<Narrow> narrow_of(const SchedulerConfig& config);
-  // Takes the place of next_'s packs and pieces if it ends earlier.
-  void try_narrow_tiles(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                        int64_t num_unique);
   std::optional<Narrow> narrow_;
+  // Shares nothing. In a small step that may end earlier too: each request has a CTA of its own, and no partials.
+  Packer query_centric_;
+  // If next_ is a small step of `memory`: takes narrow tiles, or shares nothing, where that is expected to end earlier.
+  void try_other_packings(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                          SplitTask task);
+  Packing other_packing_;
+  Split other_split_;
 
   PrefixForest forest_;  // of paths that come without one
   StageTimes times_;
@@ -116,7 +121,6 @@ class PackScheduler {
     Split split;
     DecodePlan plan;
     std::vector<LengthRange> lengths;  // per request
-    bool is_narrow = false;
   };
   Planned last_;
   Planned next_;  // swapped with last_ when it is complete

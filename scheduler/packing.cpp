@@ -42,17 +42,8 @@ Policy policy_from_name(std::string_view name) {
 
 bool Packer::merges(const Edge& edge) const {
   if (raised_price_ > 0 && merging_moves_less(edge)) return true;
-  switch (policy_) {
-    case Policy::kPaper:
-      return 4 * int64_t{edge.child_requests} >= edge.parent_tokens;
-    case Policy::kCompute:
-      return merging_computes_less(edge);
-    case Policy::kMemory:
-    case Policy::kPerNode:
-    case Policy::kQueryCentric:
-      break;
-  }
-  return false;
+  if (policy_ == Policy::kPaper) return 4 * int64_t{edge.child_requests} >= edge.parent_tokens;
+  return policy_ == Policy::kCompute && merging_computes_less(edge);
 }
 
 // Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.

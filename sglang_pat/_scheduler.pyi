@@ -162,6 +162,7 @@ class PackScheduler:
         cost: CostModel = ...,
         batch_invariant: bool = ...,
         one_tile: bool = ...,
+        by_time: bool = ...,
     ) -> None: ...
     @overload
     def plan(self, forest: PrefixForest, seq_lens: _Int32) -> None: ...

@@ -181,6 +181,7 @@ class PackAttention:
             growth_tokens=growth_tokens,
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
+            by_time=kernels is not None,
             cost=CostModel() if kernels is None else costs_of(self.device),
         )
         sizes = None

@@ -42,9 +42,14 @@ def new_scheduler(
     growth_tokens: int = GROWTH_TOKENS,
     batch_invariant: bool = False,
     one_tile: bool = False,
+    by_time: bool = True,
     cost: CostModel | None = None,
 ) -> PackScheduler:
-    """A scheduler with the constants that PackAttention uses. cost: None is its own."""
+    """A scheduler with the constants that PackAttention uses.
+
+    by_time: a small step has other packs than `memory` makes, or none, where it is expected to end
+    earlier on a GPU. cost: None is its own.
+    """
     return PackScheduler(
         group_size=group_size,
         num_workers=num_workers,
@@ -54,6 +59,7 @@ def new_scheduler(
         growth_tokens=growth_tokens,
         batch_invariant=batch_invariant,
         one_tile=one_tile,
+        by_time=by_time,
         cost=CostModel() if cost is None else cost,
     )
 

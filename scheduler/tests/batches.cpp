@@ -1,6 +1,7 @@
 #include "batches.h"
 
 #include <algorithm>
+#include <sstream>
 
 namespace pat::testing {
 
@@ -74,18 +75,39 @@ Batch random_batch(Random& random, const BatchShape& shape) {
   return make_batch(nodes, requests);
 }
 
-Batch balanced_batch(const std::vector<int>& levels, int32_t tokens) {
+namespace {
+
+Batch balanced_batch(const std::vector<int>& levels, const std::vector<int32_t>& tokens) {
   std::vector<std::pair<int, int32_t>> nodes, requests;
   int above = -1;  // the first node of the level above
   for (size_t level = 0; level < levels.size(); ++level) {
     const int here = static_cast<int>(nodes.size());
     for (int i = 0; i < levels[level]; ++i) {
       const int parent = level == 0 ? -1 : above + i * levels[level - 1] / levels[level];
-      (level + 1 == levels.size() ? requests : nodes).push_back({parent, tokens});
+      (level + 1 == levels.size() ? requests : nodes).push_back({parent, tokens[level]});
     }
     above = here;
   }
   return make_batch(nodes, requests);
+}
+
+}  // namespace
+
+Batch balanced_batch(const std::vector<int>& levels, int32_t tokens) {
+  return balanced_batch(levels, std::vector<int32_t>(levels.size(), tokens));
+}
+
+Batch tree_batch(const std::string& name) {
+  std::vector<int> levels;
+  std::vector<int32_t> tokens;
+  std::istringstream text(name);
+  for (bool are_tokens = false; !text.eof();) {
+    int number = 0;
+    text >> number;
+    (are_tokens ? tokens : levels).push_back(number);
+    are_tokens |= text.get() == '_';
+  }
+  return balanced_batch(levels, tokens);
 }
 
 Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <random>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -58,6 +59,8 @@ Batch random_batch(Random& random, const BatchShape& shape);
 // Levels of a balanced tree by their number of nodes, as "1,4,8,256", `tokens` each. The last level's nodes are the
 // requests' private ranges.
 Batch balanced_batch(const std::vector<int>& levels, int32_t tokens);
+// The same of a name such as "1,4,256_32,256,128": nodes of each level, and tokens of each node.
+Batch tree_batch(const std::string& name);
 // Each request leaves a chain of shared nodes one node later than the one before.
 Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens);
 

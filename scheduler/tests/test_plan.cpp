@@ -86,7 +86,9 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{0, 16, 0}));
   CHECK((tiles_by_body(made, {1, 16, 64}, 20'000) == Bodies{0, 0, 8}));
   // A wide tile is no wider.
-  CHECK((tiles_by_body(made, {1, 4}, 200) == Bodies{0, 1, 0}));
+  CHECK((tiles_by_body(made, {1, 4}, 20'000) == Bodies{0, 1, 0}));
+  // In the smallest steps nothing is shared.
+  CHECK((tiles_by_body(made, {1, 4}, 200) == Bodies{4, 0, 0}));
   // Neither where a tile is too narrow for a request, nor with another policy or the batch-invariant mode.
   made.group_size = made.max_block_q = 16;
   CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{64, 0, 0}));
@@ -102,6 +104,32 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   made.batch_invariant = false;
   made.policy = Policy::kPaper;
   CHECK(tiles_by_body(made, {1, 16, 64}, 200)[2] > 0);
+}
+
+// By the splitter's own estimate, cuts and merges included. Work so large that it has none is left out.
+TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
+  Random random(31);
+  int num_compared = 0, num_small = 0, num_shared = 0;
+  for (int round = 0; round < 10'000; ++round) {
+    SchedulerConfig made = random_config(random);
+    const Batch batch = random_batch(random, {.max_nodes = draw(random, 1, 12),
+                                              .max_requests = draw(random, 1, 64),
+                                              .max_tokens = int64_t{1} << draw(random, 4, 13)});
+    const auto planned = [&](Policy policy) {
+      made.policy = policy;
+      PackScheduler scheduler(made);
+      plan(scheduler, batch);
+      return std::pair(scheduler.summarize().time, scheduler.last_plan().kv_tokens());
+    };
+    const auto [time, tokens] = planned(Policy::kMemory);
+    const auto [unshared, _] = planned(Policy::kQueryCentric);
+    if (time == 0 || unshared == 0) continue;
+    CHECK(time <= unshared);
+    ++num_compared;
+    num_small += tokens.query_centric < int64_t{300} * made.num_workers;
+    num_shared += tokens.planned < tokens.query_centric;
+  }
+  CHECK(num_compared > 8'000 && num_small > 6'000 && num_shared > 1'500);
 }
 
 struct Chains {

@@ -367,15 +367,15 @@ def test_rows_are_thinned_out_but_sums_are_not() -> None:
 
 
 def test_memory_moves_the_fewest_bytes_of_all_policies() -> None:
-    """Before tiles are cut: a cut serves balance and adds partials, wherever it falls. But a token
-    that is read again counts half for `memory`: it comes out of the L2.
+    """But for a few: to `memory`, a token that is read again counts a third, as it comes out of the
+    L2, and small steps read more where they end earlier then.
     """
     for name in ("conversation", "toolagent", "multi-document"):
         result = replayed(generate(name, requests=120, seed=4, rate=60.0), max_batch=64)
         assert result["totals"]["comparisons"].keys() == set(POLICIES) - {"memory", "query-centric"}
         for policy, comparison in result["totals"]["comparisons"].items():
-            assert comparison["worst_ratio_before_split"] < 1.005, (name, policy)
-            assert comparison["worst_ratio"] < 1.02, (name, policy)
+            assert comparison["worst_ratio_before_split"] < 1.03, (name, policy)
+            assert comparison["worst_ratio"] < 1.03, (name, policy)
 
 
 def test_the_shipped_trace_reads_little_more_than_the_lower_bound() -> None:

@@ -144,6 +144,7 @@ def make_scheduler(
     *,
     growth_tokens: int = 256,
     min_piece_tokens: int = 128,
+    by_time: bool = True,
     cost: CostModel | None = None,
 ) -> PackScheduler:
     return PackScheduler(
@@ -153,6 +154,7 @@ def make_scheduler(
         policy=policy,
         min_piece_tokens=min_piece_tokens,
         growth_tokens=growth_tokens,
+        by_time=by_time,
         cost=cost or CostModel(),
     )
 

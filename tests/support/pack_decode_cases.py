@@ -108,7 +108,9 @@ def planned_step(heads: Heads, **options):
     config = KernelConfig.for_device(
         heads.dtype, heads.head_dim, torch.device("cuda"), heads.v_head_dim, heads.kv_dtype
     )
-    return PlannedStep(DecodeKernels(config), heads.num_qo_heads, heads.num_kv_heads, **options)
+    kernels = DecodeKernels(config)
+    options = {"by_time": False, **options}  # small cases, which are to share
+    return PlannedStep(kernels, heads.num_qo_heads, heads.num_kv_heads, **options)
 
 
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ def make_executor(kernels: Kernels, reservation: BufferSizes | None) -> CudaExec
 
 
 def planned(case: ForestCase) -> Any:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(by_time=False)
     plan_case(scheduler, case)
     return scheduler
 

@@ -304,7 +304,7 @@ def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
 def test_a_little_work_is_one_ticket_for_each_worker() -> None:
     """None has more than its share by more than the shortest piece, and none of 33 idles. One may,
     where less than a piece is left for it."""
-    for num_requests, num_idle in ((14, 0), (16, 1), (20, 0), (24, 0)):
+    for num_requests, num_idle in ((14, 1), (16, 1), (20, 0), (24, 0)):
         case = make_case([(-1, 4500)], [(0, 350 + 48 * r) for r in range(num_requests)])
         tokens = ticket_tokens(plan_case(make_scheduler(), case), case)
         assert 33 - num_idle <= len(tokens) <= 33

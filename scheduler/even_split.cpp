@@ -1,0 +1,188 @@
+#include "even_split.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <limits>
+#include <numeric>
+
+#include "tile_cuts.h"
+
+namespace pat {
+
+namespace {
+
+// Workers that have little to do may get shorter pieces, so that more of them have one, and end sooner: a half or a
+// quarter of the usual.
+constexpr std::array<int64_t, 2> kShorterPieces = {2, 4};
+// They are tried where what CTAs could even out is this part of the time.
+constexpr int64_t kUnevenPart = 12;
+// It may cost this part of a ticket to cut tiles that read the same KV at the same places.
+constexpr int64_t kAlignedPart = 4;
+// Tickets whose costs differ by less than this part of the largest are drawn in the order of their tiles.
+constexpr int64_t kOrderPart = 8;
+
+}  // namespace
+
+EvenSplit::Dealt EvenSplit::deal(const SplitRule& rule, const Packing& packing,
+                                 std::span<const Tile> tiles, int64_t budget, bool aligned,
+                                 Choice& choice) {
+  const TileCuts cuts(packing, rule);
+  choice.clear();
+  Dealt dealt{.load = 0, .uncut = 0, .largest = 0, .fits = false};
+  int32_t ticket = 0;
+  int64_t room = budget;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& tile = tiles[i];
+    if (aligned && tile.is_read_again && room < budget && tile.whole > room) {
+      dealt.largest = std::max(dealt.largest, budget - room);
+      if (++ticket == rule.num_workers) return dealt;
+      room = budget;
+    }
+    if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
+      choice.take(i, ticket);
+      room -= tile.whole;
+      dealt.load += tile.load;
+      continue;
+    }
+    Part part;
+    part.begin = Position::begin_of(tile);
+    for (;;) {
+      const Position& at = part.begin;
+      Cut& cut = part.cut;
+      cuts.take_rest(tile, at, cut);
+      bool fits = true;
+      if (cut.cost > room) {
+        if (room == budget) {
+          cuts.force(tile, at, budget, cut);
+        } else {
+          fits = cuts.find(tile, at, room, budget, cut);
+        }
+      }
+      if (fits) {
+        choice.take(i, ticket, part);
+        room -= cut.cost;
+        if (room < 0) {
+          dealt.uncut = cut.cost;
+          return dealt;
+        }
+        dealt.load += cut.next.dealt - at.dealt;
+        if (cut.is_end) break;
+        part.begin = cut.next;  // and on with the next ticket: one cut for each at most
+      }
+      dealt.largest = std::max(dealt.largest, budget - room);
+      if (++ticket == rule.num_workers) return dealt;
+      room = budget;
+    }
+  }
+  dealt.largest = std::max(dealt.largest, budget - room);
+  dealt.fits = true;
+  choice.num_tickets = ticket + 1;
+  return dealt;
+}
+
+void EvenSplit::choose(const SplitRule& rule, const Packing& packing, const TileList& list) {
+  const std::vector<Tile>& tiles = list.tiles();
+  const int64_t workers = rule.num_workers;
+  const int64_t total = list.total_cost();
+  int64_t load = 0;
+  int64_t low = (total + workers - 1) / workers;
+  for (const Tile& tile : tiles) {
+    load += tile.load;
+    const bool is_cut = tile.num_tokens >= 2 * rule.least_piece;
+    low = std::max(low, is_cut ? rule.cost(tile.num_requests, rule.least_piece) : tile.whole);
+  }
+  bool aligned = false;
+  // So close to the smallest budget: what is aligned, and then comes out of the L2, seldom keeps others waiting.
+  const auto step = [&](int64_t budget) {
+    return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
+  };
+  int64_t budget = low;
+  Dealt dealt = deal(rule, packing, tiles, budget, false, choice_);
+  while (!dealt.fits) {
+    low = budget;
+    // What no cut can shorten; or as much more for each ticket as takes what was not dealt out.
+    const int64_t missing = (load - dealt.load) * (total / load) / workers;
+    budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
+    dealt = deal(rule, packing, tiles, budget, false, choice_);
+  }
+  if (std::ranges::any_of(tiles, &Tile::is_read_again)) {
+    const int64_t most = dealt.largest + dealt.largest / kAlignedPart;
+    const Dealt found = deal(rule, packing, tiles, most, true, trial_);
+    aligned = found.fits;
+    if (aligned) {
+      std::swap(choice_, trial_);
+      dealt = found;
+    }
+  }
+  int64_t largest = dealt.largest;
+  while (largest - low > step(low)) {
+    budget = low + (largest - low) / 2;
+    const Dealt found = deal(rule, packing, tiles, budget, aligned, trial_);
+    if (found.fits) {
+      std::swap(choice_, trial_);
+      largest = found.largest;
+    } else {
+      low = budget;
+    }
+  }
+}
+
+SplitTime::Expected EvenSplit::try_rule(const SplitRule& rule, const SplitTask& task,
+                                        const Packing& packing, const TileList& list, Split& out) {
+  choose(rule, packing, list);
+  trial_split_.clear();
+  trial_split_.tickets.assign(choice_.num_tickets, {});
+  writer_.add(packing, rule, list.tiles(), choice_, trial_split_);
+  const SplitTime::Expected expected = time_.expect(rule, task, trial_split_);
+  trial_split_.time = expected.time;
+  if (trial_split_.time < out.time) std::swap(out, trial_split_);
+  return expected;
+}
+
+void EvenSplit::split(const SplitRule& usual, const SplitTask& task, const Packing& packing,
+                      const TileList& list, bool is_little, Split& out) {
+  out.clear();
+  out.time = std::numeric_limits<int64_t>::max();
+  const auto time_of = [&](int64_t slowest, int64_t total) {
+    return time_of_chains(task, usual.num_workers, slowest, total);
+  };
+  const bool may_read_again =
+      static_cast<int32_t>(packing.requests.size()) <= task.num_requests && list.num_shared() > 0;
+  int64_t longest = 0;
+  for (const int64_t part : kShorterPieces) {
+    SplitRule rule = usual;
+    if (is_little) {
+      const int64_t least = usual.least_piece / part / kCutGranularity * kCutGranularity;
+      rule.least_piece = std::max<int64_t>(least, kCutGranularity);
+    }
+    const SplitTime::Expected expected = try_rule(rule, task, packing, list, out);
+    if (expected.has_partials && may_read_again) {
+      if (longest == 0) longest = time_.longest_request(rule, packing, list.tiles());
+      if (time_of(longest, expected.total) < out.time) {
+        rule.may_merge = false;
+        try_rule(rule, task, packing, list, out);
+      }
+    }
+    // Shorter pieces can even out what CTAs do.
+    const int64_t even = time_of(expected.total / usual.num_workers, expected.total);
+    const int64_t uneven = time_of(expected.slowest, expected.total) - even;
+    if (!is_little || uneven < expected.time / kUnevenPart) break;
+  }
+  if (is_little) order_tickets(out);
+}
+
+void EvenSplit::order_tickets(Split& split) {
+  split.list_ticket_costs(ticket_costs_);
+  const int64_t largest = std::ranges::max(ticket_costs_);
+  order_.resize(ticket_costs_.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  std::ranges::stable_sort(order_, std::greater<>{}, [&](int32_t ticket) {
+    return kOrderPart * ticket_costs_[ticket] / largest;
+  });
+  ordered_.clear();
+  for (const int32_t ticket : order_) ordered_.push_back(split.tickets[ticket]);
+  std::swap(split.tickets, ordered_);
+}
+
+}  // namespace pat

@@ -1,0 +1,59 @@
+// Little work: one ticket per worker.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "packing.h"
+#include "split.h"
+#include "split_rule.h"
+#include "split_time.h"
+#include "split_writer.h"
+#include "tile_list.h"
+
+namespace pat {
+
+// A contiguous cost-balanced split (Stream-K) with at most num_workers - 1 cuts. The budget of a ticket is the smallest,
+// up to a few tokens, with which the packs fit; found by bisection, each step linear in the tiles. Tiles that read the
+// same KV are cut at the same places, if that costs little: they then read it at the same time, and device memory once.
+//
+// Of a few such splits, the one is taken that is expected to end first, its merge included. They differ in how short
+// pieces may be, and in whether cuts between requests read again whatever that costs, so that nothing is merged.
+class EvenSplit {
+ public:
+  // is_little: pieces may be shorter than the rule's, and larger tickets are drawn first, as CTAs begin one after the
+  // other.
+  void split(const SplitRule& rule, const SplitTask& task, const Packing& packing,
+             const TileList& list, bool is_little, Split& out);
+
+ private:
+  struct Dealt {
+    int64_t load;  // so far; what is read again not counted
+    int64_t
+        uncut;  // cost of a piece that exceeds the budget, and that no cut can shorten; 0 without
+    int64_t largest;  // cost of the largest ticket
+    bool fits;        // all tiles are dealt out
+  };
+  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
+  // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
+  static Dealt deal(const SplitRule& rule, const Packing& packing, std::span<const Tile> tiles,
+                    int64_t budget, bool aligned, Choice& choice);
+  // Fills choice_.
+  void choose(const SplitRule& rule, const Packing& packing, const TileList& list);
+  // `out` becomes the split of the rule, if that is expected to end earlier.
+  SplitTime::Expected try_rule(const SplitRule& rule, const SplitTask& task, const Packing& packing,
+                               const TileList& list, Split& out);
+  void order_tickets(Split& split);
+
+  SplitTime time_;
+  SplitWriter writer_;
+  Choice choice_;
+  Choice trial_;
+  Split trial_split_;
+  std::vector<int64_t> ticket_costs_;
+  std::vector<int32_t> order_;  // of tickets
+  std::vector<Ticket> ordered_;
+};
+
+}  // namespace pat

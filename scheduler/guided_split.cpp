@@ -1,0 +1,210 @@
+#include "guided_split.h"
+
+#include <algorithm>
+#include <span>
+
+#include "split.h"
+
+namespace pat {
+
+namespace {
+
+// A guided ticket may exceed its budget by half before a tile is cut; and a piece is worth this many times the
+// partials that cutting it off costs.
+constexpr int64_t kPiecePerCut = 32;
+// With whole tiles, workers may end this far apart: cuts even that out, and cost their partials.
+constexpr double kWorstUncutTail = 1.05;
+constexpr int64_t kMostUncutTiles = 8;  // for each worker; of more, guided tickets need no cuts
+// Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further
+// apart by their costs, each worker had better get an even share.
+constexpr double kWorstGuidedTail = 1.12;
+// A chunk is no longer than this: tiles that begin it apart still meet in the L2.
+constexpr int64_t kLongestChunk = 4096;
+
+// Part of the list of tiles, and how far its pieces have been dealt out.
+class Stream {
+ public:
+  Stream(const SplitRule& rule, const Packing& packing, const TileList& list, size_t begin,
+         size_t end, Choice& choice)
+      : progress{.total = list.total_cost(begin, end), .done = 0},
+        rule_(rule),
+        packing_(packing),
+        tiles_(list.tiles()),
+        cutter_(packing, rule),
+        choice_(choice),
+        tile_(begin),
+        end_(end) {
+    choice_.clear();
+    begin_tile();
+  }
+
+  bool is_empty() const { return tile_ == end_; }
+  // Both return the ticket's cost. cuts_left: for chunks.
+  int64_t take(int64_t budget, int64_t cuts_left, int32_t ticket) {
+    return tiles_[tile_].is_chunked ? take_chunk(budget, cuts_left, ticket)
+                                    : take_ticket(budget, ticket);
+  }
+
+  TicketProgress progress;
+  int64_t cuts = 0;
+  int64_t cut_requests = 0;  // requests that the cuts concern, once per cut
+
+ private:
+  void begin_tile() {
+    if (!is_empty()) part_.begin = Position::begin_of(tiles_[tile_]);
+  }
+  // What a cut of a tile should leave on both sides at least, in tokens.
+  int64_t shortest_piece(int32_t num_requests) const {
+    const int64_t rows = int64_t{num_requests} * rule_.tiles.group_size();
+    const int64_t partials = rows * rule_.costs->packing.partial_row / kCostUnit;
+    return std::max<int64_t>(rule_.least_piece, kPiecePerCut * partials);
+  }
+  void count(const Cut& cut) {
+    progress.done += cut.cost;
+    cuts += !cut.is_end;
+    cut_requests += cut.both_requests;
+  }
+  int64_t take_ticket(int64_t budget, int32_t ticket);
+  // Of a tile whose KV is dealt out in chunks.
+  int64_t take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
+
+  const SplitRule& rule_;
+  const Packing& packing_;
+  const std::vector<Tile>& tiles_;
+  TileCuts cutter_;
+  Choice& choice_;
+  size_t tile_;
+  size_t end_;
+  Part part_;  // the next one; the cut is not found yet
+  // The tiles that read the present chunk, which is a part of their first segment. None: chunk_end_ is 0.
+  size_t readers_begin_ = 0;
+  size_t readers_end_ = 0;
+  int32_t chunk_begin_ = 0;
+  int32_t chunk_end_ = 0;
+};
+
+int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
+  const Tile& tile = tiles_[tile_];
+  const auto length = static_cast<int32_t>(tile.num_tokens);
+  if (chunk_end_ == 0) {
+    readers_begin_ = readers_end_ = tile_;
+    while (readers_end_ < end_ && TileList::is_same_range(packing_, tile, tiles_[readers_end_])) {
+      ++readers_end_;
+    }
+  }
+  if (tile_ == readers_begin_) {
+    chunk_begin_ = chunk_end_;
+    const int64_t left = length - chunk_begin_;
+    const auto readers = static_cast<int64_t>(readers_end_ - readers_begin_);
+    const ItemCost& item = rule_.item_costs[tile.num_requests];
+    int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
+    chunk = std::max({chunk, shortest_piece(tile.num_requests), left / (cuts_left / readers + 1)});
+    const int64_t chunks = std::max<int64_t>(left / chunk, 1);  // equal ones, if none shrinks
+    chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
+    chunk_end_ = chunk_begin_ + static_cast<int32_t>(chunk);
+  }
+  Part part;
+  part.begin = Position::begin_of(tile);
+  part.begin.offset = part.begin.base_offset = chunk_begin_;
+  part.begin.dealt = chunk_begin_;
+  if (chunk_end_ == length) {
+    cutter_.take_rest(tile, part.begin, part.cut);
+  } else {
+    cutter_.cut_range(tile, part.begin, chunk_end_, part.cut);
+  }
+  choice_.take(tile_, ticket, part);
+  count(part.cut);
+  if (++tile_ == readers_end_) {
+    if (part.cut.is_end) {
+      chunk_end_ = 0;
+      begin_tile();
+    } else {
+      tile_ = readers_begin_;
+    }
+  }
+  return part.cut.cost;
+}
+
+int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
+  int64_t room = budget;
+  while (!is_empty()) {
+    const Tile& tile = tiles_[tile_];
+    if (tile.is_chunked) break;  // not the first piece
+    const Position& at = part_.begin;
+    Cut& cut = part_.cut;
+    cutter_.take_rest(tile, at, cut);
+    if (cut.cost > room) {
+      if (room < budget) break;  // not the first piece: the next ticket has more room
+      if (cut.cost > budget + budget / 2) {
+        const int32_t num_requests = tile.num_requests - at.first;
+        const int64_t shortest = shortest_piece(num_requests);
+        cutter_.force(tile, at, std::max(budget, rule_.cost(num_requests, shortest)), cut);
+      }
+    }
+    // What is left of a tile need not be for all of its requests.
+    if (cut.is_end && at.dealt == 0 && !tile.is_rest) {
+      choice_.take(tile_, ticket);
+    } else {
+      choice_.take(tile_, ticket, part_);
+    }
+    room -= cut.cost;
+    count(cut);
+    if (!cut.is_end) {
+      part_.begin = cut.next;
+      break;
+    }
+    ++tile_;
+    begin_tile();
+  }
+  return budget - room;
+}
+
+}  // namespace
+
+bool GuidedSplit::choose_whole_tiles(const SplitRule& rule, const TileList& list) {
+  const std::vector<Tile>& tiles = list.tiles();
+  const auto most = static_cast<size_t>(kMostUncutTiles * rule.num_workers);
+  if (list.num_shared() < tiles.size() || tiles.size() > most) return false;
+  shared_.clear();
+  alone_.clear();
+  ticket_costs_.clear();
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    shared_.take(i, static_cast<int32_t>(i));
+    ticket_costs_.push_back(tiles[i].whole);
+  }
+  return tail_of(ticket_costs_, rule.num_workers) <= kWorstUncutTail;
+}
+
+bool GuidedSplit::choose(const SplitRule& rule, const Packing& packing, const TileList& list) {
+  ticket_costs_.clear();
+  const int64_t total = list.total_cost();
+  Stream shared(rule, packing, list, 0, list.num_shared(), shared_);
+  Stream alone(rule, packing, list, list.num_shared(), list.tiles().size(), alone_);
+  // What the parted tiles have lost counts too.
+  alone.cuts = list.num_parted();
+  alone.cut_requests = list.parted_requests();
+  const int64_t most_cuts = max_cut_requests(rule.num_workers, rule.tiles);
+  const int64_t most_cut_requests = most_cuts + packing.spare_requests;
+  while (!shared.is_empty() || !alone.is_empty()) {
+    const int64_t left = std::max<int64_t>(total - shared.progress.done - alone.progress.done, 0);
+    const bool is_shared =
+        alone.is_empty() || (!shared.is_empty() && shared_is_next(shared.progress, alone.progress));
+    // A quarter is left to what comes behind the chunks.
+    const int64_t cuts_left =
+        std::max<int64_t>(std::min(most_cuts - shared.cuts - alone.cuts,
+                                   (most_cut_requests - shared.cut_requests - alone.cut_requests) /
+                                       rule.tiles.requests_per_tile()),
+                          0) *
+        3 / 4;
+    Stream& from = is_shared ? shared : alone;
+    const int64_t budget = ticket_budget(left, rule.num_workers);
+    ticket_costs_.push_back(from.take(budget, cuts_left, num_tickets()));
+    if (shared.cuts + alone.cuts > most_cuts ||
+        shared.cut_requests + alone.cut_requests > most_cut_requests) {
+      return false;
+    }
+  }
+  return tail_of(ticket_costs_, rule.num_workers) <= kWorstGuidedTail;
+}
+
+}  // namespace pat

@@ -1,0 +1,65 @@
+// What splitting makes of packs: work items, and the tickets in which CTAs draw them.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "packing.h"
+
+namespace pat {
+
+// Cuts within a segment lie at multiples of this from its beginning.
+inline constexpr int32_t kCutGranularity = 64;
+// How many segments a cut adds at most.
+inline constexpr int32_t kMaxSegmentsPerCut = 8;
+
+// What a CTA executes in one go: some requests of a pack, and KV ranges for intervals of them. It has those requests
+// that one of its ranges is for, and no others.
+struct Piece {
+  int32_t tile;           // index into the tile table
+  int32_t request_begin;  // into Split::requests
+  int32_t num_requests;
+  int32_t segment_begin;  // into Split::segments; their intervals are of the piece's requests
+  int32_t num_segments;
+  int64_t num_tokens;
+  int64_t cost;
+};
+
+// A run of pieces that one CTA executes in a row.
+struct Ticket {
+  int32_t piece_begin = 0;
+  int32_t piece_end = 0;
+  // The first piece is what another ticket has left of a tile. It is executed last: so tickets begin with the
+  // beginnings of tiles, and read what these share at the same time.
+  bool rest_comes_last = false;
+};
+
+struct Split {
+  // In the order of the packs: a request's pieces ascend in position.
+  std::vector<Piece> pieces;
+  std::vector<int32_t> requests;
+  std::vector<Segment> segments;
+  // In the order in which they are drawn; each piece is in one of them.
+  std::vector<Ticket> tickets;
+  // How long it is expected to take, to be compared with other splits of the same batch. 0 of much work, and of what
+  // was not split.
+  int64_t time = 0;
+
+  void clear();
+  void list_ticket_costs(std::vector<int64_t>& costs) const;
+};
+
+// What a splitter is told of a batch beside its packs.
+struct SplitTask {
+  int32_t num_requests;
+  int64_t num_unique;  // KV tokens, each counted once
+  // Of another split of the batch. What cannot take less is not split: no tickets.
+  int64_t time_to_beat = std::numeric_limits<int64_t>::max();
+};
+
+// Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without work.
+double tail_of(std::span<const int64_t> ticket_costs, int32_t num_workers);
+
+}  // namespace pat

@@ -1,0 +1,15 @@
+#include "split_rule.h"
+
+namespace pat {
+
+std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& tiles) {
+  std::vector<ItemCost> costs{{.fixed = 0, .token = 0}};
+  for (int32_t requests = 1; requests <= tiles.requests_per_tile(); ++requests) {
+    const int64_t rows = int64_t{requests} * tiles.group_size();
+    costs.push_back({.fixed = cost.split.item + cost.split.query_row * rows,
+                     .token = cost.split.token[tiles.select(requests)]});
+  }
+  return costs;
+}
+
+}  // namespace pat

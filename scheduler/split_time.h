@@ -1,0 +1,41 @@
+// How long an even split is expected to take, in hundredths of tokens.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "packing.h"
+#include "split.h"
+#include "split_rule.h"
+#include "tile_list.h"
+
+namespace pat {
+
+// What a split takes without its merge. A chain is what a CTA does one after the other, in tokens; slowest: the
+// longest one, total: of all.
+int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowest, int64_t total);
+
+class SplitTime {
+ public:
+  struct Expected {
+    int64_t time;
+    int64_t slowest;  // chain
+    int64_t total;
+    bool has_partials;
+  };
+  Expected expect(const SplitRule& rule, const SplitTask& task, const Split& split);
+
+  // The chain of the request that has the longest one: no split that merges nothing has a shorter one.
+  int64_t longest_request(const SplitRule& rule, const Packing& packing,
+                          std::span<const Tile> tiles);
+  // Whether each split of the tiles takes as long as the task's time to beat, or longer.
+  bool takes_too_long(const SplitRule& rule, const SplitTask& task, const Packing& packing,
+                      std::span<const Tile> tiles);
+
+ private:
+  std::vector<int64_t> chains_;
+  std::vector<int32_t> num_partials_;  // per request
+};
+
+}  // namespace pat

@@ -1,0 +1,110 @@
+#include "split_writer.h"
+
+#include <algorithm>
+
+namespace pat {
+
+namespace {
+
+// Each request of a pack is in one of its segments.
+void add_whole(const Packing& packing, const Tile& tile, Split& out) {
+  out.pieces.push_back({.tile = tile.tile,
+                        .request_begin = static_cast<int32_t>(out.requests.size()),
+                        .num_requests = tile.num_requests,
+                        .segment_begin = static_cast<int32_t>(out.segments.size()),
+                        .num_segments = tile.segment_end - tile.segment_begin,
+                        .num_tokens = tile.num_tokens,
+                        .cost = tile.whole});
+  const auto requests = packing.requests.begin() + tile.request_begin;
+  out.requests.insert(out.requests.end(), requests, requests + tile.num_requests);
+  for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
+    Segment& segment = out.segments.emplace_back(packing.segments[s]);
+    segment.end = std::min(segment.end, tile.num_requests);  // the pack may be several tiles
+  }
+}
+
+}  // namespace
+
+void SplitWriter::add_part(const Packing& packing, const SplitRule& rule, const Tile& tile,
+                           const Part& part, Split& out) {
+  const auto& [at, cut] = part;
+  const auto segment_begin = static_cast<int32_t>(out.segments.size());
+  const auto request_begin = static_cast<int32_t>(out.requests.size());
+  int64_t num_tokens = 0;
+  int64_t load = 0;
+  const auto add_segment = [&](int32_t s, int32_t from, int32_t to) {
+    Segment segment = packing.segments[s];
+    segment.is_open &= to == segment.num_tokens();
+    // Else another piece reads it for the other requests.
+    segment.is_read_once &= at.first <= segment.first && segment.end <= cut.last;
+    segment.kv_end = segment.kv_begin + to;
+    segment.kv_begin += from;
+    segment.first = std::max(segment.first, at.first);
+    segment.end = std::min(segment.end, cut.last);
+    num_tokens += to - from;
+    load += rule.load_of(to - from);
+    out.segments.push_back(segment);
+  };
+  for (int32_t s = at.base; s < at.segment; ++s) {
+    if (packing.segments[s].end <= at.first) continue;
+    add_segment(s, s == at.base ? at.base_offset : 0, packing.segments[s].num_tokens());
+  }
+  for (int32_t s = at.segment; s < cut.next.segment; ++s) {
+    add_segment(s, s == at.segment ? at.offset : 0, packing.segments[s].num_tokens());
+  }
+  if (cut.next.offset > 0) {
+    const int32_t s = cut.next.segment;
+    add_segment(s, s == at.segment ? at.offset : 0, cut.next.offset);
+  }
+
+  // Requests that no segment is for are left out.
+  const int32_t num_places = cut.last - at.first;
+  place_.assign(num_places + 1, 0);
+  for (size_t s = segment_begin; s < out.segments.size(); ++s) {
+    const Segment& segment = out.segments[s];
+    ++place_[segment.first - at.first];
+    --place_[segment.end - at.first];
+  }
+  int32_t num_requests = 0;
+  int32_t depth = 0;
+  for (int32_t i = 0; i <= num_places; ++i) {
+    depth += place_[i];
+    place_[i] = num_requests;
+    if (depth == 0) continue;
+    out.requests.push_back(packing.requests[tile.request_begin + at.first + i]);
+    ++num_requests;
+  }
+  for (size_t s = segment_begin; s < out.segments.size(); ++s) {
+    Segment& segment = out.segments[s];
+    segment.first = place_[segment.first - at.first];
+    segment.end = place_[segment.end - at.first];
+  }
+  out.pieces.push_back({.tile = rule.tiles.select(num_requests),
+                        .request_begin = request_begin,
+                        .num_requests = num_requests,
+                        .segment_begin = segment_begin,
+                        .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
+                        .num_tokens = num_tokens,
+                        .cost = rule.cost(num_requests, load)});
+}
+
+void SplitWriter::add(const Packing& packing, const SplitRule& rule, std::span<const Tile> tiles,
+                      const Choice& choice, Split& out) {
+  for (const Choice::Share& share : choice.shares) {
+    const auto index = static_cast<int32_t>(out.pieces.size());
+    Ticket& ticket = out.tickets[share.ticket];
+    const bool is_first = ticket.piece_end == 0;
+    if (is_first) ticket.piece_begin = index;
+    ticket.piece_end = index + 1;
+    const Tile& tile = tiles[share.tile];
+    if (share.part < 0) {
+      add_whole(packing, tile, out);
+    } else {
+      const Part& part = choice.parts[share.part];
+      ticket.rest_comes_last |= is_first && part.begin.dealt > 0;
+      add_part(packing, rule, tile, part, out);
+    }
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,53 @@
+// Which parts of the tiles belong to which ticket, and how that becomes a Split.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "packing.h"
+#include "split.h"
+#include "split_rule.h"
+#include "tile_cuts.h"
+#include "tile_list.h"
+
+namespace pat {
+
+// A split that has not been written down.
+struct Choice {
+  struct Share {  // of a ticket
+    int32_t tile;
+    int32_t ticket;
+    int32_t part;  // into parts; -1: the whole tile
+  };
+  std::vector<Share> shares;
+  std::vector<Part> parts;
+  int32_t num_tickets = 0;
+
+  void clear() {
+    shares.clear();
+    parts.clear();
+  }
+  void take(size_t tile, int32_t ticket) {
+    shares.push_back({static_cast<int32_t>(tile), ticket, -1});
+  }
+  void take(size_t tile, int32_t ticket, const Part& part) {
+    shares.push_back({static_cast<int32_t>(tile), ticket, static_cast<int32_t>(parts.size())});
+    parts.push_back(part);
+  }
+};
+
+class SplitWriter {
+ public:
+  // Appends the choice's pieces to `out`, which has the tickets already.
+  void add(const Packing& packing, const SplitRule& rule, std::span<const Tile> tiles,
+           const Choice& choice, Split& out);
+
+ private:
+  void add_part(const Packing& packing, const SplitRule& rule, const Tile& tile, const Part& part,
+                Split& out);
+
+  std::vector<int32_t> place_;  // per request of a tile: its place in the piece
+};
+
+}  // namespace pat

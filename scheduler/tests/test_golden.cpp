@@ -1,0 +1,123 @@
+// Plans stay as they are, byte for byte, until somebody means to change them: then the new hashes go here.
+#include <array>
+#include <string>
+
+#include "batches.h"
+#include "runner.h"
+
+namespace pat::testing {
+namespace {
+
+// PAT_TREES of sglang_pat/replay/pat_trees.py: nodes of each level, and tokens of each node.
+const std::array<std::string, 20> kTrees = {
+    "1,10_4096,416",
+    "1,256_256,32",
+    "1,1024_2048,32",
+    "1,2,64_1024,256,256",
+    "1,4,256_32,256,32",
+    "1,8,512_32,512,256",
+    "1,8,512_32,2048,256",
+    "1,8,512_512,512,256",
+    "1,4,8,256_32,256,256,32",
+    "1,4,16,512_1024,256,128,32",
+    "1,4,16,64,256,1024_256,32,256,64,32,256",
+    "1,16,32,64,128,1024_256,128,64,32,32,32",
+    "1,16,32,64,256,1024_256,128,64,32,32,32",
+    "1,8,16,32,64,128,1024_256,128,64,32,32,32,32",
+    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
+    "2,8,16,256_256,256,32,32",
+    "4,16,256,512_512,32,128,32",
+    "8,16,32,256_512,512,256,32",
+    "256_1024",
+    "256_4096",
+};
+
+class Hash {  // FNV-1a
+ public:
+  void add(const SchedulerConfig& config, const Batch& batch) {
+    PackScheduler scheduler(config);
+    const PathArrays arrays = batch.arrays();
+    scheduler.plan(arrays.view(), batch.seq_lens);
+    for (const int32_t word : plan_bytes(scheduler)) {
+      value_ = (value_ ^ static_cast<uint32_t>(word)) * 1099511628211ULL;
+    }
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 14695981039346656037ULL;
+};
+
+struct Kind {
+  Policy policy;
+  bool batch_invariant;
+  bool by_time;
+};
+constexpr std::array<Kind, 7> kKinds = {{{Policy::kMemory, false, true},
+                                         {Policy::kMemory, false, false},
+                                         {Policy::kPaper, false, true},
+                                         {Policy::kCompute, false, true},
+                                         {Policy::kPerNode, false, true},
+                                         {Policy::kQueryCentric, false, true},
+                                         {Policy::kMemory, true, true}}};
+
+SchedulerConfig of_kind(SchedulerConfig made, const Kind& kind) {
+  made.policy = kind.policy;
+  made.batch_invariant = kind.batch_invariant;
+  made.by_time = kind.by_time;
+  return made;
+}
+
+template <typename AddAll>
+void check_hashes(const std::array<uint64_t, kKinds.size()>& expected, AddAll&& add_all) {
+  for (size_t i = 0; i < kKinds.size(); ++i) {
+    Hash hash;
+    add_all(kKinds[i], hash);
+    CHECK_EQ(hash.value(), expected[i]);
+  }
+}
+
+TEST(golden_plans_of_random_forests) {
+  check_hashes({7741563640919054718ULL, 13811004501079369805ULL, 12570330907083556745ULL,
+                1377181051814292960ULL, 5010725169160660803ULL, 11116125354314259468ULL,
+                8202905273105532273ULL},
+               [](const Kind& kind, Hash& hash) {
+                 Random random(50);
+                 for (int round = 0; round < 600; ++round) {
+                   const SchedulerConfig made = random_config(random);
+                   const int64_t max_tokens = one_in(random, 2) ? 1'500 : 50'000;
+                   hash.add(of_kind(made, kind),
+                            random_batch(random, {.max_nodes = draw(random, 0, 80),
+                                                  .max_requests = draw(random, 1, 120),
+                                                  .max_tokens = max_tokens}));
+                 }
+                 for (const int levels : {20, 100, 400}) {
+                   for (const int32_t tokens : {1, 40, 300}) {
+                     hash.add(of_kind(config(), kind), caterpillar_batch(levels, tokens, 20));
+                   }
+                 }
+               });
+}
+
+TEST(golden_plans_of_pat_trees) {
+  check_hashes({16400015650014220877ULL, 905803977616395584ULL, 5005211102331882214ULL,
+                12101897908607468326ULL, 18251675879001226900ULL, 1056319243714514907ULL,
+                12043323137758104699ULL},
+               [](const Kind& kind, Hash& hash) {
+                 for (const std::string& tree : kTrees) {
+                   const Batch batch = tree_batch(tree);
+                   for (const int32_t group_size : {1, 4, 8}) {
+                     for (const int32_t max_block_q : {16, 64}) {
+                       for (const int32_t num_workers : {33, 264}) {
+                         SchedulerConfig made = config(group_size, num_workers);
+                         made.max_block_q = max_block_q;
+                         hash.add(of_kind(made, kind), batch);
+                       }
+                     }
+                   }
+                 }
+               });
+}
+
+}  // namespace
+}  // namespace pat::testing

@@ -1,0 +1,35 @@
+// How guided self-scheduling deals out tickets: fitted to the trees of benchmarks/workloads.py on an H100.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cost_model.h"
+
+namespace pat {
+
+// A ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
+inline constexpr int64_t kTicketsPerShare = 2;
+inline constexpr int64_t kSmallestTicket = 384;
+// How much faster than private tickets the shared ones are drawn. The last tickets should be private: those are cheap
+// to cut.
+inline constexpr double kSharedLead = 2;
+
+inline int64_t ticket_budget(int64_t cost_left, int32_t num_workers) {
+  return std::max(cost_left / (kTicketsPerShare * num_workers), kCostUnit * kSmallestTicket);
+}
+
+// A run of work items, and how far it has been dealt out.
+struct TicketProgress {
+  int64_t total;  // cost
+  int64_t done;
+
+  double part() const { return static_cast<double>(done) / static_cast<double>(total); }
+};
+
+// Whether the next ticket is a shared one, where there are both.
+inline bool shared_is_next(const TicketProgress& shared, const TicketProgress& alone) {
+  return shared.part() <= kSharedLead * alone.part();
+}
+
+}  // namespace pat

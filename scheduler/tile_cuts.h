@@ -1,0 +1,86 @@
+// Where a tile is cut: between two segments, or within one.
+#pragma once
+
+#include <cstdint>
+
+#include "packing.h"
+#include "split_rule.h"
+#include "tile_list.h"
+
+namespace pat {
+
+// How far the pieces of a tile have been dealt out.
+struct Position {
+  int32_t segment;  // into Packing::segments
+  int32_t offset;   // tokens of it that are dealt out
+  int32_t first;    // requests before this one are done
+  // Segments from here on that the next piece reads again, as far as they concern the requests from `first` on.
+  int32_t base;
+  int32_t base_offset;
+  int64_t dealt;  // load, what is read again not counted
+  int64_t again;  // load that the next piece reads again
+
+  static Position begin_of(const Tile& tile) {
+    return {.segment = tile.segment_begin,
+            .offset = 0,
+            .first = 0,
+            .base = tile.segment_begin,
+            .base_offset = 0,
+            .dealt = 0,
+            .again = 0};
+  }
+};
+
+struct Cut {
+  Position next;
+  int64_t cost;           // of the piece before the cut
+  int32_t last;           // requests before this one belong to the piece
+  int32_t both_requests;  // requests that the cut concerns
+  bool is_end;            // there is nothing behind it
+};
+
+struct Part {  // of a tile
+  Position begin;
+  Cut cut;
+};
+
+// Cuts are written in place: they are made a few hundred times for a plan.
+class TileCuts {
+ public:
+  TileCuts(const Packing& packing, const SplitRule& rule) : packing_(packing), rule_(rule) {}
+
+  void take_rest(const Tile& tile, const Position& at, Cut& cut) const {
+    cut.next.segment = tile.segment_end;
+    cut.next.offset = 0;
+    cut.next.dealt = tile.load;
+    cut.cost = rule_.cost(tile.num_requests - at.first, tile.load - at.dealt + at.again);
+    cut.last = tile.num_requests;
+    cut.both_requests = 0;
+    cut.is_end = true;
+  }
+  // The best cut with which the piece from `at` on costs `room` at most, of a ticket that may cost `budget`. False if
+  // there is none.
+  bool find(const Tile& tile, const Position& at, int64_t room, int64_t budget, Cut& cut) const {
+    return find(tile, at, room, budget, false, cut);
+  }
+  // The same for a ticket's first piece, which may cost more than `budget` if no cut makes a shorter one.
+  void force(const Tile& tile, const Position& at, int64_t budget, Cut& cut) const {
+    find(tile, at, budget, budget, true, cut);
+  }
+  // Within the tile's first segment.
+  void cut_range(const Tile& tile, const Position& at, int32_t offset, Cut& cut) const {
+    cut_at(tile, at, tile.segment_begin, offset, offset - at.offset, 0, cut);
+  }
+
+ private:
+  bool find(const Tile& tile, const Position& at, int64_t room, int64_t budget, bool is_forced,
+            Cut& cut) const;
+  // most_again: so many tokens the piece behind the cut may read again, rather than that the cut makes partials.
+  void cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset, int64_t taken,
+              int64_t most_again, Cut& cut) const;
+
+  const Packing& packing_;
+  const SplitRule& rule_;
+};
+
+}  // namespace pat

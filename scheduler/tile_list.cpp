@@ -1,0 +1,102 @@
+#include "tile_list.h"
+
+#include <algorithm>
+
+namespace pat {
+
+namespace {
+
+// Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
+// 33 workers have 8 tiles of 32,768 tokens. They are cut at the same places where so many tokens are read together.
+constexpr int32_t kAlignedRange = 512;
+
+}  // namespace
+
+void TileList::make(const Packing& packing, const SplitRule& rule, bool parted) {
+  tiles_.clear();
+  num_shared_ = 0;
+  num_parted_ = parted_requests_ = 0;
+  const int32_t most = rule.tiles.requests_per_tile();
+  for (const Pack& pack : packing.packs) {
+    int64_t num_tokens = 0;
+    int64_t load = 0;
+    for (const Segment& segment : packing.segments_of(pack)) {
+      num_tokens += segment.num_tokens();
+      load += rule.load_of(segment.num_tokens());
+    }
+    const bool is_shared = !packing.segments[pack.segment_begin].is_private();
+    for (int32_t done = 0; done < pack.num_requests; done += most) {
+      const int32_t num_requests = std::min(most, pack.num_requests - done);
+      tiles_.push_back({.request_begin = pack.request_begin + done,
+                        .num_requests = num_requests,
+                        .segment_begin = pack.segment_begin,
+                        .segment_end = pack.segment_begin + pack.num_segments,
+                        .tile = rule.tiles.select(num_requests),
+                        .is_shared = is_shared,
+                        .is_read_again = false,
+                        .is_chunked = false,
+                        .is_rest = false,
+                        .num_tokens = num_tokens,
+                        .load = load,
+                        .whole = rule.cost(num_requests, load)});
+    }
+  }
+  mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
+  if (parted) part_long_ranges(packing, rule);
+  // Stable: a request's packs stay in their order.
+  const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
+  const auto privates = std::is_partitioned(tiles_.begin(), tiles_.end(), is_shared)
+                            ? std::partition_point(tiles_.begin(), tiles_.end(), is_shared)
+                            : std::stable_partition(tiles_.begin(), tiles_.end(), is_shared);
+  num_shared_ = static_cast<size_t>(privates - tiles_.begin());
+}
+
+int64_t TileList::total_cost(size_t begin, size_t end) const {
+  int64_t total = 0;
+  for (size_t i = begin; i < end; ++i) total += tiles_[i].whole;
+  return total;
+}
+
+bool TileList::is_same_range(const Packing& packing, const Tile& a, const Tile& b) {
+  const Segment& x = packing.segments[a.segment_begin];
+  const Segment& y = packing.segments[b.segment_begin];
+  return !x.is_private() && x.span == y.span && x.kv_begin == y.kv_begin && x.kv_end == y.kv_end;
+}
+
+void TileList::mark_common_ranges(const Packing& packing, int32_t least_tokens) {
+  const auto is_long = [&](const Tile& tile) {
+    const Segment& range = packing.segments[tile.segment_begin];
+    return range.num_tokens() >= least_tokens && range.first == 0 && range.end >= tile.num_requests;
+  };
+  for (size_t i = 1; i < tiles_.size(); ++i) {
+    if (!is_same_range(packing, tiles_[i - 1], tiles_[i])) continue;
+    tiles_[i - 1].is_read_again = is_long(tiles_[i - 1]);
+    tiles_[i].is_read_again = is_long(tiles_[i]);
+  }
+}
+
+void TileList::part_long_ranges(const Packing& packing, const SplitRule& rule) {
+  const size_t num_tiles = tiles_.size();
+  for (size_t i = 0; i < num_tiles; ++i) {
+    if (!tiles_[i].is_read_again) continue;
+    tiles_[i].is_chunked = true;
+    if (tiles_[i].segment_end == tiles_[i].segment_begin + 1) continue;
+    Tile rest = tiles_[i];
+    Tile& range = tiles_[i];
+    range.segment_end = range.segment_begin + 1;
+    range.num_tokens = packing.segments[range.segment_begin].num_tokens();
+    range.load = rule.load_of(range.num_tokens);
+    range.whole = rule.cost(range.num_requests, range.load);
+    ++rest.segment_begin;
+    rest.num_tokens -= range.num_tokens;
+    rest.load -= range.load;
+    rest.whole = rule.cost(rest.num_requests, rest.load);
+    rest.is_shared = rest.is_read_again = rest.is_chunked = false;
+    rest.is_rest = true;
+    ++num_parted_;
+    parted_requests_ += rest.num_requests;
+    tiles_.push_back(rest);
+  }
+}
+
+}  // namespace pat
