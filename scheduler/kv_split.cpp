@@ -29,7 +29,7 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
       config.min_piece_tokens);
 }
 
-void KvSplitter::split(const Packing& packing, const SplitTask& task, Split& out) {
+void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
   out.clear();
   int64_t num_tokens = 0;
   bool any_shared = false;
@@ -39,6 +39,8 @@ void KvSplitter::split(const Packing& packing, const SplitTask& task, Split& out
     num_tokens += of_pack * tiles_.num_tiles(pack.num_requests);
     any_shared |= !packing.segments[pack.segment_begin].is_private();
   }
+  task.num_read = num_tokens;
+  task.shares_nothing = !any_shared;
   const bool is_little = num_tokens < kPiecesEach * config_.num_workers * config_.min_piece_tokens;
   const bool has_long_range = std::ranges::any_of(
       packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });

@@ -38,10 +38,12 @@ class KvSplitter {
   // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
   // share again, if that costs less.
-  void split(const Packing& packing, const SplitTask& task, Split& out);
+  void split(const Packing& packing, SplitTask task, Split& out);
 
-  // No split of work items that read so many tokens takes less. To be compared with Split::time.
-  int64_t least_time(const SplitTask& task, int64_t num_tokens) const {
+  // No split of work items that read so many tokens, and share none, takes less. To be compared with Split::time.
+  int64_t least_time(SplitTask task, int64_t num_tokens) const {
+    task.num_read = num_tokens;
+    task.shares_nothing = true;
     const int32_t workers = config_.num_workers;
     return time_of_chains(task, workers, num_tokens / workers, num_tokens);
   }

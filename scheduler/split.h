@@ -57,6 +57,9 @@ struct SplitTask {
   int64_t num_unique;  // KV tokens, each counted once
   // Of another split of the batch. What cannot take less is not split: no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
+  // Set by KvSplitter: KV tokens as often as tiles read them, and whether no tile has KV of several requests.
+  int64_t num_read = 0;
+  bool shares_nothing = false;
 };
 
 // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without work.
