@@ -23,13 +23,13 @@ from metadata import metadata
 from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
 from sglang_pat.output_file import output_file
 from sglang_pat.replay.capacity import TokenTree
-from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.generate import WORKLOADS, generate
-from sglang_pat.replay.models import model_shape
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.session import Replay
-from sglang_pat.replay.trace import Trace, TraceErrors, TraceRequest, token_ids
 from sglang_pat.sglang.cpu import enable_cpu_engine
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.generate import WORKLOADS, generate
+from sglang_pat.workload.models import model_shape
+from sglang_pat.workload.trace import Trace, TraceErrors, TraceRequest, token_ids
 
 # Defaults of SGLang's router.
 CACHE_THRESHOLD = 0.3

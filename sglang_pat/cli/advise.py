@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_pat.cli.arguments import real_number, whole_number
 from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
-from sglang_pat.replay.models import DEFAULT_GPU, GPUS, MODEL_NAMES
+from sglang_pat.workload.models import DEFAULT_GPU, GPUS, MODEL_NAMES
 
 DESCRIPTION = "estimate what pat would save, by a model's config.json and a trace of requests"
 _MOST_REQUESTS = 20_000
@@ -150,8 +150,8 @@ def _error(advice: Any) -> str:
 
 
 def _advise(arguments: argparse.Namespace) -> Any:
-    from sglang_pat.replay.models import config_file, read_config
     from sglang_pat.replay.step_time import StepTime
+    from sglang_pat.workload.models import config_file, read_config
 
     inputs = [config_file(arguments.model)]
     if arguments.trace is not None:
@@ -188,8 +188,8 @@ def _advise(arguments: argparse.Namespace) -> Any:
 
 
 def _trace(arguments: argparse.Namespace) -> Any:
-    from sglang_pat.replay.formats import open_trace
-    from sglang_pat.replay.generate import WORKLOADS, generate
+    from sglang_pat.workload.formats import open_trace
+    from sglang_pat.workload.generate import WORKLOADS, generate
 
     if arguments.trace is not None:
         return open_trace(arguments.trace)

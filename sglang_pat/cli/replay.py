@@ -30,9 +30,9 @@ from sglang_pat.output_file import (
     output_or_stdout,
     write_output,
 )
-from sglang_pat.replay.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODEL_NAMES
 from sglang_pat.replay.options import FIGURE_10, PRESETS
 from sglang_pat.support import POLICIES
+from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODEL_NAMES
 
 DESCRIPTION = "replay a trace of requests through SGLang's radix tree and the pack scheduler"
 _USAGE = "sglang-pat replay (TRACE | --generate NAME | --preset NAME | --compare A B) [options]"
@@ -262,8 +262,8 @@ def _refuse_unused(given: dict[str, Any], settings: dict[str, Any]) -> None:
 
 def _check_files(settings: dict[str, Any]) -> None:
     """ValueError if an output cannot be written, is an input, or is another output."""
-    from sglang_pat.replay.models import config_file
-    from sglang_pat.replay.request_dump import dump_files
+    from sglang_pat.workload.models import config_file
+    from sglang_pat.workload.request_dump import dump_files
 
     inputs = [config_file(settings["model"])]
     trace = settings["trace"]
@@ -273,8 +273,8 @@ def _check_files(settings: dict[str, Any]) -> None:
 
 
 def _options(settings: dict[str, Any]) -> Any:
-    from sglang_pat.replay.models import model_shape
     from sglang_pat.replay.options import ReplayOptions
+    from sglang_pat.workload.models import model_shape
 
     model = model_shape(settings["model"]).on_one_of(settings["tp"])
     if settings["context_length"] is not None:
@@ -348,7 +348,7 @@ def _replay(arguments: argparse.Namespace, interruption: _Interruption) -> int:
     _check_files(settings)
     trace = _with_first_request_read(_open_trace(settings))
     if arguments.save is not None:
-        from sglang_pat.replay.formats import write_mooncake
+        from sglang_pat.workload.formats import write_mooncake
 
         write_mooncake(arguments.save, _open_trace(settings).stream)
     console = Console()
@@ -377,8 +377,8 @@ def _replay(arguments: argparse.Namespace, interruption: _Interruption) -> int:
 
 
 def _open_trace(settings: dict[str, Any]) -> Any:
-    from sglang_pat.replay.formats import open_trace
-    from sglang_pat.replay.generate import WORKLOADS, generate
+    from sglang_pat.workload.formats import open_trace
+    from sglang_pat.workload.generate import WORKLOADS, generate
 
     if settings["trace"] is not None:
         return open_trace(settings["trace"], settings["format"], strict=settings["strict"])

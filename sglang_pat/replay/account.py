@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_pat._scheduler import TILE_TABLE, PackScheduler, PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.plan import new_scheduler, replan_cause
-from sglang_pat.replay.models import ModelShape
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.result import (
     Forest,
@@ -32,6 +31,7 @@ from sglang_pat.replay.result import (
     StepRow,
     Totals,
 )
+from sglang_pat.workload.models import ModelShape
 
 if TYPE_CHECKING:
     from sglang_pat.replay.simulate import RunningBatch, Served

@@ -23,7 +23,7 @@ from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.model_layers import FULL, NO_ATTENTION, STATE, Layer, summary
 from sglang_pat.plan import new_scheduler
 from sglang_pat.replay.step_time import Reads, StepTime
-from sglang_pat.replay.trace import Prompt, TokenPrompt, TraceRequest
+from sglang_pat.workload.trace import Prompt, TokenPrompt, TraceRequest
 
 MAX_BATCH = 256
 _SAMPLES = 400

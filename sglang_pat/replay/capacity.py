@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_pat.replay.models import ModelShape
-from sglang_pat.replay.trace import TokenIds, TraceRequest, token_ids
+from sglang_pat.workload.models import ModelShape
+from sglang_pat.workload.trace import TokenIds, TraceRequest, token_ids
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256, 512)
 MAX_FILLS = 64

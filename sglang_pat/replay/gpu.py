@@ -15,9 +15,9 @@ from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.bench import peers, timing
 from sglang_pat.bench.token_table import token_table
-from sglang_pat.replay.models import ModelShape
 from sglang_pat.replay.options import TimeModel
 from sglang_pat.replay.result import StepRow
+from sglang_pat.workload.models import ModelShape
 
 _ROUNDS = 10
 _SPARE_SLOTS = 1 << 16  # private copies of a prompt that is being joined with the tree

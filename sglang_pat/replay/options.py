@@ -9,8 +9,15 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from sglang_pat.replay.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, Gpu, ModelShape, model_shape
 from sglang_pat.support import POLICIES
+from sglang_pat.workload.models import (
+    DEFAULT_GPU,
+    DEFAULT_MODEL,
+    GPUS,
+    Gpu,
+    ModelShape,
+    model_shape,
+)
 
 DEFAULT_POLICIES = ("memory", "paper", "compute", "per-node")
 FIGURE_10 = "pat-figure-10"

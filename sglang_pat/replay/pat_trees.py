@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 from sglang_pat.replay.options import FIGURE_10
-from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
+from sglang_pat.workload.trace import Segment, Trace, TraceErrors, TraceRequest
 
 # The 20 trees of Figure 10 of the PAT paper, in its order. The last two share nothing.
 PAT_TREES = (

@@ -15,7 +15,7 @@ from sglang_pat.replay.account import Account, Measure, Recorder, totals
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.result import Result, TraceCounts
 from sglang_pat.replay.simulate import Simulator
-from sglang_pat.replay.trace import Trace
+from sglang_pat.workload.trace import Trace
 
 _PROGRESS_STEPS = 64  # between two reports of progress
 

@@ -20,7 +20,7 @@ import numpy as np
 from sglang_pat.batch import DecodeBatch, IntArray
 from sglang_pat.replay.account import Account, Durations, Planned
 from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.trace import Segment, Trace, TraceRequest, token_ids
+from sglang_pat.workload.trace import Segment, Trace, TraceRequest, token_ids
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree

@@ -24,7 +24,7 @@ from sglang_pat.model_layers import (
     quantisation_of,
     read_layers,
 )
-from sglang_pat.replay.models import GPUS, Gpu, Weights, parameter_bytes, read_weights
+from sglang_pat.workload.models import GPUS, Gpu, Weights, parameter_bytes, read_weights
 
 # Reached on an H100.
 _H100 = GPUS["H100"]

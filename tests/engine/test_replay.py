@@ -23,8 +23,8 @@ from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.replay.account import Account
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.simulate import Simulator
-from sglang_pat.replay.trace import TokenPrompt, Trace, TraceErrors, TraceRequest
 from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree, new_tree
+from sglang_pat.workload.trace import TokenPrompt, Trace, TraceErrors, TraceRequest
 
 pytestmark = pytest.mark.engine
 

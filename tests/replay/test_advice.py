@@ -20,9 +20,9 @@ from sglang_pat.cli.main import main
 from sglang_pat.model_layers import decoder_config
 from sglang_pat.replay import advice
 from sglang_pat.replay.advice import DEFAULT, PAT, AdvisedRequest, ServerEstimate, estimate
-from sglang_pat.replay.models import GPUS, read_config
 from sglang_pat.replay.step_time import StepTime
-from sglang_pat.replay.trace import TokenPrompt, TraceRequest
+from sglang_pat.workload.models import GPUS, read_config
+from sglang_pat.workload.trace import TokenPrompt, TraceRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h100"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from sglang_pat.replay.capacity import Capacity, PoolUse, TokenTree, capacity
-from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.generate import generate
-from sglang_pat.replay.models import ModelShape, model_shape
-from sglang_pat.replay.trace import Segment, TraceRequest
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.generate import generate
+from sglang_pat.workload.models import ModelShape, model_shape
+from sglang_pat.workload.trace import Segment, TraceRequest
 
 DATA = Path(__file__).parents[1] / "support" / "data"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from sglang_pat.replay.formats import REORDER_WINDOW, open_trace, write_mooncake
-from sglang_pat.replay.generate import WORKLOADS, generate
-from sglang_pat.replay.trace import (
+from sglang_pat.workload.formats import REORDER_WINDOW, open_trace, write_mooncake
+from sglang_pat.workload.generate import WORKLOADS, generate
+from sglang_pat.workload.trace import (
     Segment,
     TokenPrompt,
     Trace,

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from sglang_pat.replay.capacity import TokenTree
-from sglang_pat.replay.generate import WORKLOADS, Draws, generate, zipf
-from sglang_pat.replay.trace import TraceRequest, token_ids
+from sglang_pat.workload.generate import WORKLOADS, Draws, generate, zipf
+from sglang_pat.workload.trace import TraceRequest, token_ids
 
 # The first 64 requests of seed 0, hashed. They change when a workload does, and only then: not with
 # the version of Python, nor with the machine.

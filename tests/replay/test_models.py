@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.replay.models import GPUS, MODEL_NAMES, model_shape
+from sglang_pat.workload.models import GPUS, MODEL_NAMES, model_shape
 
 TINY = {
     "num_hidden_layers": 2,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.cli.main import main
-from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.generate import generate
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.generate import generate
 
 
 def test_saved_trace_replays_as_the_generated_one(tmp_path: Path) -> None:

@@ -14,16 +14,16 @@ import pytest
 from sglang_pat.batch import PrefixPaths
 from sglang_pat.plan import new_scheduler
 from sglang_pat.replay.account import Account, split_partials
-from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.generate import generate
-from sglang_pat.replay.models import GPUS, model_shape
 from sglang_pat.replay.options import ReplayOptions
 from sglang_pat.replay.result import TIMING_KEYS, Result
 from sglang_pat.replay.session import Replay
 from sglang_pat.replay.simulate import Simulator
-from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
 from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree, new_tree
 from sglang_pat.support import POLICIES
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.generate import generate
+from sglang_pat.workload.models import GPUS, model_shape
+from sglang_pat.workload.trace import Segment, Trace, TraceErrors, TraceRequest
 
 TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
 SHARED = Segment(1, 300)

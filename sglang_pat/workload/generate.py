@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 from typing import NamedTuple, TypeVar
 
-from sglang_pat.replay.trace import Segment, Trace, TraceErrors, TraceRequest
+from sglang_pat.workload.trace import Segment, Trace, TraceErrors, TraceRequest
 
 T = TypeVar("T")
 

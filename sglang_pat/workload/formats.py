@@ -38,8 +38,8 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from sglang_pat.replay.request_dump import dump_files, read_dump
-from sglang_pat.replay.trace import (
+from sglang_pat.workload.request_dump import dump_files, read_dump
+from sglang_pat.workload.trace import (
     Prompt,
     Segment,
     TokenPrompt,

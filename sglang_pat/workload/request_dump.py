@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sglang_pat.replay.trace import TokenPrompt, TraceErrors, TraceRequest, text_tokens
+from sglang_pat.workload.trace import TokenPrompt, TraceErrors, TraceRequest, text_tokens
 
 # SGLang may keep token ids in an array. Neither of these runs code of the file.
 _ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array_reconstructor}
