@@ -30,7 +30,7 @@ from serving.tables import console
 from sglang_pat.bench.cases import Case
 from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.output_file import output_file
-from sglang_pat.replay.step_time import StepTime
+from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, Gpu
 
 BATCHES = (1, 8, 32, 128)

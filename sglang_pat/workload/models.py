@@ -1,14 +1,13 @@
-"""Models and GPUs of a replay: bytes of a KV token, bytes of the weights, workers, speed.
+"""Models and GPUs of a simulated server: configurations, weights, memory, speed.
 
-The shape of a model comes from its Hugging Face `config.json`. The replay takes models whose layers
-are all alike and accelerated; others are refused here with the words of `support.py`.
+The shape of a model comes from its Hugging Face `config.json`. `model_layers.py` reads its layers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from sglang_pat.model_layers import (
     NO_ATTENTION,
     WINDOW,
     Layer,
+    count,
     decoder_config,
     positive,
     quantisation_of,
-    read_layers,
 )
 from sglang_pat.support import KERNEL_DTYPES
 
@@ -68,7 +67,7 @@ _NAMED_CONFIGS: dict[str, dict[str, Any]] = {
 MODEL_NAMES = tuple(_NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
 
-_DTYPE_BYTES = dict.fromkeys(KERNEL_DTYPES, 2)
+_DTYPES = (*KERNEL_DTYPES, "float32")  # the last one is cast when it is loaded
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _STATE_SQUARES = 6
@@ -129,76 +128,6 @@ GPUS = {
 DEFAULT_GPU = "H100"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A decoder with the same attention in all layers: the part of it on one GPU.
-
-    Attributes
-    ----------
-    dtype_bytes
-        Bytes of one element of the weights and of the KV cache.
-    weight_bytes
-        Estimated from the projections and embeddings. All experts of a mixture count: a large
-        batch reads them all.
-    context_length
-        Tokens of the longest request that the model takes.
-    """
-
-    name: str
-    num_layers: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-    weight_bytes: int
-    context_length: int
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that read one KV head."""
-        return self.num_qo_heads // self.num_kv_heads
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token, all layers and KV heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
-
-    def on_one_of(self, tp: int) -> ModelShape:
-        """The part of the model that each of `tp` GPUs holds under tensor parallelism.
-
-        As in SGLang, a KV head is held several times where there are more GPUs than KV heads.
-        ValueError if the heads cannot be divided.
-        """
-        if tp < 1 or self.num_qo_heads % tp:
-            raise ValueError(
-                f"--tp {tp}: {self.name} has {self.num_qo_heads} query heads; "
-                f"allowed: a divisor of {self.num_qo_heads}"
-            )
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            raise ValueError(
-                f"--tp {tp}: {self.name} has {self.num_kv_heads} KV heads; "
-                f"allowed: a divisor or a multiple of {self.num_kv_heads}"
-            )
-        return replace(
-            self,
-            num_qo_heads=self.num_qo_heads // tp,
-            num_kv_heads=max(1, self.num_kv_heads // tp),
-            weight_bytes=self.weight_bytes // tp,
-        )
-
-
-def model_shape(name: str | Path) -> ModelShape:
-    """The shape of a model, by its name or by the path of a `config.json` or of its folder.
-
-    ValueError names what is neither, the key of a config that is missing, or what pat refuses.
-    """
-    label, config = read_config(name)
-    try:
-        return _shape(label, config)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
-
-
 def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """What to call a model, and the part of its `config.json` about the decoder.
 
@@ -237,30 +166,18 @@ def config_file(name: str | Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def _shape(name: str, config: Mapping[str, Any]) -> ModelShape:
-    layers = read_layers(config)
-    for layer in layers:
-        if layer.refusal is not None:
-            raise layer.refusal.error()
-    alike = {(layer.num_qo_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    if len(alike) > 1:
-        raise ValueError("its layers differ in heads; a replay takes models whose layers are alike")
+def context_length_of(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest request; None where the configuration does not say."""
+    if config.get("max_position_embeddings") is None:
+        return None
+    return positive(config, "max_position_embeddings")
+
+
+def check_dtype(config: Mapping[str, Any]) -> None:
+    """ValueError for a type of weights that SGLang does not serve in 16 bits."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
-    if dtype not in _DTYPE_BYTES:
-        raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
-    weights = read_weights(config, layers)
-    embeddings = 1 if config.get("tie_word_embeddings") else 2
-    parameters = weights.dense + weights.experts + (embeddings - 1) * weights.vocabulary
-    return ModelShape(
-        name=name,
-        num_layers=len(layers),
-        num_qo_heads=layers[0].num_qo_heads,
-        num_kv_heads=layers[0].num_kv_heads,
-        head_dim=layers[0].head_dim,
-        dtype_bytes=_DTYPE_BYTES[dtype],
-        weight_bytes=_DTYPE_BYTES[dtype] * parameters,
-        context_length=positive(config, "max_position_embeddings"),
-    )
+    if dtype not in _DTYPES:
+        raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPES)}")
 
 
 # --- weights ---
@@ -294,6 +211,8 @@ class Weights:
         Of one layer; 1 and 1 without experts.
     vocabulary
         Of the output head, as many as an embedding has. They are part of `dense`.
+    embedding
+        Held beside them: the embedding, unless it is the output head.
     """
 
     dense: int
@@ -301,6 +220,7 @@ class Weights:
     num_experts: int
     experts_per_token: int
     vocabulary: int
+    embedding: int
 
 
 def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
@@ -308,23 +228,25 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
     hidden = positive(config, "hidden_size")
     vocabulary = hidden * positive(config, "vocab_size")
     dense = vocabulary + sum(_mixer_parameters(config, layer, hidden) for layer in layers)
-    num_experts = next((int(config[key]) for key in _EXPERT_COUNTS if config.get(key)), 0)
+    embedding = 0 if config.get("tie_word_embeddings") else vocabulary
+    num_experts = next((positive(config, key) for key in _EXPERT_COUNTS if config.get(key)), 0)
     # With a pattern of letters an MLP is a layer of its own, else every layer has one.
     pattern = config.get("hybrid_override_pattern")
     num_mlps = sum(letter in "-E" for letter in pattern) if pattern else len(layers)
     if not num_experts:
         matrices = 2 if "n_embd" in config else 3  # GPT-2's MLPs have no gate
         dense += num_mlps * matrices * hidden * positive(config, "intermediate_size")
-        return Weights(dense, 0, 1, 1, vocabulary)
-    num_dense = min(int(config.get("first_k_dense_replace") or 0), num_mlps)
+        return Weights(dense, 0, 1, 1, vocabulary, embedding)
+    num_dense = min(count(config, "first_k_dense_replace"), num_mlps)
     if num_dense:
         dense += num_dense * 3 * hidden * positive(config, "intermediate_size")
     width = positive(config, "moe_intermediate_size", config.get("intermediate_size"))
     num_mixtures = num_mlps - num_dense
-    dense += num_mixtures * 3 * hidden * width * int(config.get("n_shared_experts") or 0)
-    per_token = next((int(config[key]) for key in _EXPERTS_PER_TOKEN if config.get(key)), 1)
+    dense += num_mixtures * 3 * hidden * width * count(config, "n_shared_experts")
+    per_token = next((positive(config, key) for key in _EXPERTS_PER_TOKEN if config.get(key)), 1)
     experts = num_mixtures * 3 * hidden * width * num_experts
-    return Weights(dense, experts, num_experts, min(per_token, num_experts), vocabulary)
+    per_token = min(per_token, num_experts)
+    return Weights(dense, experts, num_experts, per_token, vocabulary, embedding)
 
 
 def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
@@ -336,10 +258,9 @@ def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> i
         return hidden * (queries + layer.kv_elements)
     if layer.kind == LATENT:
         rope, nope, value = (
-            int(config.get(key) or 0)
-            for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+            count(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         )
-        rank, query_rank = layer.kv_elements - rope, int(config.get("q_lora_rank") or hidden)
+        rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank") or hidden
         down = hidden * (query_rank + layer.kv_elements)
         heads = layer.num_qo_heads
         up = query_rank * heads * (nope + rope) + rank * heads * (nope + value)

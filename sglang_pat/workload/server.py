@@ -201,6 +201,8 @@ class Server:
         Steps that are taken together while the batch is the same. The result does not depend on it.
     finished
         (request, time) in order.
+    starved
+        Seconds of decode steps for which no request waited although more were to come.
     retracted
         How often a request was put back.
     """
@@ -212,6 +214,7 @@ class Server:
     steps_at_once: int = 1 << 20
     now: float = 0.0
     retracted: int = 0
+    starved: float = 0.0
     finished: list[tuple[Request, float]] = field(default_factory=list)
     _waiting: list[Request] = field(default_factory=list)
     _chunked: Request | None = None
@@ -239,6 +242,7 @@ class Server:
             elif self._leaving or (self._is_full and self._waiting):
                 self._leaving, self._is_full = 0, False
             elif arrivals:
+                self.starved += arrivals[0].arrival - self.now
                 self.now = arrivals[0].arrival
             else:
                 assert not self._waiting, "a request was accepted that fits into no pool"
@@ -359,10 +363,11 @@ class Server:
         for request, length in zip(waiting, found, strict=True):
             keys[request.number] = -length
             if length <= _SHORT_PREFIX:
-                if seen.find(request, request.wanted) >= _SHORT_PREFIX:
+                tokens = request.tokens[: request.wanted]
+                if seen.common_prefix(tokens) >= _SHORT_PREFIX:
                     keys[request.number] = math.inf
                 else:
-                    seen.insert(request)
+                    seen.insert(tokens)
         waiting.sort(key=lambda request: keys[request.number])
 
     # --- decode ---
@@ -398,6 +403,8 @@ class Server:
         tree.take(needed)
         begin = self.now
         self.now += steps * seconds
+        if next_arrival < math.inf and not self._waiting:
+            self.starved += self.now - begin
         self._ratio = max(self._ratio - steps * _RATIO_DECAY, _LEAST_NEW_TOKEN_RATIO)
         yield Decode(begin, seconds, steps, batch, kv_tokens + growth, held + growth)
         self._lengths = self._lengths + np.int32(steps)

@@ -1,7 +1,7 @@
 """The prefix cache of the simulated server: a radix tree over a KV pool that only counts.
 
 It has the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
-compares every operation with it. `sglang/replay_tree.py` has SGLang's own classes behind the same
+compares every operation with it. `sglang/workload_tree.py` has SGLang's own classes behind the same
 interface, `Tree`.
 """
 
@@ -29,9 +29,9 @@ class CachedRequest(Protocol):
     kv_len
         Tokens whose KV is in the pool.
     protected
-        How many of these the tree holds, locked. The tree sets it.
+        How many of its tokens the tree holds, locked while it runs. The tree sets it.
     handle
-        The tree's own.
+        The tree's own; None before the tree has seen the request.
     """
 
     number: int
@@ -144,18 +144,24 @@ class RadixTree:
         return self.available + self.evictable
 
     def match(self, request: CachedRequest, length: int) -> int:
-        found, node = self._match(request.tokens[: length - 1])
-        request.handle, request.protected = node, found
-        self._lock(node)
+        found = self.find(request, length - 1)
+        self._lock(request.handle)
         return found
 
     def find(self, request: CachedRequest, length: int) -> int:
-        found, request.handle = self._match(request.tokens[:length])
-        return found
+        length = length // self.page_size * self.page_size
+        node, found = request.handle, request.protected
+        if node is None or node.parent is None or found > length:  # evicted, or never looked for
+            node, found = self._root, 0
+        request.protected, request.handle = self._match(request.tokens[:length], node, found)
+        return request.protected
 
-    def insert(self, request: CachedRequest) -> None:
-        """Note the prompt of a request. Where a tree only remembers, there is no pool."""
-        tokens = request.tokens[: request.prompt_length]
+    def common_prefix(self, tokens: TokenIds) -> int:
+        """Tokens of a prefix that the tree holds, without a request."""
+        return self._match(tokens, self._root, 0)[0]
+
+    def insert(self, tokens: TokenIds) -> None:
+        """Remember tokens, without a pool."""
         self._insert(tokens, len(tokens))
 
     def unlock(self, request: CachedRequest) -> None:
@@ -177,6 +183,7 @@ class RadixTree:
                 parent = node.parent
                 assert parent is not None
                 del parent.children[self._key(node.tokens, 0)]
+                node.parent = None
                 self.evictable -= len(node.tokens)
                 self.available += len(node.tokens)
                 self._note_leaf(parent)
@@ -299,11 +306,10 @@ class RadixTree:
         child.time = self._tick()
         return upper
 
-    def _match(self, tokens: TokenIds) -> tuple[int, Node]:
-        tokens = tokens[: len(tokens) // self.page_size * self.page_size]
+    def _match(self, tokens: TokenIds, node: Node, found: int) -> tuple[int, Node]:
+        """Go down from a node at which `found` of the tokens end. They are whole pages."""
         if not len(tokens):
             return 0, self._root
-        node, found = self._root, 0
         while found < len(tokens):
             child = node.children.get(self._key(tokens, found))
             if child is None:

@@ -53,7 +53,7 @@ def served(
 
 
 def log_of(server: Server) -> list[tuple[Any, ...]]:
-    """Passes (who, new and cached tokens), steps (how many, lengths), and free tokens after each."""
+    """Passes (who, new and cached tokens), steps (how many, lengths), and free tokens then."""
     log: list[tuple[Any, ...]] = []
     for event in server.events():
         if isinstance(event, Prefill):

@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from sglang_pat.replay.capacity import TokenTree
 from sglang_pat.workload.generate import WORKLOADS, Draws, generate, zipf
-from sglang_pat.workload.trace import TraceRequest, token_ids
+from sglang_pat.workload.run import distinct_tokens
+from sglang_pat.workload.trace import TraceRequest
 
 # The first 64 requests of seed 0, hashed. They change when a workload does, and only then: not with
 # the version of Python, nor with the machine.
@@ -33,9 +33,8 @@ def requests_of(name: str, requests: int, seed: int = 0, **options: float) -> li
 
 def hit_rate(requests: list[TraceRequest]) -> float:
     """Prompt tokens found in a cache that never evicts."""
-    tree = TokenTree()
-    found = sum(tree.insert(token_ids(request.prompt)) for request in requests)
-    return found / sum(request.input_length for request in requests)
+    distinct = distinct_tokens(request.prompt for request in requests)
+    return 1 - distinct / sum(request.input_length for request in requests)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -1,15 +1,12 @@
-"""The 20 prefix trees of the PAT paper's Figure 10, as trees and as a trace."""
+"""The 20 prefix trees of the PAT paper's Figure 10."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
-from sglang_pat.replay.options import FIGURE_10
-from sglang_pat.workload.trace import Segment, Trace, TraceErrors, TraceRequest
 
 # The 20 trees of Figure 10 of the PAT paper, in its order. The last two share nothing.
 PAT_TREES = (
@@ -116,32 +113,3 @@ class PrefixTree:
         """Slots that token_table refers to, slot 0 included."""
         pages = sum(n * -(-t // page_size) for n, t in zip(self.nodes, self.tokens, strict=True))
         return (pages + 1) * page_size
-
-
-_ANSWER = 17  # tokens: 16 decode steps with all requests of a tree
-_INTERVAL = 1e6  # seconds, in which the tree before has long been served
-
-
-def figure_10_trace() -> Trace:
-    """The trees of PAT's Figure 10 that share something, one after another, each all at once."""
-    trees = [PrefixTree.parse(text) for text in PAT_TREES]
-    shared = [tree for tree in trees if tree.is_shared]
-    return Trace(
-        name=FIGURE_10,
-        format="generated",
-        stream=_tree_requests(shared),
-        errors=TraceErrors(),
-        requests=sum(tree.num_requests for tree in shared),
-    )
-
-
-def _tree_requests(trees: list[PrefixTree]) -> Iterator[TraceRequest]:
-    for number, tree in enumerate(trees):
-        for request in range(tree.num_requests):
-            prompt = tuple(
-                Segment(
-                    (number << 32) + (level << 24) + request * nodes // tree.num_requests, tokens
-                )
-                for level, (nodes, tokens) in enumerate(zip(tree.nodes, tree.tokens, strict=True))
-            )
-            yield TraceRequest(number * _INTERVAL, prompt, _ANSWER)

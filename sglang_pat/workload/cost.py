@@ -1,21 +1,24 @@
-"""How long a decode step takes, estimated: what it moves, at speeds measured on an H100.
+"""The clock: how long a pass and a decode step take, from what they compute and move.
 
-`advice.py` asks for it. The constants were fitted to the recorded runs of one H100
-(`benchmarks/results/h100/`: serving.json of both SGLang versions, serving-gates-whole.json,
-bench.json, kernels-cascade.json) and a test compares them. Pat and a query-centric kernel obey one
-law: they differ in what they read, and from where. Other GPUs are scaled by their data sheets,
-which no run has checked.
+The constants were fitted to recorded servers of an H100 and an H200 (`benchmarks/results`): the
+8B shape, and the part of a 70B model on one of eight GPUs. Tests compare them. Passes were fitted
+to whole jobs on an H200. Pat and a query-centric kernel obey one law: they differ in what they
+read, and from where. Other GPUs are scaled by their data sheets, which no run has checked.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from sglang_pat.model_layers import (
     CHUNK,
+    FULL,
+    NO_ATTENTION,
     STATE,
     WINDOW,
     Layer,
@@ -24,19 +27,29 @@ from sglang_pat.model_layers import (
     quantisation_of,
     read_layers,
 )
-from sglang_pat.workload.models import GPUS, Gpu, Weights, parameter_bytes, read_weights
+from sglang_pat.workload.models import (
+    GPUS,
+    Gpu,
+    Weights,
+    check_dtype,
+    parameter_bytes,
+    read_weights,
+)
 
-# Reached on an H100.
+# Reached on an H100; bytes and operations as parts of the peak.
 _H100 = GPUS["H100"]
-_KV_SHARE = 2.91e12 / _H100.bytes_per_second  # of the peak bandwidth, KV from memory
+_KV_SHARE = 2.91e12 / _H100.bytes_per_second  # KV from memory
 _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
-_WEIGHT_SHARE = 2.62e12 / _H100.bytes_per_second
+_WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
-_LAYER_SECONDS = 12e-6  # of a layer's norms and launches
-_PREFILL_SHARE = 360 / 989  # of the peak of the tensor cores
-_PREFILL_SECONDS = 0.002  # of every prefill, beside reading the weights
+_LAYER_SECONDS = 32e-6  # of a layer's norms and launches
+_PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and MLPs
+_PREFILL_ATTENTION_SHARE = 350 / 989
+_PREFILL_SECONDS = 0.002  # of every pass
+_PREFILL_LAYER_SECONDS = 0.3e-3  # of a layer at least: no graph, so the host launches each kernel
+_PREFILL_REQUEST_SECONDS = 0.001  # of every request in it
 
 _MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
 
@@ -56,8 +69,8 @@ class Reads(NamedTuple):
     """
 
     once: float
-    again: float
-    cached: float
+    again: float = 0.0
+    cached: float = 0.0
     partials: float = 0.0
 
     @property
@@ -65,7 +78,14 @@ class Reads(NamedTuple):
         return self.once + self.again + self.cached
 
 
-@dataclass(frozen=True, slots=True)
+class StepSeconds(NamedTuple):
+    """A decode step, and the part of it that attention takes."""
+
+    all: float
+    attention: float
+
+
+@dataclass(frozen=True)
 class StepTime:
     """The time of steps of one model on `tp` GPUs.
 
@@ -91,6 +111,7 @@ class StepTime:
     @classmethod
     def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
         """Of a model by its `config.json`. ValueError names a key, or a `tp` not allowed."""
+        check_dtype(config)
         layers = read_layers(config)
         heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
         if tp < 1 or any(count % tp for count in heads):
@@ -120,7 +141,8 @@ class StepTime:
     def held_weight_bytes(self) -> float:
         """On one GPU."""
         weights = self.weights
-        return (weights.dense + weights.experts) * self.weight_bytes / self.tp
+        held = weights.dense + weights.experts + weights.embedding
+        return held * self.weight_bytes / self.tp
 
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
         """Tokens of the KV pool of one GPU. None: of what the weights leave.
@@ -166,16 +188,56 @@ class StepTime:
             + partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
         )
 
-    def window(self, layer: Layer, batch: int, tokens: float) -> float:
-        """Seconds of a layer whose requests read a part of their KV, each its own."""
-        length = layer.window if layer.kind in (WINDOW, CHUNK) and layer.window else math.inf
-        return self.attention(layer, Reads(min(tokens, batch * length), 0, 0))
+    def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
+        """A decode step.
 
-    def prefill(self, tokens: int) -> float:
-        """Seconds of computing that many new tokens."""
-        flops = 2 * tokens * self._active / self.tp
-        computed = flops / self.gpu.flops_per_second / _PREFILL_SHARE
-        return _PREFILL_SECONDS + math.hypot(self.without_attention(1), computed)
+        Parameters
+        ----------
+        kv_tokens
+            Of all requests.
+        ours, other
+            What a layer that pat accelerates reads, and one of full attention that it does not.
+        """
+        attention = 0.0
+        for layer, count in self._alike.items():
+            reads = ours if layer.is_accelerated else other
+            if layer.kind in (WINDOW, CHUNK) and layer.window:
+                reads = Reads(min(kv_tokens, requests * layer.window))
+            elif layer.kind != FULL:
+                reads = Reads(kv_tokens)
+            attention += count * self.attention(layer, reads)
+        return StepSeconds(self.without_attention(requests) + attention, attention)
+
+    def prefill(self, new: int, pairs: float, requests: int) -> float:
+        """Seconds of a pass that computes new tokens.
+
+        Parameters
+        ----------
+        pairs
+            Of a new token and one that it attends to, summed over the requests.
+        """
+        gpu, weights = self.gpu, self.weights
+        matrices = 2 * new * (self._active - weights.vocabulary)
+        attention = (
+            4
+            * pairs
+            * sum(
+                layer.num_qo_heads * (layer.head_dim + layer.v_head_dim) / 2
+                for layer in self.layers
+            )
+        )
+        seconds = matrices / _PREFILL_SHARE + attention / _PREFILL_ATTENTION_SHARE
+        computed = seconds / self.tp / gpu.flops_per_second
+        read = self.held_weight_bytes / gpu.bytes_per_second / _WEIGHT_SHARE
+        launched = len(self.layers) * _PREFILL_LAYER_SECONDS
+        longest = max(read, computed, launched)
+        return _PREFILL_SECONDS + longest + requests * _PREFILL_REQUEST_SECONDS
+
+    @cached_property
+    def _alike(self) -> Counter[Layer]:
+        """Layers with attention. Those that are alike cost the same."""
+        layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
+        return Counter(replace(layer, index=0) for layer in layers)
 
     @property
     def _active(self) -> float:
