@@ -144,7 +144,7 @@ def reads(answer: Answer) -> list[tuple[str, str, str]]:
     tokens = answer.pat.kv_tokens
     most = tokens["query-centric"]
     return [
-        (name, f"{count:,.0f}", f"{most / count:.2f}x" if count else "-")
+        (name, f"{count / 1e6:,.1f} M", f"{most / count:.2f}x" if count else "-")
         for name, count in tokens.items()
     ]
 

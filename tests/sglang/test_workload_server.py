@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from served import SlowClock, log_of
 
+from sglang_pat.cli.main import main
 from sglang_pat.sglang.workload_tree import IdTree, new_tree
 from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.server import Decode, Rules, Server, accepted
@@ -82,3 +85,17 @@ def test_paths_are_those_of_sglangs_tree() -> None:
             )
             for part in ("path_begin", "kv_begin", "kv_end"):
                 assert (getattr(ours, part) == getattr(theirs, part)).all()
+
+
+@pytest.mark.parametrize("name", [*WORKLOADS, "the trace"])
+def test_the_verdict_is_that_of_sglangs_tree(name: str, tmp_path: Path) -> None:
+    trace = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
+    source = ["--trace", str(trace)] if name == "the trace" else ["--generate", name]
+    words = [*source, "--limit", "60", "--kv-tokens", "60000", "--max-running-requests", "64"]
+    found = []
+    for tree in ("own", "sglang"):
+        assert main(["replay", *words, "--tree", tree, "--json", str(tmp_path / tree)]) == 0
+        found.append(json.loads((tmp_path / tree).read_text()))
+        del found[-1]["meta"]
+    assert found[0]["verdict"] == found[1]["verdict"]
+    assert found[0] == found[1]
