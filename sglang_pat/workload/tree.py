@@ -16,8 +16,6 @@ import numpy as np
 from sglang_pat.batch import PrefixPaths
 from sglang_pat.workload.trace import TokenIds
 
-_PATH_TICK = 1e-5  # between the nodes of a path that is matched: the root was used last
-
 
 class CachedRequest(Protocol):
     """A request as far as a tree looks at it.
@@ -34,8 +32,6 @@ class CachedRequest(Protocol):
         The tree's own; None before the tree has seen the request.
     """
 
-    number: int
-    prompt_length: int
     kv_len: int
     protected: int
     handle: Any
@@ -201,9 +197,6 @@ class RadixTree:
             return
         aligned = request.kv_len // self.page_size * self.page_size
         node = self._insert(request.tokens[:aligned], request.protected)
-        prompt = request.prompt_length // self.page_size * self.page_size
-        if 0 < prompt < aligned:  # so that the answer can be evicted without the prompt
-            self._insert(request.tokens[:prompt], prompt)
         self.unlock(request)
         request.handle, request.protected = node, aligned
         self._lock(node)
@@ -324,7 +317,6 @@ class RadixTree:
         above: Node | None = node
         while above is not None:
             above.time = time
-            time -= _PATH_TICK
             above = above.parent
         return found, node
 

@@ -97,28 +97,35 @@ def nodes_of(node: Any, depth: int = 0) -> list[tuple[int, tuple[int, ...], int]
     return sorted(found)
 
 
+def new_pair(number: int, tokens: list[int], prompt_length: int) -> tuple[Request, Request]:
+    return Request(number, tokens, prompt_length), Request(number, tokens, prompt_length)
+
+
 def run(seed: int, page: int) -> None:
     choose = random.Random(seed)
     num_tokens = choose.choice((64, 200, 600)) * max(1, page // 2)
     both = Both(num_tokens, page)
     length = 60 * max(1, page // 4)
     texts = [choose.choices(range(3), k=length) for _ in range(4)]
+    waiting: list[tuple[Request, Request]] = []
     for number in range(OPERATIONS):
         kind = choose.random()
         if kind < 0.4:
-            text = choose.choice(texts)
-            prompt = text[: choose.randrange(1, length)]
-            prompt += choose.choices(range(3), k=choose.randrange(12))
-            tokens = prompt + choose.choices(range(3), k=choose.randrange(1, 30))
-            pair = Request(number, tokens, len(prompt)), Request(number, tokens, len(prompt))
-            found = both.each("match", pair, len(prompt))
+            if waiting and choose.random() < 0.5:
+                pair = waiting.pop(choose.randrange(len(waiting)))
+            else:
+                text = choose.choice(texts)
+                prompt = text[: choose.randrange(1, length)]
+                prompt += choose.choices(range(3), k=choose.randrange(12))
+                tokens = prompt + choose.choices(range(3), k=choose.randrange(1, 30))
+                pair = new_pair(number, tokens, len(prompt))
+            prompt_length = pair[0].prompt_length
+            found = both.each("match", pair, prompt_length)
             pair[0].kv_len = pair[1].kv_len = found
             # Some prompts are cut into chunks, at whole pages.
-            chunk = (found + (len(prompt) - found) // 2) // page * page
-            ends = (
-                [chunk, len(prompt)] if choose.random() < 0.5 and chunk > found else [len(prompt)]
-            )
-            for end in ends:
+            chunk = (found + (prompt_length - found) // 2) // page * page
+            is_cut = choose.random() < 0.5 and chunk > found
+            for end in (chunk, prompt_length) if is_cut else (prompt_length,):
                 if not both.extend(pair, end):
                     both.each("release" if pair[0].kv_len > found else "unlock", pair)
                     break
@@ -133,12 +140,11 @@ def run(seed: int, page: int) -> None:
             pair = both.live.pop(choose.randrange(len(both.live)))
             both.each("finish" if choose.random() < 0.8 else "release", pair)
         elif kind < 0.93:
-            waiting = []
-            for other in range(6):
+            for other in range(len(waiting), 6):
                 prompt = choose.choice(texts)[: choose.randrange(1, length)]
-                pair = tuple(Request(-1 - other, [*prompt, 1], len(prompt)) for _ in range(2))
-                both.each("find", pair, len(prompt))
-                waiting.append(pair)
+                waiting.append(new_pair(1000 * number + other, [*prompt, 1], len(prompt)))
+            for pair in waiting:
+                both.each("find", pair, pair[0].prompt_length)
             mine, others = zip(*waiting, strict=True)
             assert both.ours.by_weight(mine) == both.theirs.by_weight(others)
         else:
