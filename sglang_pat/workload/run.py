@@ -170,7 +170,11 @@ def serve(
     tree = setup.new_tree(setup.pool, setup.page_size)
     requests, _ = accepted(stream, setup.rules, tree.size, setup.page_size)
     if not requests:
-        raise ValueError(f"no request of the trace fits into a KV pool of {tree.size:,} tokens")
+        context = setup.rules.context_length
+        limit = "" if context is None else f" and a context of {context:,}"
+        raise ValueError(
+            f"no request of the trace fits into a KV pool of {tree.size:,} tokens{limit}"
+        )
     stride = max(1, 2 * len(requests) // _PLANS)
     planner = Planner(setup.time, setup.policies, stride)
     clock = BackendClock(backend, planner)

@@ -173,3 +173,12 @@ def test_windows_read_no_more_than_they_hold() -> None:
     reads = Reads(16 * 8192)
     attention = [time.decode(16, 16 * 8192, reads, reads).attention for time in (whole, hybrid)]
     assert attention[1] < attention[0] / 2
+
+
+def test_a_pass_computes_the_output_head_for_last_tokens_only() -> None:
+    _, config = read_config("llama-3.1-8b")
+    small, large = (
+        StepTime.of({**config, "vocab_size": size}, GPUS["H100"]) for size in (128_256, 500_000)
+    )
+    assert small.prefill(100_000, 0, 1) == large.prefill(100_000, 0, 1)
+    assert small.without_attention(1) < large.without_attention(1)
