@@ -46,7 +46,7 @@ class Report:
             fcfs, by_weight = self.answer.by_weight
             yield (
                 f"--schedule-policy dfs-weight would serve {by_weight:.3g} instead of {fcfs:.3g} "
-                "requests/s: first come first served computes prefixes again that were evicted."
+                "requests/s: first come first served computes prefixes more than once."
             )
         if errors.count:
             first = str(errors.first[0]) if errors.first else ""

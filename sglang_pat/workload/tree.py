@@ -32,6 +32,7 @@ class CachedRequest(Protocol):
         The tree's own; None before the tree has seen the request.
     """
 
+    prompt_length: int
     kv_len: int
     protected: int
     handle: Any
@@ -197,6 +198,9 @@ class RadixTree:
             return
         aligned = request.kv_len // self.page_size * self.page_size
         node = self._insert(request.tokens[:aligned], request.protected)
+        prompt = request.prompt_length // self.page_size * self.page_size
+        if 0 < prompt < aligned:  # of a retracted request too, an answer leaves without its prompt
+            self._insert(request.tokens[:prompt], prompt)
         self.unlock(request)
         request.handle, request.protected = node, aligned
         self._lock(node)

@@ -21,7 +21,7 @@ class Request:
     def __init__(self, number: int, tokens: list[int], prompt_length: int) -> None:
         self.number = number
         self.tokens = np.array(tokens, dtype=np.int64)
-        self.prompt_length = prompt_length
+        self.prompt_length = self.wanted = prompt_length
         self.kv_len = self.protected = 0
         self.handle: Any = None
 
@@ -119,13 +119,13 @@ def run(seed: int, page: int) -> None:
                 prompt += choose.choices(range(3), k=choose.randrange(12))
                 tokens = prompt + choose.choices(range(3), k=choose.randrange(1, 30))
                 pair = new_pair(number, tokens, len(prompt))
-            prompt_length = pair[0].prompt_length
-            found = both.each("match", pair, prompt_length)
+            wanted = pair[0].wanted
+            found = both.each("match", pair, wanted)
             pair[0].kv_len = pair[1].kv_len = found
             # Some prompts are cut into chunks, at whole pages.
-            chunk = (found + (prompt_length - found) // 2) // page * page
+            chunk = (found + (wanted - found) // 2) // page * page
             is_cut = choose.random() < 0.5 and chunk > found
-            for end in (chunk, prompt_length) if is_cut else (prompt_length,):
+            for end in (chunk, wanted) if is_cut else (wanted,):
                 if not both.extend(pair, end):
                     both.each("release" if pair[0].kv_len > found else "unlock", pair)
                     break
@@ -138,13 +138,19 @@ def run(seed: int, page: int) -> None:
                 both.extend(pair, pair[0].kv_len + 1)
         elif kind < 0.85 and both.live:
             pair = both.live.pop(choose.randrange(len(both.live)))
-            both.each("finish" if choose.random() < 0.8 else "release", pair)
+            if choose.random() < 0.7:
+                both.each("finish", pair)
+            else:  # retracted: with what it has generated it waits again
+                both.each("release", pair)
+                for each in pair:
+                    each.wanted, each.kv_len = each.kv_len, 0
+                waiting.append(pair)
         elif kind < 0.93:
             for other in range(len(waiting), 6):
                 prompt = choose.choice(texts)[: choose.randrange(1, length)]
                 waiting.append(new_pair(1000 * number + other, [*prompt, 1], len(prompt)))
             for pair in waiting:
-                both.each("find", pair, pair[0].prompt_length)
+                both.each("find", pair, pair[0].wanted)
             mine, others = zip(*waiting, strict=True)
             assert both.ours.by_weight(mine) == both.theirs.by_weight(others)
         else:
