@@ -137,7 +137,7 @@ def run_job(server: Server, requests: Sequence[TraceRequest]) -> JobRun:
 def predicted(
     requests: Sequence[TraceRequest], config: Mapping[str, Any], gpu: str, pool: int
 ) -> dict[str, ServerStats]:
-    """What the simulated servers say of a job, by backend."""
+    """Serve a job on the simulated servers, by backend."""
     rules = Rules(max_running_requests=MAX_RUNNING, chunked_prefill_size=CHUNK)
     setup = Setup(StepTime.of(config, GPUS[gpu]), pool, rules)
     return {name: serve(requests, setup, backend) for name, backend in _BACKENDS.items()}
@@ -147,7 +147,7 @@ _BACKENDS = {"pat": PAT, "default": DEFAULT}
 
 
 def gates(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What has to hold: by name, predicted over measured, how far it may be from 1, and whether."""
+    """Check predictions: by name, predicted over measured, and how far from 1 it may be."""
     found = {}
     for job, entry in jobs.items():
         for backend, expected in entry.get("predicted", {}).items():
@@ -192,7 +192,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def starts(shape: ModelShape, pool: int) -> dict[str, Start]:
-    """How the servers are started, by backend."""
+    """Arguments of the servers, by backend."""
     if shape.name == TINY:
         arguments = shape.arguments | {"skip_tokenizer_init": True}
         names = {"pat": "pat", "default": "torch_native"}

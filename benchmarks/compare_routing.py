@@ -103,7 +103,7 @@ def cut(requests: Sequence[TraceRequest], route: Route, workers: int) -> list[li
 
 
 def summed(servers: Sequence[tuple[ServerStats, ServerStats]]) -> dict[str, Any]:
-    """Of all workers: the stats of each with the default backend and with pat."""
+    """Sum up all workers: the stats of each with the default backend and with pat."""
 
     def step_ms(stats: Sequence[ServerStats]) -> float:
         steps = sum(each.steps for each in stats)

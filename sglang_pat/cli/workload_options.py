@@ -1,4 +1,4 @@
-"""What `advise` and `replay` have in common: their options, and the way from these to a report.
+"""Options that `advise` and `replay` have in common, and the way from these to a report.
 
 The options of a server have SGLang's names. Nothing here needs SGLang.
 """
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked: requests, and who serves them."""
+    """Requests, and the server that they are for."""
 
     model: str
     trace: Trace

@@ -85,7 +85,7 @@ class _RequestKv:
 
 
 class ServedRequest:
-    """What a prefix cache and a RadixSource read of a Req, in either layout."""
+    """The part of a Req that a prefix cache and a RadixSource read, in either layout."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     priority = 0

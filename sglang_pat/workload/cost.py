@@ -110,7 +110,7 @@ class StepTime:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
-        """Of a model by its `config.json`. ValueError names a key, or a `tp` not allowed."""
+        """Read a model's `config.json`. ValueError names a key, or a `tp` not allowed."""
         check_dtype(config)
         layers = read_layers(config)
         heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
@@ -246,7 +246,7 @@ class StepTime:
         return weights.dense + weights.experts * weights.experts_per_token / weights.num_experts
 
     def _token_bytes(self, layer: Layer) -> float:
-        """Of one KV head."""
+        """Bytes of a token in one KV head."""
         return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
 
     def _all_reduces(self, batch: int) -> float:

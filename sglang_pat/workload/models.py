@@ -129,7 +129,7 @@ DEFAULT_GPU = "H100"
 
 
 def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """What to call a model, and the part of its `config.json` about the decoder.
+    """Return a label of a model, and the part of its `config.json` about the decoder.
 
     Raises what `read_whole_config` does.
     """
@@ -138,7 +138,7 @@ def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """What to call a model, and its `config.json`.
+    """Return a label of a model, and its `config.json`.
 
     ValueError if `name` is neither a name that is known here, nor such a file or its folder.
     """
@@ -250,7 +250,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
 
 
 def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
-    """Of what mixes tokens in a layer: attention, or whatever is in its place."""
+    """Parameters of what mixes tokens in a layer: attention, or what is in its place."""
     if layer.kind == NO_ATTENTION:
         return 0
     if layer.kind in (FULL, WINDOW, CHUNK):

@@ -40,7 +40,7 @@ class Report:
         return found
 
     def notes(self) -> Iterator[str]:
-        """What was left out, and what else would help."""
+        """Name what was left out, and what else would help."""
         errors, refused = self.trace.errors, self.answer.refused
         if self.answer.by_weight is not None:
             fcfs, by_weight = self.answer.by_weight
@@ -62,7 +62,7 @@ class Report:
             yield f"Cut where the context or the KV pool ends: {refused.truncated:,} answers."
 
     def details(self) -> list[str]:
-        """What `--verbose` adds."""
+        """Lines that `--verbose` adds."""
         answer = self.answer
         name = answer.setup.time.gpu.default_backend
         rows = [("", name, "pat"), *server_rows(answer)]

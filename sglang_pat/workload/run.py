@@ -58,7 +58,7 @@ class BackendClock:
     def pat_reads(
         self, requests: int, kv_tokens: float, distinct: float, policy: str | None = None
     ) -> Reads:
-        """What an accelerated layer reads under a policy; None: the first, which is pat's."""
+        """Reads of an accelerated layer under a policy; None: the first, which is pat's."""
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
@@ -72,7 +72,7 @@ class BackendClock:
 
 @dataclass(slots=True)
 class ServerStats:
-    """What one server did. Times are means over requests or steps.
+    """Numbers of one server. Times are means over requests or steps.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ Watch = Callable[[Step, Decode, Tree], None]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What serves: a model on a GPU, a pool, rules.
+    """The server: a model on a GPU, a pool, rules.
 
     Attributes
     ----------
@@ -225,7 +225,7 @@ def serve(
 
 
 def _close(stats: ServerStats, server: Server) -> None:
-    """What the requests of a server took."""
+    """Add the times of the requests."""
     finished = server.finished
     first = min(request.arrival for request, _ in finished)
     stats.requests = len(finished)
@@ -246,7 +246,7 @@ def _close(stats: ServerStats, server: Server) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What both servers did with a workload.
+    """Both servers with one workload.
 
     Attributes
     ----------

@@ -149,14 +149,14 @@ def accepted(
 
 
 class Batch(NamedTuple):
-    """What decodes together. lengths: KV tokens of each request, this step's included."""
+    """Requests that decode together. lengths: KV tokens of each request, this step's included."""
 
     requests: Sequence[Request]
     lengths: IntArray
 
 
 class Clock(Protocol):
-    """How long everything takes, in seconds."""
+    """Seconds of passes and steps."""
 
     def prefill(self, new: int, pairs: float, requests: int) -> float:
         """A pass. pairs: of a new token and one that it attends to."""

@@ -50,7 +50,7 @@ class Verdict:
 
 
 def unchecked(time: StepTime) -> list[str]:
-    """What no recorded run was compared with."""
+    """Name what no recorded run was compared with."""
     kinds = {layer.kind for layer in time.layers}
     reasons = {
         f"{time.gpu.name} is scaled by its data sheet": time.gpu.name not in ERRORS,

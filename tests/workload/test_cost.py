@@ -77,7 +77,7 @@ def steps() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], dict[str
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_recorded_steps_are_predicted(gpu: str) -> None:
-    """Of the 8B shape, and of the part of a 70B model on one of eight GPUs."""
+    """Cover the 8B shape, and the part of a 70B model on one of eight GPUs."""
     found = [case for case in steps() if case[0] == gpu]
     assert len(found) == {"H100": 37, "H200": 14}[gpu]
     for _, name, model, batch, times in found:

@@ -178,7 +178,7 @@ def test_policies_order_the_queue(policy: str) -> None:
 
 
 def test_the_log_of_a_server_tells_all_that_trees_decide() -> None:
-    """What tests/sglang compares with SGLang's own tree."""
+    """tests/sglang compares it with SGLang's own tree."""
     requests = requests_of(sharing(3, answer=3))
     server = Server(requests, RadixTree(2_000), SlowClock(), Rules())
     assert log_of(server) == [
