@@ -32,6 +32,7 @@ from baselines import ABLATIONS, CONTENDERS
 from kernel_gates import Case, as_json, gates, is_peer, summary, versus_best
 from metadata import gpu_state, metadata
 from numerics import compare
+from pat_trees import PrefixTree
 from request_forests import SLOTS, Forest
 from workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 
@@ -39,7 +40,6 @@ from sglang_pat.bench import timing
 from sglang_pat.cli.arguments import Parser, quoted, real_number, whole_number
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.output_file import output_file
-from sglang_pat.replay.pat_trees import PrefixTree
 
 _CHECKED_REQUESTS = 16
 _CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once

@@ -30,8 +30,8 @@ from serving.tables import console
 from sglang_pat.bench.cases import Case
 from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.output_file import output_file
-from sglang_pat.replay.models import GPUS, Gpu
-from sglang_pat.replay.step_time import StepTime
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.models import GPUS, Gpu
 
 BATCHES = (1, 8, 32, 128)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)

@@ -34,11 +34,11 @@ ROUNDS = 40
 
 def measure() -> list[dict[str, object]]:
     import torch
+    from pat_trees import PrefixTree
 
     import sglang_pat
     from sglang_pat import PackAttention
     from sglang_pat.executors.reference import dense_attention
-    from sglang_pat.replay.pat_trees import PrefixTree
 
     if not os.path.realpath(sglang_pat.__file__).startswith(
         os.path.realpath(os.environ["PYTHONPATH"])

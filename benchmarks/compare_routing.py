@@ -1,7 +1,7 @@
 """Several workers behind a router: how much they share, by how requests are routed.
 
-One trace is cut into the parts that each worker would get, and every part is replayed through
-SGLang's radix tree and the pack scheduler. The router in front is imitated with SGLang's router's
+One trace is cut into the parts that each worker would get, and every part is served by a simulated
+server. The router in front is imitated with SGLang's router's
 rules and defaults: `cache_aware` sends a request to the worker that has seen the longest part of
 its prompt, `random` and `round_robin` look at nothing.
 
@@ -22,14 +22,14 @@ from metadata import metadata
 
 from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
 from sglang_pat.output_file import output_file
-from sglang_pat.replay.capacity import TokenTree
-from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.generate import WORKLOADS, generate
-from sglang_pat.replay.models import model_shape
-from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.session import Replay
-from sglang_pat.replay.trace import Trace, TraceErrors, TraceRequest, token_ids
-from sglang_pat.sglang.cpu import enable_cpu_engine
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.generate import WORKLOADS, generate
+from sglang_pat.workload.models import DEFAULT_GPU, GPUS, read_config
+from sglang_pat.workload.run import DEFAULT, PAT, ServerStats, Setup, serve
+from sglang_pat.workload.server import Rules
+from sglang_pat.workload.trace import TraceRequest, token_ids
+from sglang_pat.workload.tree import RadixTree
 
 # Defaults of SGLang's router.
 CACHE_THRESHOLD = 0.3
@@ -44,7 +44,7 @@ Route = Callable[[TraceRequest], int]
 class Worker:
     """What the router knows of a worker: the prompts it has sent there, and what still runs."""
 
-    seen: TokenTree = field(default_factory=TokenTree)
+    seen: RadixTree = field(default_factory=lambda: RadixTree(1 << 60))
     ends: list[float] = field(default_factory=list)
 
     def running(self, now: float) -> int:
@@ -75,10 +75,10 @@ def cache_aware_route(workers: int, seed: int) -> Route:
         if most - least > BALANCE_ABSOLUTE and most > BALANCE_RELATIVE * least:
             chosen = running.index(least)
         else:
-            matches = [worker.seen.match(tokens) for worker in known]
+            matches = [worker.seen.common_prefix(tokens) for worker in known]
             chosen = int(np.argmax(matches))
             if matches[chosen] <= CACHE_THRESHOLD * len(tokens):
-                chosen = int(np.argmin([worker.seen.tokens for worker in known]))
+                chosen = int(np.argmin([worker.seen.evictable for worker in known]))
         worker = known[chosen]
         worker.seen.insert(tokens)
         heapq.heappush(worker.ends, request.arrival + SECONDS_PER_TOKEN * request.output_length)
@@ -102,36 +102,29 @@ def cut(requests: Sequence[TraceRequest], route: Route, workers: int) -> list[li
     return parts
 
 
-def replayed(part: list[TraceRequest], options: ReplayOptions) -> dict[str, Any]:
-    """Totals of one worker."""
-    replay = Replay(Trace("part", "generated", iter(part), TraceErrors()), options)
-    replay.run()
-    return dict(replay.result()["totals"])
+def summed(servers: Sequence[tuple[ServerStats, ServerStats]]) -> dict[str, Any]:
+    """Sum up all workers: the stats of each with the default backend and with pat."""
 
+    def step_ms(stats: Sequence[ServerStats]) -> float:
+        steps = sum(each.steps for each in stats)
+        return sum(each.step_ms * each.steps for each in stats) / steps
 
-def summed(totals: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all workers. Ratios are over all their steps together."""
-    steps = sum(each["steps"] for each in totals)
-    query_centric = sum(each["kv_tokens"]["query_centric"] for each in totals)
-    read = sum(each["kv_tokens"]["policies"]["memory"] for each in totals)
-    bound = sum(each["kv_tokens"]["lower_bound"] for each in totals)
-
-    def step_ms(policy: str) -> float:
-        return sum(each["step_ms"][policy] * each["steps"] for each in totals) / steps
-
-    prompts = sum(each["prompt_tokens"] for each in totals)
-    found = sum(each["prompt_tokens"] * each["prefix_hit_rate"] for each in totals)
+    default, pat = ([both[index] for both in servers] for index in (0, 1))
+    reads = {name: sum(each.kv_tokens[name] for each in pat) for name in pat[0].kv_tokens}
+    requests = [each.requests for each in pat]
+    new, prompts = (sum(getattr(each, name) for each in pat)
+                    for name in ("new_tokens", "prompt_tokens"))  # fmt: skip
     return {
-        "requests": [each["requests"] for each in totals],
-        "batch_mean": round(sum(each["decode_tokens"] for each in totals) / steps, 2),
-        "prefix_hit_rate": round(found / prompts, 4),
-        "kv_saved": round(1 - read / query_centric, 4),
-        "kv_common": round(1 - bound / query_centric, 4),
-        "step_ms": {name: round(step_ms(name), 3) for name in ("query_centric", "memory")},
+        "requests": requests,
+        "batch_mean": round(
+            sum(each.batch * each.steps for each in pat) / sum(each.steps for each in pat), 2
+        ),
+        "prefix_hit_rate": round(1 - new / prompts, 4),
+        "kv_saved": round(1 - reads["memory"] / reads["query-centric"], 4),
+        "kv_common": round(1 - reads["distinct"] / reads["query-centric"], 4),
+        "step_ms": {DEFAULT: round(step_ms(default), 3), PAT: round(step_ms(pat), 3)},
         "ttft_s_mean": round(
-            sum(each["latency"]["ttft_s"]["mean"] * each["requests"] for each in totals)
-            / sum(each["requests"] for each in totals),
-            3,
+            sum(each.ttft_ms * each.requests for each in pat) / sum(requests) / 1000, 3
         ),
     }
 
@@ -154,7 +147,7 @@ def main() -> None:
     given = parser.parse_args()
 
     try:
-        model = model_shape(given.model)
+        _, config = read_config(given.model)
         if given.trace is not None:
             trace = open_trace(given.trace)
         else:
@@ -164,27 +157,20 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     requests = [request for request, _ in zip(trace.stream, range(given.requests), strict=False)]
-    enable_cpu_engine()
-    options = ReplayOptions(
-        model=model,
-        kv_tokens=given.kv_tokens,
-        max_batch=given.max_batch,
-        policies=("memory",),
-        max_rows=0,
-    )
+    rules = Rules(max_running_requests=given.max_batch)
+    setup = Setup(StepTime.of(config, GPUS[DEFAULT_GPU]), given.kv_tokens, rules)
     results = {}
     print(f"{trace.name}: {len(requests):,} requests, {given.workers} workers")
-    print(
-        "routing     | hits  | KV saved | step ms, query-centric and pat | mean TTFT s | requests"
-    )
+    print("routing     | hits  | KV saved | step ms, default and pat | mean TTFT s | requests")
     for name, make in ROUTES.items():
         parts = cut(requests, make(given.workers, given.seed), given.workers)
-        found = summed([replayed(part, options) for part in parts if part])
+        served = [[serve(part, setup, name) for name in (DEFAULT, PAT)] for part in parts if part]
+        found = summed([(default, pat) for default, pat in served])
         results[name] = found
         steps = found["step_ms"]
         print(
             f"{name:11} | {found['prefix_hit_rate']:5.1%} | {found['kv_saved']:8.1%} | "
-            f"{steps['query_centric']:15.2f} {steps['memory']:14.2f} | "
+            f"{steps[DEFAULT]:12.2f} {steps[PAT]:11.2f} | "
             f"{found['ttft_s_mean']:11.2f} | {found['requests']}"
         )
     if given.json is not None:
@@ -192,7 +178,9 @@ def main() -> None:
             "meta": metadata(),
             "trace": trace.name,
             "workers": given.workers,
-            "config": options.as_dict(),
+            "model": given.model,
+            "kv_tokens": given.kv_tokens,
+            "max_batch": given.max_batch,
             "routing": results,
         }
         given.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -17,11 +17,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from pat_trees import PrefixTree
 from plot_serving import COLORS, LABELS
 
 from sglang_pat.cli.arguments import Parser, input_file
 from sglang_pat.output_file import output_file
-from sglang_pat.replay.pat_trees import PrefixTree
 
 MODEL = "llama-3-8b"
 SUITE = "pat-20"  # of the kernel benchmark

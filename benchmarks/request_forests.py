@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from pat_trees import PrefixTree
 
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
-from sglang_pat.replay.pat_trees import PrefixTree
 
 SLOTS = ("scattered", "runs")  # how a forest's KV lies in a pool
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from pat_trees import PAT_TREES
 from request_forests import Forest, lognormal_lengths, random_forest
-
-from sglang_pat.replay.pat_trees import PAT_TREES
 
 HEAD_DIM = 128
 LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine

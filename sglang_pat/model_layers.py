@@ -6,6 +6,7 @@ advice and the checks of a machine read layers here; a running server asks the l
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,41 @@ _GPT2_NAMES = {
     "n_embd": "hidden_size",
     "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings",
+}
+_LARGEST, _MOST_LAYERS = 10**9, 10_000
+# What published configurations leave to transformers, in the part about the decoder.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
 }
 # Letters of `hybrid_override_pattern`, as in Nemotron-H.
 _LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
@@ -113,7 +149,7 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         outer = {key: config.get(key) for key in ("model_type", "quantization_config")}
-        config = {**outer, **inner}
+        config = {**outer, **_DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
     older = {new: config[old] for old, new in _GPT2_NAMES.items() if config.get(old) is not None}
     if not older:
         return config
@@ -138,9 +174,16 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None) ->
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value!r}; a positive integer is needed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ValueError(
+            f"{key}={reprlib.repr(value)}; allowed: a whole number from 1 to {_LARGEST:,}"
+        )
     return value
+
+
+def count(config: Mapping[str, Any], key: str) -> int:
+    """A count in a config that may be 0, null or missing."""
+    return positive(config, key) if config.get(key) else 0
 
 
 def _description(layer: Layer) -> str:
@@ -160,17 +203,26 @@ def _description(layer: Layer) -> str:
 def _kinds(config: Mapping[str, Any]) -> list[str]:
     """The kind of every layer, by whichever key this family of models uses."""
     if config.get("kv_lora_rank") and not config.get("linear_attn_config"):
-        return [LATENT] * positive(config, "num_hidden_layers")
+        return [LATENT] * _num_layers(config)
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_LETTERS.get(letter, letter) for letter in pattern]
-    count = positive(config, "num_hidden_layers")
+    layers = _num_layers(config)
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed:
-        if len(listed) != count:
-            raise ValueError(f"layer_types has {len(listed)} entries for {count} layers")
+        if not isinstance(listed, list):
+            raise ValueError(f"layer_types={reprlib.repr(listed)}; allowed: a list")
+        if len(listed) != layers:
+            raise ValueError(f"layer_types has {len(listed)} entries for {layers} layers")
         return [_KINDS.get(str(kind), str(kind)) for kind in listed]
-    return _kinds_by_rule(config, count)
+    return _kinds_by_rule(config, layers)
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    layers = positive(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers={layers:,}; allowed: 1 to {_MOST_LAYERS:,}")
+    return layers
 
 
 def _kinds_by_rule(config: Mapping[str, Any], count: int) -> list[str]:
@@ -223,7 +275,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str) -> Layer:
     qo_heads = positive(config, "num_attention_heads")
     if kind == LATENT:
         # What a token leaves behind is one vector for all heads, and its rotated part.
-        elements = positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
+        elements = positive(config, "kv_lora_rank") + count(config, "qk_rope_head_dim")
         words = "multi-head latent attention (kv_lora_rank is set)"
         return Layer(
             index, kind, qo_heads, 1, elements, elements, kv_elements=elements,
@@ -232,7 +284,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str) -> Layer:
     kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, qo_heads)
     if qo_heads % kv_heads:
         raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
-    window = {WINDOW: config.get("sliding_window"), CHUNK: config.get("attention_chunk_size")}
+    window = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
     return Layer(
         index=index,
         kind=kind,
@@ -240,7 +292,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str) -> Layer:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        window=window.get(kind),
+        window=(count(config, window) or None) if window else None,
         kv_elements=kv_heads * (head_dim + v_head_dim),
         refusal=_refusal(config, kind, qo_heads // kv_heads, head_dim, v_head_dim),
     )
@@ -251,8 +303,8 @@ def _attention_shape(config: Mapping[str, Any], kind: str, qo_heads: int) -> tup
     kv_heads = positive(config, "num_key_value_heads", qo_heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         kv_heads = 1  # StarCoder; the newer Falcons count their KV heads all the same
-    hidden = config.get("hidden_size")
-    default = hidden // qo_heads if isinstance(hidden, int) else None
+    hidden = count(config, "hidden_size")
+    default = hidden // qo_heads if hidden else None
     head_dim = positive(config, "head_dim", default)
     v_head_dim = positive(config, "v_head_dim", head_dim)
     if kind == WINDOW:  # MiMo-V2

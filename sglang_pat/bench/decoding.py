@@ -30,8 +30,10 @@ class DecodeRun:
     ----------
     slices_ms
         Milliseconds per token, by the token of the observer with which a slice begins.
-    first_ms
-        Until the last request had its first token.
+    first_ms, ttft_ms
+        Until the last request had its first token, and in the mean of all.
+    job_ms
+        Until the last request had its last token.
     cached
         Share of the prompts' tokens that were in the prefix cache.
     answers
@@ -45,6 +47,8 @@ class DecodeRun:
     cached: float
     answers: Sequence[Mapping[str, Any]]
     held_up_ms: float | None = None
+    ttft_ms: float = math.nan
+    job_ms: float = math.nan
 
     @property
     def tpot_ms(self) -> float:
@@ -83,7 +87,14 @@ def decode_run(
         )
     answers = [last[index][1] for index in range(len(prompts))]
     cached = sum(answer["meta_info"].get("cached_tokens", 0) for answer in answers)
-    return DecodeRun(slices, 1000 * (opens - begin), cached / sum(map(len, prompts)), answers)
+    return DecodeRun(
+        slices_ms=slices,
+        first_ms=1000 * (opens - begin),
+        cached=cached / sum(map(len, prompts)),
+        answers=answers,
+        ttft_ms=1000 * (statistics.fmean(first.values()) - begin),
+        job_ms=1000 * (max(when for when, _ in last.values()) - begin),
+    )
 
 
 def ask_again_if_held_up(

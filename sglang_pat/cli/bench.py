@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
-from sglang_pat.replay.models import MODEL_NAMES, config_file, read_whole_config
 from sglang_pat.sglang.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
+from sglang_pat.workload.models import MODEL_NAMES, config_file, read_whole_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -327,6 +327,11 @@ def _as_json(
                 **{name: each.info[name] for name in info if name in each.info},
                 "tpot_ms": {name: tpot(runs).as_dict() for name, runs in each.runs.items()},
                 "held_up_ms": {name: held_up_ms(runs) for name, runs in each.runs.items()},
+                # All requests at once, prefixes in the cache, groups one after another.
+                "ttft_ms": {
+                    name: [run.ttft_ms for run in runs] for name, runs in each.runs.items()
+                },
+                "job_ms": {name: [run.job_ms for run in runs] for name, runs in each.runs.items()},
                 "stats": each.stats,
             }
             for backend, each in measured.items()

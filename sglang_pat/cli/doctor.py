@@ -27,9 +27,9 @@ from sglang_pat.cli.arguments import quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
-from sglang_pat.replay.models import MODEL_NAMES, read_whole_config
 from sglang_pat.sglang.launch_flags import PLUGIN_GROUP
 from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
+from sglang_pat.workload.models import MODEL_NAMES, read_whole_config
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 

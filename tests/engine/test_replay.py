@@ -1,8 +1,9 @@
-"""The replayed tree is SGLang's: step by step as in a real engine that serves the same requests.
+"""The simulated server does what a real engine does, step by step, with the same requests.
 
-One engine records the paths of every decode step (`sglang_step_recorder.py`); the replay serves the
-same prompts, with the answers that the engine gave. More requests than run at once, in a pool that
-is too small for all: requests join and leave, prefixes are split, evicted, and requests retracted.
+The engine records the paths of every decode step (`sglang_step_recorder.py`); the simulated server
+gets the same prompts, with the answers that the engine gave. More requests than run at once, in a
+pool that is too small for all: requests join and leave, prompts are cut into chunks, prefixes are
+split, evicted, and requests retracted.
 """
 
 from __future__ import annotations
@@ -15,22 +16,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from served import SlowClock
 from sglang_engines import Request, generate, running_engine
 from sglang_plugins import install_plugin
 from sglang_step_recorder import FILE, WAIT_FOR, described
 
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
-from sglang_pat.replay.account import Account
-from sglang_pat.replay.options import ReplayOptions
-from sglang_pat.replay.simulate import Simulator
-from sglang_pat.replay.trace import TokenPrompt, Trace, TraceErrors, TraceRequest
-from sglang_pat.sglang.replay_tree import ReplayReader, ReplayRequest, ReplayTree, new_tree
+from sglang_pat.sglang.workload_tree import SGLangTree, new_tree
+from sglang_pat.workload.server import Decode, Prefill, Rules, Server, accepted
+from sglang_pat.workload.trace import TokenPrompt, TraceRequest
 
 pytestmark = pytest.mark.engine
 
 MAX_RUNNING = 7
 POOL_TOKENS = 1400
-MAX_PREFILL = 4096
 
 
 def requests() -> list[Request]:
@@ -50,7 +49,7 @@ def requests() -> list[Request]:
     return asked
 
 
-def recorded_steps(folder: Path, model: Path, asked: list[Request]) -> tuple[Any, Any]:
+def recorded_steps(folder: Path, model: Path, asked: list[Request], chunk: int) -> tuple[Any, Any]:
     """The engine's decode steps, and its answers."""
     install_plugin(folder, "sglang_step_recorder")
     file = folder / "steps.jsonl"
@@ -64,62 +63,63 @@ def recorded_steps(folder: Path, model: Path, asked: list[Request]) -> tuple[Any
             disable_overlap_schedule=True,
             max_running_requests=MAX_RUNNING,
             max_total_tokens=POOL_TOKENS,
-            chunked_prefill_size=MAX_PREFILL,
+            chunked_prefill_size=chunk,
         ) as engine:
             answers = [answer["output_ids"] for answer in generate(engine, asked)]
     return [json.loads(line) for line in file.read_text().splitlines()], answers
 
 
-def replayed_steps(
-    asked: list[Request], answers: list[list[int]]
-) -> tuple[Any, Simulator, ReplayTree]:
-    """The replay's decode steps, and what took them."""
+def simulated(
+    asked: list[Request], answers: list[list[int]], chunk: int
+) -> tuple[Any, Server, Any]:
+    """The decode steps of the simulated server, itself, and what its passes computed."""
     stream = [
         TraceRequest(0.0, TokenPrompt(np.array(r.prompt, dtype=np.int64)), r.num_tokens)
         for r in asked
     ]
-    options = ReplayOptions(
-        kv_tokens=POOL_TOKENS, max_batch=MAX_RUNNING, prefill_tokens=MAX_PREFILL
-    )
-    tree = new_tree(options.kv_tokens, options.page_size)
-
-    def with_answer(number: int, tokens: array[int], length: int, row: int) -> ReplayRequest:
-        return ReplayRequest(number, tokens[:length] + array("q", answers[number]), length, row)
-
-    simulator = Simulator(
-        Trace("engine", "tokens", stream, TraceErrors()),
-        tree,
-        ReplayReader(tree),
-        Account(options.model, ("memory",), 8),
-        options,
-        with_answer,
-    )
-    steps = []
-    for step in simulator.steps():
-        tokens = [request.tokens for request in step.reqs]
-        lens = step.batch.seq_lens.tolist()
-        steps.append(
-            {
-                "requests": described(step.reqs, lens, tokens, tree.source),
-                "free_tokens": tree.pool.available,
-                "evictable_tokens": int(tree.tree.evictable_size()),
-            }
-        )
-    return steps, simulator, tree
+    rules = Rules(max_running_requests=MAX_RUNNING, chunked_prefill_size=chunk, ignore_eos=False)
+    tree = new_tree(POOL_TOKENS)
+    found, _ = accepted(stream, rules, tree.size)
+    for request, answer in zip(found, answers, strict=True):
+        request._tokens = np.array([*asked[request.number].prompt, *answer], dtype=np.int64)
+    server = Server(found, tree, SlowClock(), rules, steps_at_once=1)
+    steps, passes = [], []
+    for event in server.events():
+        if isinstance(event, Prefill):
+            passes.append(event.new)
+        else:
+            steps.append(step_of(event, tree))
+    return steps, server, passes
 
 
-def test_every_step_is_the_engines(tmp_path: Path, tiny_model: Path) -> None:
+def step_of(event: Decode, tree: SGLangTree) -> dict[str, Any]:
+    served = [request.handle for request in event.batch.requests]
+    tokens: list[array[int]] = [each.tokens for each in served]
+    return {
+        "requests": described(served, event.batch.lengths.tolist(), tokens, tree.source),
+        "free_tokens": tree.available,
+        "evictable_tokens": tree.evictable,
+    }
+
+
+# The rules by which prompts are cut are those of 0.5.23.
+CHUNKS = (4096, 128) if new_tree(8).refreshes_waiting else (4096,)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_every_step_is_the_engines(tmp_path: Path, tiny_model: Path, chunk: int) -> None:
     asked = requests()
-    recorded, answers = recorded_steps(tmp_path, tiny_model, asked)
+    recorded, answers = recorded_steps(tmp_path, tiny_model, asked, chunk)
     assert [len(answer) for answer in answers] == [request.num_tokens for request in asked]
-    replayed, simulator, tree = replayed_steps(asked, answers)
-    for number, (ours, theirs) in enumerate(zip(replayed, recorded, strict=False)):
+    steps, server, passes = simulated(asked, answers, chunk)
+    for number, (ours, theirs) in enumerate(zip(steps, recorded, strict=False)):
         # Free and evictable tokens say what was evicted: that and no more.
         assert ours == theirs, f"decode step {number}"
-    assert len(replayed) == len(recorded)
-    assert simulator.served.finished == len(asked)
+    assert len(steps) == len(recorded)
+    assert len(server.finished) == len(asked)
     # The scenario shows what it is meant to show.
-    assert simulator.served.retracted > 0
-    assert simulator.served.prompt_tokens_found > 0
-    assert tree.mutations["evicted_tokens"] > 0
+    assert server.retracted > 0
+    assert max(passes) <= chunk
+    assert (max(passes) == chunk) == (chunk == 128)
+    assert sum(passes) < sum(len(request.prompt) for request in asked)
     assert len({step["free_tokens"] for step in recorded}) > 10

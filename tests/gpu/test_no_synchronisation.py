@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from pat_trees import PrefixTree
 
 from sglang_pat import DecodeBatch, PackAttention
-from sglang_pat.replay.pat_trees import PrefixTree
 
 pytestmark = [
     pytest.mark.cuda,

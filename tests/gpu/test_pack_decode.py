@@ -19,8 +19,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
-
-from sglang_pat.replay.pat_trees import PrefixTree
+from pat_trees import PrefixTree
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 

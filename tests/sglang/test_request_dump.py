@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.managers.io_struct import ConfigureLoggingReq
 from sglang_engines import Workload, generate, run, running_engine
 
-from sglang_pat.replay.formats import open_trace
-from sglang_pat.replay.trace import token_ids
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.trace import token_ids
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from baselines import _private_level, _shared_levels
 from kernel_gates import gates, summary
+from pat_trees import PAT_TREES, PrefixTree
 from request_forests import SLOTS, Forest, lognormal_lengths, random_forest
 from workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
-
-from sglang_pat.replay.pat_trees import PAT_TREES, PrefixTree
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/h100"
 

@@ -207,7 +207,7 @@ def test_the_decoder_of_a_multimodal_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers=None; a positive integer is needed"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None; allowed: a whole number from 1"),
         ({"num_key_value_heads": 3}, "16 query heads, no multiple of 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),
     ],

@@ -11,7 +11,7 @@ from bench_sharing import BATCHES, SHARES, Cell, cells, gpu_named
 from request_forests import Forest
 from serving.models import MODELS
 
-from sglang_pat.replay.models import GPUS
+from sglang_pat.workload.models import GPUS
 
 LLAMA = MODELS["llama-3-8b"]
 

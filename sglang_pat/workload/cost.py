@@ -1,0 +1,257 @@
+"""The clock: how long a pass and a decode step take, from what they compute and move.
+
+The constants were fitted to recorded servers of an H100 and an H200 (`benchmarks/results`): the
+8B shape, and the part of a 70B model on one of eight GPUs. Tests compare them. Passes were fitted
+to whole jobs on an H200. Pat and a query-centric kernel obey one law: they differ in what they
+read, and from where. Other GPUs are scaled by their data sheets, which no run has checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from sglang_pat.model_layers import (
+    CHUNK,
+    FULL,
+    NO_ATTENTION,
+    STATE,
+    WINDOW,
+    Layer,
+    has_float8_cache,
+    positive,
+    quantisation_of,
+    read_layers,
+)
+from sglang_pat.workload.models import (
+    GPUS,
+    Gpu,
+    Weights,
+    check_dtype,
+    parameter_bytes,
+    read_weights,
+)
+
+# Reached on an H100; bytes and operations as parts of the peak.
+_H100 = GPUS["H100"]
+_KV_SHARE = 2.91e12 / _H100.bytes_per_second  # KV from memory
+_PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
+_WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
+_FLOPS_SHARE = 700e12 / _H100.flops_per_second
+_L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
+_ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
+_LAYER_SECONDS = 32e-6  # of a layer's norms and launches
+_PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and MLPs
+_PREFILL_ATTENTION_SHARE = 350 / 989
+_PREFILL_SECONDS = 0.002  # of every pass
+_PREFILL_LAYER_SECONDS = 0.3e-3  # of a layer at least: no graph, so the host launches each kernel
+_PREFILL_REQUEST_SECONDS = 0.001  # of every request in it
+
+_MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
+
+# Never measured: an all-reduce after attention and one after the MLP of every layer.
+_ALL_REDUCE_SECONDS = 10e-6
+_ALL_REDUCE_BYTES_PER_SECOND = 300e9
+
+_PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of its weight
+_STATE_BYTES_PER_REQUEST = 1 << 20  # of a layer that keeps a state: read and written in every step
+
+
+class Reads(NamedTuple):
+    """KV that the attention of one layer reads in a step, in tokens of one KV head.
+
+    once: each distinct token, from memory. again: from memory, by another request of the batch.
+    cached: again, but from the L2 cache. partials: of one query row.
+    """
+
+    once: float
+    again: float = 0.0
+    cached: float = 0.0
+    partials: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        return self.once + self.again + self.cached
+
+
+class StepSeconds(NamedTuple):
+    """A decode step, and the part of it that attention takes."""
+
+    all: float
+    attention: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of steps of one model on `tp` GPUs.
+
+    Attributes
+    ----------
+    layers
+        Of the whole model.
+    weight_bytes, kv_bytes
+        Bytes of one parameter and of one number in the KV cache.
+    quantisation
+        How the checkpoint is quantised, by name; empty if it is not.
+    """
+
+    layers: Sequence[Layer]
+    weights: Weights
+    hidden_size: int
+    gpu: Gpu
+    tp: int = 1
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    quantisation: str = ""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
+        """Read a model's `config.json`. ValueError names a key, or a `tp` not allowed."""
+        check_dtype(config)
+        layers = read_layers(config)
+        heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
+        if tp < 1 or any(count % tp for count in heads):
+            counts = " and ".join(map(str, heads))
+            raise ValueError(f"--tp {tp}: {counts} query heads; allowed: a divisor of {counts}")
+        return cls(
+            layers=layers,
+            weights=read_weights(config, layers),
+            hidden_size=positive(config, "hidden_size"),
+            gpu=gpu,
+            tp=tp,
+            weight_bytes=parameter_bytes(config),
+            kv_bytes=1.0 if has_float8_cache(config) else 2.0,
+            quantisation=str(quantisation_of(config).get("quant_method", "")),
+        )
+
+    def kv_heads(self, layer: Layer) -> int:
+        """On one GPU. As in SGLang, a KV head is held several times if there are too few."""
+        return max(1, layer.num_kv_heads // self.tp)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """On one GPU, of all layers, as a pool holds them that keeps windows in full."""
+        return sum(self._token_bytes(layer) * self.kv_heads(layer) for layer in self.layers)
+
+    @property
+    def held_weight_bytes(self) -> float:
+        """On one GPU."""
+        weights = self.weights
+        held = weights.dense + weights.experts + weights.embedding
+        return held * self.weight_bytes / self.tp
+
+    def pool_tokens(self, pool_bytes: float | None = None) -> int:
+        """Tokens of the KV pool of one GPU. None: of what the weights leave.
+
+        ValueError if the model does not leave room for any.
+        """
+        gpu = self.gpu
+        if pool_bytes is None:
+            pool_bytes = gpu.memory_bytes * _MEMORY_SHARE - self.held_weight_bytes
+            if pool_bytes <= 0:
+                raise ValueError(
+                    f"the weights take {self.held_weight_bytes / 1e9:,.0f} GB on each of {self.tp} "
+                    f"{gpu.name} with {gpu.memory_bytes / 1e9:,.0f} GB: raise --tp"
+                )
+        tokens = int(pool_bytes / max(self.kv_bytes_per_token, 1))
+        if tokens < 2:
+            raise ValueError(f"a KV pool of {pool_bytes / 1e9:g} GB holds no two tokens")
+        return tokens
+
+    def without_attention(self, batch: int) -> float:
+        """Seconds of a step that attention does not take."""
+        weights, gpu = self.weights, self.gpu
+        untouched = (1 - weights.experts_per_token / weights.num_experts) ** batch
+        read = weights.dense + weights.experts * (1 - untouched)
+        from_memory = read * self.weight_bytes / self.tp / gpu.bytes_per_second / _WEIGHT_SHARE
+        flops = 2 * batch * self._active / self.tp
+        computed = flops / gpu.flops_per_second / _FLOPS_SHARE
+        states = sum(layer.kind == STATE for layer in self.layers)
+        moved = states * batch * _STATE_BYTES_PER_REQUEST / self.tp
+        fixed = len(self.layers) * (_LAYER_SECONDS + self._all_reduces(batch))
+        return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
+
+    def attention(self, layer: Layer, reads: Reads) -> float:
+        """Seconds of one layer's attention."""
+        gpu, heads = self.gpu, self.kv_heads(layer)
+        per_token = self._token_bytes(layer) * heads
+        row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
+        partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
+        return (
+            _ATTENTION_SECONDS
+            + (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
+            + reads.cached * per_token / gpu.num_sms / _L2_PER_SM
+            + partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
+        )
+
+    def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
+        """A decode step.
+
+        Parameters
+        ----------
+        kv_tokens
+            Of all requests.
+        ours, other
+            What a layer that pat accelerates reads, and one of full attention that it does not.
+        """
+        attention = 0.0
+        for layer, count in self._alike.items():
+            reads = ours if layer.is_accelerated else other
+            if layer.kind in (WINDOW, CHUNK) and layer.window:
+                reads = Reads(min(kv_tokens, requests * layer.window))
+            elif layer.kind != FULL:
+                reads = Reads(kv_tokens)
+            attention += count * self.attention(layer, reads)
+        return StepSeconds(self.without_attention(requests) + attention, attention)
+
+    def prefill(self, new: int, pairs: float, requests: int) -> float:
+        """Seconds of a pass that computes new tokens.
+
+        Parameters
+        ----------
+        pairs
+            Of a new token and one that it attends to, summed over the requests.
+        """
+        gpu, weights = self.gpu, self.weights
+        matrices = 2 * new * (self._active - weights.vocabulary)
+        attention = (
+            4
+            * pairs
+            * sum(
+                layer.num_qo_heads * (layer.head_dim + layer.v_head_dim) / 2
+                for layer in self.layers
+            )
+        )
+        seconds = matrices / _PREFILL_SHARE + attention / _PREFILL_ATTENTION_SHARE
+        computed = seconds / self.tp / gpu.flops_per_second
+        read = self.held_weight_bytes / gpu.bytes_per_second / _WEIGHT_SHARE
+        launched = len(self.layers) * _PREFILL_LAYER_SECONDS
+        longest = max(read, computed, launched)
+        return _PREFILL_SECONDS + longest + requests * _PREFILL_REQUEST_SECONDS
+
+    @cached_property
+    def _alike(self) -> Counter[Layer]:
+        """Layers with attention. Those that are alike cost the same."""
+        layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
+        return Counter(replace(layer, index=0) for layer in layers)
+
+    @property
+    def _active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        weights = self.weights
+        return weights.dense + weights.experts * weights.experts_per_token / weights.num_experts
+
+    def _token_bytes(self, layer: Layer) -> float:
+        """Bytes of a token in one KV head."""
+        return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
+
+    def _all_reduces(self, batch: int) -> float:
+        """Both of a layer."""
+        if self.tp == 1:
+            return 0.0
+        moved = 2 * (self.tp - 1) / self.tp * batch * self.hidden_size * 2
+        return 2 * (_ALL_REDUCE_SECONDS + moved / _ALL_REDUCE_BYTES_PER_SECOND)

@@ -1,0 +1,279 @@
+"""Traces without a file: the workloads of the papers, made from a seed.
+
+A workload yields bursts: requests that arrive together. `generate` gives them their times. The same
+name, seed and options make the same trace on every machine and in every version of Python. Lengths
+are in tokens. The docstrings say which numbers are a paper's and which are our choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist
+from typing import NamedTuple, TypeVar
+
+from sglang_pat.workload.trace import Segment, Trace, TraceErrors, TraceRequest
+
+T = TypeVar("T")
+
+_NORMAL = NormalDist()
+
+# Means over all of BurstGPT; that lengths are log-normal, and the sigma, is our choice.
+_PROMPT_MEAN, _ANSWER_MEAN = 621, 126
+_CHAT_SIGMA = 1.0
+_LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
+
+# FastTree, section 6.2: Meta AI's system prompt, 128 requests at a time, 256 new tokens each.
+_FASTTREE_SYSTEM, _FASTTREE_ANSWER = 3193, 256
+_FASTTREE_BATCH = 128
+# Questions of GSM8K; the numbers are our choice.
+_QUESTION_MEAN, _QUESTION_SIGMA, _LONGEST_QUESTION = 60, 0.4, 256
+
+
+class _Draft(NamedTuple):
+    """A request without its time."""
+
+    prompt: tuple[Segment, ...]
+    output_length: int
+
+
+_Burst = list[_Draft]
+
+
+class Workload(NamedTuple):
+    """A named generator. rate: requests a second if none is asked for."""
+
+    bursts: Callable[[Draws], Iterator[_Burst]]
+    rate: float
+    description: str
+
+
+def generate(name: str, *, requests: int, seed: int = 0, rate: float | None = None) -> Trace:
+    """A trace of `requests` requests by one of `WORKLOADS`.
+
+    rate: requests a second, in the mean; bursts arrive as a Poisson process. inf makes all arrive
+    at once, None takes the workload's own. Arrivals are whole milliseconds, the first is 0.
+    ValueError names what is not allowed.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload {name!r}; allowed: {', '.join(WORKLOADS)}")
+    if requests < 1:
+        raise ValueError(f"requests={requests}; at least 1 is needed")
+    workload = WORKLOADS[name]
+    rate = workload.rate if rate is None else rate
+    if not rate > 0:
+        raise ValueError(f"rate={rate}; a number above 0, or inf, is allowed")
+    stream = _timed(workload, requests, Draws(seed), rate)
+    return Trace(name, "generated", stream, TraceErrors(), requests)
+
+
+def _timed(workload: Workload, requests: int, draws: Draws, rate: float) -> Iterator[TraceRequest]:
+    arrival = 0.0
+    left = requests
+    for burst in workload.bursts(draws):
+        milliseconds = round(arrival * 1000)
+        for draft in burst[:left]:
+            yield TraceRequest(milliseconds / 1000, draft.prompt, draft.output_length)
+        left -= len(burst)
+        if left <= 0:
+            return
+        arrival += draws.exponential(len(burst) / rate)
+
+
+def conversation(
+    draws: Draws,
+    levels: tuple[int, int, int] = (46, 348, 2123),
+    countries: int = 8,
+    languages: int = 4,
+) -> Iterator[_Burst]:
+    """Chat behind a system prompt of three levels (PAT, section 8.2).
+
+    The first level is everybody's, the second that of a country, the third that of a country and a
+    language; lengths are those of Llama 3's tokenizer. How many countries and languages there are,
+    equally frequent, is our choice. Then a private message; lengths as BurstGPT's.
+    """
+    everybody, by_country, by_language = levels
+    while True:
+        country, language = draws.below(countries), draws.below(languages)
+        system = (
+            Segment(_content("conversation", 1), everybody),
+            Segment(_content("conversation", 2, country), by_country),
+            Segment(_content("conversation", 3, country, language), by_language),
+        )
+        yield [_Draft((*system, _message(draws)), _answer(draws))]
+
+
+def toolagent(
+    draws: Draws, tasks: int = 48, system_mean: int = 5120, shared: float = 0.61
+) -> Iterator[_Burst]:
+    """Agents whose task sets the system prompt (PAT, section 8.2: the toolagent trace of Mooncake).
+
+    59% of the prompt tokens are found in a cache that holds everything, over a thousand requests or
+    more: `shared` is the share of the system prompt in a task's prompts, a bit above that, since
+    every task is new once. Tasks are Zipf-frequent; all numbers but the 59% are our choice.
+    """
+    system_lengths = [draws.length(system_mean, 0.5, 4 * system_mean) for _ in range(tasks)]
+    frequencies = zipf(tasks)
+    while True:
+        task = draws.ranked(frequencies)
+        system = Segment(_content("toolagent", task), system_lengths[task])
+        private_mean = system.length * (1 - shared) / shared
+        private = _private(draws, draws.length(private_mean, 0.5, 8 * system_mean))
+        yield [_Draft((system, private), draws.length(180, 1.0, _LONGEST_ANSWER))]
+
+
+def few_shot(
+    draws: Draws, combinations: int = 8, examples: int = 20, questions: int = 16
+) -> Iterator[_Burst]:
+    """A system prompt, one of 8 combinations of 20 examples, a question (FastTree, 6.2, B).
+
+    The paper's batch of 128 requests is all questions of all combinations; here they arrive in a
+    random order, and every batch has new combinations. An example of 150 tokens is our choice.
+    """
+    batch = 0
+    while True:
+        for combination in draws.shuffled([*range(combinations)] * questions):
+            prompt = (
+                Segment(_content("fasttree"), _FASTTREE_SYSTEM),
+                Segment(_content("few-shot", batch, combination), examples * 150),
+                _question(draws),
+            )
+            yield [_Draft(prompt, _FASTTREE_ANSWER)]
+        batch += 1
+
+
+def multi_chain(draws: Draws, chains: int = 4) -> Iterator[_Burst]:
+    """Four chains of reasoning for each question (FastTree, 6.2, C), arriving together.
+
+    A system prompt, the question, and 24 tokens, our choice, that start a chain.
+    """
+    while True:
+        prefix = (Segment(_content("fasttree"), _FASTTREE_SYSTEM), _question(draws))
+        yield [_Draft((*prefix, _private(draws, 24)), _FASTTREE_ANSWER) for _ in range(chains)]
+
+
+def multi_document(
+    draws: Draws, documents: int = 6, in_prompt: int = 3, length: int = 2048
+) -> Iterator[_Burst]:
+    """Questions on several parts of one report (FastTree, 6.2, D), without a system prompt.
+
+    A prompt holds `in_prompt` of the parts in the order of the report, so prefixes share one, two
+    or three of them. Number and length of the parts are our choice. Every 128 requests, the size
+    of the paper's batch, it is another report.
+    """
+    count = 0
+    while True:
+        report = count // _FASTTREE_BATCH
+        chosen = sorted(draws.shuffled(range(documents))[:in_prompt])
+        parts = (Segment(_content("multi-document", report, part), length) for part in chosen)
+        yield [_Draft((*parts, _question(draws)), _FASTTREE_ANSWER)]
+        count += 1
+
+
+def rl_rollout(
+    draws: Draws, samples: int = 16, template: int = 64, prompt_mean: int = 200
+) -> Iterator[_Burst]:
+    """Rollouts of reinforcement learning: a group of samples of each prompt, at once, as in GRPO.
+
+    Prompts are identical within a group and share a template across groups; what is sampled differs
+    in length. All numbers are our choice.
+    """
+    while True:
+        question = _private(draws, draws.length(prompt_mean, 0.6, 2048))
+        prompt = (Segment(_content("rl-rollout"), template), question)
+        yield [_Draft(prompt, draws.length(1024, 0.7, 8192)) for _ in range(samples)]
+
+
+def no_sharing(draws: Draws, system: int = 2517) -> Iterator[_Burst]:
+    """As long as `conversation`, but every prompt is private from its first token on."""
+    while True:
+        message = _message(draws)
+        prompt = (Segment(message.content, system + message.length),)
+        yield [_Draft(prompt, _answer(draws))]
+
+
+WORKLOADS: dict[str, Workload] = {
+    "conversation": Workload(conversation, 5.0, "chat behind a three-level system prompt"),
+    "toolagent": Workload(toolagent, 8.0, "task-specific system prompts, 59% found in the cache"),
+    "few-shot": Workload(few_shot, 16.0, "a system prompt and one of 8 sets of 20 examples"),
+    "multi-chain": Workload(multi_chain, 16.0, "4 chains of reasoning for each question"),
+    "multi-document": Workload(multi_document, 16.0, "3 of 6 parts of a report in every prompt"),
+    "rl-rollout": Workload(rl_rollout, 16.0, "16 samples of each prompt, at once"),
+    "no-sharing": Workload(no_sharing, 5.0, "private prompts, as long as those of conversation"),
+}
+
+
+def _message(draws: Draws) -> Segment:
+    return _private(draws, draws.length(_PROMPT_MEAN, _CHAT_SIGMA, _LONGEST_PROMPT))
+
+
+def _answer(draws: Draws) -> int:
+    return draws.length(_ANSWER_MEAN, _CHAT_SIGMA, _LONGEST_ANSWER)
+
+
+def _question(draws: Draws) -> Segment:
+    return _private(draws, draws.length(_QUESTION_MEAN, _QUESTION_SIGMA, _LONGEST_QUESTION))
+
+
+def _private(draws: Draws, length: int) -> Segment:
+    """Text that occurs nowhere else: a random content of 62 bits."""
+    return Segment(draws.below(1 << 31) << 31 | draws.below(1 << 31), length)
+
+
+def _content(*names: str | int) -> int:
+    """The content of shared text, by its name: 62 bits."""
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+class Draws:
+    """A stream of independent draws. ValueError if the seed is negative.
+
+    Of `random.Random`, only seeding with an integer and `random()` are promised to stay as they
+    are. Everything else is computed from `random()` here.
+    """
+
+    def __init__(self, seed: int) -> None:
+        if seed < 0:
+            raise ValueError(f"seed {seed}; 0 or more is allowed")
+        self._uniform = random.Random(seed).random
+
+    def below(self, end: int) -> int:
+        """An integer from 0 to end - 1, all equally probable."""
+        return int(self._uniform() * end)
+
+    def exponential(self, mean: float) -> float:
+        return -mean * math.log(1.0 - self._uniform())
+
+    def length(self, mean: float, sigma: float, longest: int) -> int:
+        """A log-normal length of about this mean (before it is cut to 1..longest).
+
+        sigma: of its logarithm; the median is mean / exp(sigma^2 / 2).
+        """
+        # inv_cdf is open at 0, random() is not.
+        normal = _NORMAL.inv_cdf(max(self._uniform(), 1e-12))
+        exponent = sigma * normal - sigma * sigma / 2
+        return min(max(round(mean * math.exp(exponent)), 1), longest)
+
+    def ranked(self, cumulated: Sequence[float]) -> int:
+        """An index, by the cumulated weights that `zipf` gives."""
+        wanted = self._uniform() * cumulated[-1]
+        return next(i for i, weight in enumerate(cumulated) if wanted < weight)
+
+    def shuffled(self, values: Sequence[T]) -> list[T]:
+        """The values in a random order."""
+        order = list(values)
+        for last in range(len(order) - 1, 0, -1):
+            other = self.below(last + 1)
+            order[last], order[other] = order[other], order[last]
+        return order
+
+
+def zipf(count: int) -> list[float]:
+    """Cumulated weights of `count` ranks, rank k being 1/k as probable as the first."""
+    cumulated = [0.0]
+    for rank in range(1, count + 1):
+        cumulated.append(cumulated[-1] + 1.0 / rank)
+    return cumulated[1:]

@@ -1,0 +1,143 @@
+"""Reads of a batch: under pat, planned by the pack scheduler, and query-centric.
+
+All is told as parts of the KV tokens that a batch reads again: those of its requests less the
+distinct ones. So a part holds while the requests of a batch grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_pat._scheduler import PackScheduler
+from sglang_pat.batch import PrefixPaths
+from sglang_pat.plan import new_scheduler
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.server import Batch
+from sglang_pat.workload.tree import Tree
+
+_L2_SHARE = 0.5  # each half of the cache keeps its own copy of what all SMs read
+
+
+class PlanReads(NamedTuple):
+    """again: the part that a plan reads again. partials: of one query row, a request."""
+
+    again: float = 0.0
+    partials: float = 0.0
+
+
+class Ratios(NamedTuple):
+    """Parts of the tokens that are read again.
+
+    Attributes
+    ----------
+    from_memory
+        What query-centric attention finds in no cache.
+    plans
+        By packing policy.
+    """
+
+    from_memory: float
+    plans: dict[str, PlanReads]
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans batches of one model on one GPU.
+
+    Attributes
+    ----------
+    stride
+        Of so many batches one is planned; the others are taken to be like it.
+    """
+
+    time: StepTime
+    policies: Sequence[str] = ("memory",)
+    stride: int = 1
+    ratios: Ratios = field(init=False)
+    _changes: int = 0
+    _schedulers: dict[str, PackScheduler] = field(init=False)
+    _cached_tokens: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        time = self.time
+        accelerated = [layer for layer in time.layers if layer.is_accelerated]
+        attended = accelerated or [layer for layer in time.layers if layer.num_kv_heads]
+        self._schedulers = {}
+        self._cached_tokens = math.inf
+        self.ratios = Ratios(0.0, dict.fromkeys(self.policies, PlanReads()))
+        if attended:
+            token_bytes = attended[0].kv_elements / attended[0].num_kv_heads * time.kv_bytes
+            self._cached_tokens = time.gpu.l2_bytes * _L2_SHARE / token_bytes
+        if accelerated:
+            layer = accelerated[0]
+            self._schedulers = {
+                policy: new_scheduler(
+                    group_size=max(1, layer.num_qo_heads // layer.num_kv_heads),
+                    num_workers=time.gpu.workers(time.kv_heads(layer)),
+                    policy=policy,
+                )
+                for policy in self.policies
+            }
+
+    def begin(self, batch: Batch, tree: Tree) -> None:
+        """The next steps are those of another batch."""
+        self._changes += 1
+        if (self._changes - 1) % self.stride:
+            return
+        paths = tree.paths(batch.requests)
+        again = _tokens_read_again(paths)
+        if not again:
+            self.ratios = Ratios(0.0, dict.fromkeys(self.policies, PlanReads()))
+            return
+        plans = {}
+        for policy in self.policies:
+            scheduler = self._schedulers.get(policy)
+            if scheduler is None:
+                plans[policy] = PlanReads(again=1.0)
+                continue
+            scheduler.plan(
+                paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.lengths
+            )
+            _, planned, distinct = scheduler.kv_tokens
+            partials = scheduler.summary["partials"] / len(batch.lengths)
+            plans[policy] = PlanReads((planned - distinct) / again, partials)
+        self.ratios = Ratios(self._from_memory(paths) / again, plans)
+
+    def _from_memory(self, paths: PrefixPaths) -> float:
+        """Tokens that a query-centric kernel reads from memory more than once.
+
+        Neighbours in the batch read a node at the same time, through the cache. Others find in it
+        the part of all shared nodes that fits.
+        """
+        lengths = paths.kv_end - paths.kv_begin
+        _, first, holders = np.unique(paths.node_id, return_index=True, return_counts=True)
+        shared = int(lengths[first[holders > 1]].sum())
+        again = int(lengths.sum() - lengths[first].sum())
+        missed = max(0.0, 1 - self._cached_tokens / max(shared, 1))
+        return missed * (again - _tokens_of_neighbours(paths)) if missed else 0.0
+
+
+def _tokens_read_again(paths: PrefixPaths) -> int:
+    lengths = paths.kv_end - paths.kv_begin
+    _, first = np.unique(paths.node_id, return_index=True)
+    return int(lengths.sum() - lengths[first].sum())
+
+
+def _tokens_of_neighbours(paths: PrefixPaths) -> int:
+    """Tokens that a request has in common with the one before it in the batch."""
+    ids, ends = paths.node_id.tolist(), paths.kv_end.tolist()
+    bounds = paths.path_begin.tolist()
+    found = 0
+    for begin, middle, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
+        common = 0
+        for index in range(min(middle - begin, end - middle)):
+            if ids[begin + index] != ids[middle + index]:
+                break
+            common = ends[middle + index]
+        found += common
+    return found

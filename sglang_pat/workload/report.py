@@ -1,0 +1,154 @@
+"""An answer as text and as JSON. The verdict comes first."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_pat.model_layers import summary
+from sglang_pat.workload.run import DEFAULT, PAT, Answer
+from sglang_pat.workload.trace import Trace
+from sglang_pat.workload.verdict import Verdict
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A verdict and all that it rests on.
+
+    Attributes
+    ----------
+    trace
+        Read to its end, so that its malformed lines are known.
+    """
+
+    model: str
+    workload: str
+    trace: Trace
+    answer: Answer
+    verdict: Verdict
+
+    def lines(self) -> list[str]:
+        """The verdict, and what a reader must know before trusting it. At most 15 lines."""
+        verdict = self.verdict
+        found = textwrap.wrap(verdict.sentence, _WIDTH)
+        for text in (verdict.basis, f"Why: {verdict.why}", *self.notes()):
+            found += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return found
+
+    def notes(self) -> Iterator[str]:
+        """Name what was left out, and what else would help."""
+        errors, refused = self.trace.errors, self.answer.refused
+        if self.answer.by_weight is not None:
+            fcfs, by_weight = self.answer.by_weight
+            yield (
+                f"--schedule-policy dfs-weight would serve {by_weight:.3g} instead of {fcfs:.3g} "
+                "requests/s: first come first served computes prefixes more than once."
+            )
+        if errors.count:
+            first = str(errors.first[0]) if errors.first else ""
+            yield f"Left out: {errors.count:,} malformed lines ({_short(first)})."
+        if errors.failed:
+            yield f"Left out: {errors.failed:,} requests that failed when the trace was recorded."
+        if errors.estimated:
+            yield f"The prompts of {errors.estimated:,} requests are text: 4 bytes are one token."
+        for count, limit in ((refused.context, "the context"), (refused.pool, "the KV pool")):
+            if count:
+                yield f"Refused: {count:,} requests longer than {limit}."
+        if refused.truncated:
+            yield f"Cut where the context or the KV pool ends: {refused.truncated:,} answers."
+
+    def details(self) -> list[str]:
+        """Lines that `--verbose` adds."""
+        answer = self.answer
+        name = answer.setup.time.gpu.default_backend
+        rows = [("", name, "pat"), *server_rows(answer)]
+        found = ["", *(f"{label:<28}{left:>12}{right:>12}" for label, left, right in rows), ""]
+        found.append(
+            f"prompts: {answer.pat.prompt_tokens:,} tokens, {answer.distinct_tokens:,} distinct, "
+            f"{answer.pat.new_tokens:,} computed with pat"
+        )
+        for count, words, accelerated in summary(answer.setup.time.layers):
+            found.append(f"layers: {count} x {words}: {'pat' if accelerated else name}")
+        found += ["KV tokens that an accelerated layer reads in all steps of the server with pat:"]
+        found += [f"  {label:<16}{tokens:>12}{times:>12}" for label, tokens, times in reads(answer)]
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        answer, setup, errors = self.answer, self.answer.setup, self.trace.errors
+        time = setup.time
+        return {
+            "verdict": self.verdict.as_dict(),
+            "model": self.model,
+            "gpu": time.gpu.name,
+            "tp": time.tp,
+            "layers": [
+                {"layers": count, "what": words, "accelerated": accelerated}
+                for count, words, accelerated in summary(time.layers)
+            ],
+            "trace": {
+                "name": self.trace.name,
+                "format": self.trace.format,
+                "malformed": errors.count,
+                "failed": errors.failed,
+                "estimated": errors.estimated,
+                "errors": [str(error) for error in errors.first],
+                "refused": asdict(answer.refused),
+                "distinct_tokens": answer.distinct_tokens,
+            },
+            "server": {
+                "kv_tokens": setup.pool,
+                "page_size": setup.page_size,
+                "policies": list(setup.policies),
+                **asdict(setup.rules),
+            },
+            DEFAULT: asdict(answer.default),
+            PAT: asdict(answer.pat),
+            "by_weight": answer.by_weight,
+        }
+
+
+def server_rows(answer: Answer) -> list[tuple[str, str, str]]:
+    """(what, with the default backend, with pat)."""
+    default, pat = answer.default, answer.pat
+
+    def row(label: str, name: str, form: str) -> tuple[str, str, str]:
+        left, right = (format(getattr(each, name), form) for each in (default, pat))
+        return label, left, right
+
+    return [
+        row("ms per output token", "tpot_ms", ",.1f"),
+        row("ms to the first token", "ttft_ms", ",.0f"),
+        row("ms of a decode step", "step_ms", ",.1f"),
+        row("requests in a step", "batch", ",.1f"),
+        row("attention in a step", "attention", ".0%"),
+        row("prefill in the time", "prefill", ".0%"),
+        row("KV reads that repeat", "repeats", ".0%"),
+        row("prompt tokens computed", "new_tokens", ","),
+        row("requests retracted", "retracted", ","),
+        row("seconds for all", "seconds", ",.0f"),
+        (
+            "requests per second at most",
+            f"{answer.most[DEFAULT]:.3g}",
+            f"{answer.most[PAT]:.3g}",
+        ),
+    ]
+
+
+def reads(answer: Answer) -> list[tuple[str, str, str]]:
+    """(policy, KV tokens, times fewer than query-centric) of the server with pat."""
+    tokens = answer.pat.kv_tokens
+    most = tokens["query-centric"]
+    return [
+        (name, f"{count / 1e6:,.1f} M", f"{most / count:.2f}x" if count else "-")
+        for name, count in tokens.items()
+    ]
+
+
+def _short(text: str, longest: int = 120) -> str:
+    """Input of others on one line."""
+    return textwrap.shorten(text, longest, placeholder=" ...")

@@ -1,0 +1,136 @@
+"""SGLang's own request dump: a pickle of the requests that a server has answered.
+
+A format of `formats.py`. A server writes one per `dump_requests_threshold` finished requests
+(`POST /configure_logging` with `dump_requests_folder`), and one when it crashes
+(`--crash-dump-folder`). SGLang 0.5.17 and 0.5.23 write the same: a dict whose `requests` are tuples
+`(GenerateReqInput, answer, seconds of arrival, seconds of completion)`.
+
+Unpickling runs whatever the file says, so none of that happens here: every class of the file
+becomes an inert record of its attributes, and no module is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from array import _array_reconstructor, array  # type: ignore[attr-defined]
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from sglang_pat.workload.trace import TokenPrompt, TraceErrors, TraceRequest, text_tokens
+
+# SGLang may keep token ids in an array. Neither of these runs code of the file.
+_ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array_reconstructor}
+
+
+def read_dump(
+    binary: BinaryIO, file: str, errors: TraceErrors
+) -> Iterator[tuple[int, TraceRequest]]:
+    """The number, from 1, and the request of every record. A dump is held in memory as a whole.
+
+    A request that was not finished, as in a crash dump, counts with the tokens it had so far. Text
+    counts one token per 4 bytes. ValueError if the file is no request dump.
+    """
+    try:
+        dump = _InertUnpickler(binary).load()
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(f"{file}: not a pickle that can be read: {error}") from error
+    records = dump.get("requests") if isinstance(dump, dict) else None
+    if not isinstance(records, list):
+        raise ValueError(f"{file}: not a request dump of SGLang: it has no list 'requests'")
+    for number, record in enumerate(records, start=1):
+        try:
+            request = _parse_record(record, errors)
+        except ValueError as error:
+            errors.add(file, number, str(error))
+        else:
+            yield number, request
+
+
+class _Inert:
+    """Stands for an object of the file: keeps its attributes, does nothing."""
+
+    def __new__(cls, *_arguments: object, **_keywords: object) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *_arguments: object, **_keywords: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        # With slots the state is a pair, of the attributes in __dict__ and those in slots.
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                self.__dict__.update(part)
+
+    def __call__(self, *_arguments: object, **_keywords: object) -> _Inert:
+        return self
+
+    # What pickle calls to fill collections that are no plain list, dict or set.
+    def append(self, _value: object) -> None:
+        pass
+
+    def extend(self, _values: object) -> None:
+        pass
+
+    def add(self, _value: object) -> None:
+        pass
+
+    def __setitem__(self, _key: object, _value: object) -> None:
+        pass
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return _ALLOWED.get((module_name, global_name), _Inert)
+
+
+def _parse_record(record: object, errors: TraceErrors) -> TraceRequest:
+    if not (isinstance(record, tuple) and len(record) == 4):
+        raise ValueError("not a tuple of request, answer, arrival and completion")
+    asked, answer, arrival, _ = record
+    if not (isinstance(asked, _Inert) and isinstance(answer, dict)):
+        raise ValueError("no GenerateReqInput with an answer")
+    if not (isinstance(arrival, (int, float)) and math.isfinite(arrival)):
+        raise ValueError(f"it arrived at {arrival!r}; a number of seconds is needed")
+    prompt = TokenPrompt(_token_ids(vars(asked), errors))
+    return TraceRequest(float(arrival), prompt, _output_length(answer))
+
+
+def _token_ids(asked: dict[str, Any], errors: TraceErrors) -> np.ndarray:
+    tokens, text = asked.get("input_ids"), asked.get("text")
+    if tokens is None and isinstance(text, str) and text:
+        tokens = text_tokens(text)
+        errors.estimated += 1
+    if tokens is None:
+        raise ValueError("it holds neither input_ids nor text")
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise ValueError("input_ids is not a list of token ids") from error
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu" or ids.min() < 0:
+        raise ValueError("input_ids is not a list of token ids")
+    return ids.astype(np.int64)
+
+
+def _output_length(answer: dict[str, Any]) -> int:
+    meta = answer.get("meta_info")
+    length = meta.get("completion_tokens") if isinstance(meta, dict) else None
+    if length is None:
+        length = len(answer.get("output_ids") or ())
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"it has {length!r} new tokens; at least 1 is needed")
+    return length
+
+
+def dump_files(folder: Path) -> list[Path]:
+    """The dumps of a folder, by name, which is by time; SGLang makes a folder per host.
+
+    ValueError if there are none.
+    """
+    files = sorted(folder.glob("**/*.pkl"))
+    if not files:
+        raise ValueError(f"{folder}: no request dump (*.pkl) in this folder")
+    return files

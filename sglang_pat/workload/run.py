@@ -1,0 +1,328 @@
+"""A workload on two simulated servers, with SGLang's default backend and with pat."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_pat.workload.cost import Reads, StepSeconds, StepTime
+from sglang_pat.workload.reads import Planner
+from sglang_pat.workload.server import (
+    Batch,
+    Decode,
+    Prefill,
+    Refused,
+    Rules,
+    Server,
+    accepted,
+)
+from sglang_pat.workload.trace import Prompt, TokenPrompt, TraceRequest
+from sglang_pat.workload.tree import RadixTree, Tree
+
+DEFAULT, PAT = "default", "pat"
+Backend = str  # DEFAULT or PAT
+
+_PLANS = 1000  # of one server, about
+# A server that is starved for less of its time is as full as it gets.
+_STARVED = 0.02
+# First come first served that computes so many times the distinct tokens is compared with
+# dfs-weight, for so many requests: that looks at all that wait before each pass.
+_REPEATED, _ORDERED = 1.5, 500
+_BLOCK_TOKENS = 32  # of prompts whose tokens are known, where distinct tokens are counted
+
+
+class BackendClock:
+    """The clock of a server with one backend."""
+
+    def __init__(self, backend: Backend, planner: Planner) -> None:
+        self._backend = backend
+        self._planner = planner
+        self.prefill = planner.time.prefill
+        self.begin: Callable[[Batch, Tree], None] = planner.begin
+
+    def decode(self, requests: int, kv_tokens: float, distinct: float) -> float:
+        return self.step(self._backend, requests, kv_tokens, distinct).all
+
+    def step(
+        self, backend: Backend, requests: int, kv_tokens: float, distinct: float
+    ) -> StepSeconds:
+        """A step of the batch that began last, as this backend would take it."""
+        default = self._default_reads(kv_tokens, distinct)
+        ours = self.pat_reads(requests, kv_tokens, distinct) if backend == PAT else default
+        return self._planner.time.decode(requests, kv_tokens, ours, default)
+
+    def pat_reads(
+        self, requests: int, kv_tokens: float, distinct: float, policy: str | None = None
+    ) -> Reads:
+        """Reads of an accelerated layer under a policy; None: the first, which is pat's."""
+        planner = self._planner
+        plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
+        again = (kv_tokens - distinct) * plan.again
+        return Reads(distinct, cached=again, partials=plan.partials * requests)
+
+    def _default_reads(self, kv_tokens: float, distinct: float) -> Reads:
+        again = kv_tokens - distinct
+        from_memory = again * self._planner.ratios.from_memory
+        return Reads(distinct, from_memory, again - from_memory)
+
+
+@dataclass(slots=True)
+class ServerStats:
+    """Numbers of one server. Times are means over requests or steps.
+
+    Attributes
+    ----------
+    seconds
+        From the first arrival to the last answer.
+    tpot_ms
+        From the first token of a request to its last, by token. Passes of others are in it.
+    attention, prefill
+        Their part of a decode step, and of the time in which the server computes.
+    prompt_tokens, new_tokens
+        Of the requests served, and those that a pass computed.
+    repeats
+        The part of the KV reads of query-centric attention that another request of the step has
+        done, in this server's batches.
+    kv_tokens
+        Read by an accelerated layer and KV head in all steps: query-centric, distinct, and by
+        packing policy. partials: written, by policy, of one query row.
+    overloaded
+        Requests wait longer than they are served.
+    starved
+        The part of the time in which no request waited although more were to come.
+    """
+
+    requests: int = 0
+    seconds: float = 0.0
+    tpot_ms: float = 0.0
+    ttft_ms: float = 0.0
+    step_ms: float = 0.0
+    steps: int = 0
+    batch: float = 0.0
+    attention: float = 0.0
+    prefill: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    retracted: int = 0
+    repeats: float = 0.0
+    kv_tokens: dict[str, float] = field(default_factory=dict)
+    partials: dict[str, float] = field(default_factory=dict)
+    overloaded: bool = False
+    starved: float = 0.0
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.requests / self.seconds if self.seconds else 0.0
+
+
+class Step(NamedTuple):
+    """Decode steps of one batch, for rows and charts. ms: of a step, by backend."""
+
+    step: int
+    time: float
+    steps: int
+    batch: int
+    kv_tokens: float
+    distinct: float
+    read: float
+    ms: dict[str, float]
+
+
+Watch = Callable[[Step, Decode, Tree], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The server: a model on a GPU, a pool, rules.
+
+    Attributes
+    ----------
+    pool
+        Tokens of the KV pool of one GPU.
+    policies
+        Packing policies whose reads are counted; the first is pat's.
+    new_tree
+        Makes the prefix cache, of a number of tokens and a page size.
+    """
+
+    time: StepTime
+    pool: int
+    rules: Rules = field(default_factory=Rules)
+    page_size: int = 1
+    policies: tuple[str, ...] = ("memory",)
+    new_tree: Callable[[int, int], Tree] = RadixTree
+
+
+def serve(
+    stream: Sequence[TraceRequest],
+    setup: Setup,
+    backend: Backend,
+    watch: Watch | None = None,
+) -> ServerStats:
+    """Serve a trace with one backend. watch: sees every step.
+
+    ValueError if no request of the trace fits.
+    """
+    tree = setup.new_tree(setup.pool, setup.page_size)
+    requests, _ = accepted(stream, setup.rules, tree.size, setup.page_size)
+    if not requests:
+        context = setup.rules.context_length
+        limit = "" if context is None else f" and a context of {context:,}"
+        raise ValueError(
+            f"no request of the trace fits into a KV pool of {tree.size:,} tokens{limit}"
+        )
+    stride = max(1, 2 * len(requests) // _PLANS)
+    planner = Planner(setup.time, setup.policies, stride)
+    clock = BackendClock(backend, planner)
+    server = Server(requests, tree, clock, setup.rules)
+    stats = ServerStats(prompt_tokens=sum(each.prompt_length for each in requests))
+    decode_seconds = prefill_seconds = attention = waited = 0.0
+    totals = dict.fromkeys(("query-centric", "distinct", *setup.policies), 0.0)
+    partials = dict.fromkeys(setup.policies, 0.0)
+    seen: set[int] = set()
+    for event in server.events():
+        if isinstance(event, Prefill):
+            prefill_seconds += event.seconds
+            stats.new_tokens += event.new
+            for request, *_ in event.admitted:
+                if request.number not in seen:
+                    seen.add(request.number)
+                    waited += event.begin - request.arrival
+            continue
+        size, steps = len(event.batch.requests), event.steps
+        as_read = (size, event.kv_tokens, event.distinct)
+        step = clock.step(backend, *as_read)
+        decode_seconds += steps * step.all
+        attention += steps * step.attention
+        totals["query-centric"] += steps * event.kv_tokens
+        totals["distinct"] += steps * event.distinct
+        for policy in setup.policies:
+            reads = clock.pat_reads(*as_read, policy)
+            partials[policy] += steps * reads.partials
+            # Replayed as a policy, it has the name of what is counted anyway.
+            if policy != "query-centric":
+                totals[policy] += steps * reads.tokens
+        if watch is not None:
+            ms = {name: 1000 * clock.step(name, *as_read).all for name in (DEFAULT, PAT)}
+            read = clock.pat_reads(*as_read).tokens
+            watch(Step(stats.steps, event.begin, steps, *as_read, read, ms), event, tree)
+        stats.steps += steps
+        stats.batch += steps * size
+    _close(stats, server)
+    stats.batch /= max(stats.steps, 1)
+    stats.step_ms = 1000 * decode_seconds / max(stats.steps, 1)
+    stats.attention = attention / max(decode_seconds, 1e-12)
+    stats.prefill = prefill_seconds / max(decode_seconds + prefill_seconds, 1e-12)
+    stats.repeats = 1 - totals["distinct"] / max(totals["query-centric"], 1)
+    stats.kv_tokens, stats.partials = totals, partials
+    served = sum(time - each.arrival for each, time in server.finished) - waited
+    stats.overloaded = waited > served
+    return stats
+
+
+def _close(stats: ServerStats, server: Server) -> None:
+    """Add the times of the requests."""
+    finished = server.finished
+    first = min(request.arrival for request, _ in finished)
+    stats.requests = len(finished)
+    stats.seconds = server.now - first
+    stats.retracted = server.retracted
+    stats.starved = server.starved / max(server.now - first, 1e-12)
+    stats.ttft_ms = 1000 * float(np.mean([each.first_token - each.arrival for each, _ in finished]))
+    tpot = [
+        (time - request.first_token) / (request.answer_length - 1)
+        for request, time in finished
+        if request.answer_length > 1
+    ]
+    stats.tpot_ms = 1000 * float(np.mean(tpot)) if tpot else 0.0
+
+
+# --- both ---
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Both servers with one workload.
+
+    Attributes
+    ----------
+    default, pat
+        At the rate of the trace.
+    most
+        Requests per second, by backend, where all requests wait from the beginning.
+    distinct_tokens
+        Of all prompts: what an endless cache would leave to compute.
+    by_weight
+        `most` of pat for the first requests with first come first served and with `dfs-weight`.
+        None if the first computes few tokens more than once, or where the second is no better.
+    """
+
+    setup: Setup
+    default: ServerStats
+    pat: ServerStats
+    most: dict[Backend, float]
+    refused: Refused
+    distinct_tokens: int
+    by_weight: tuple[float, float] | None = None
+
+
+def answer(stream: Sequence[TraceRequest], setup: Setup, watch: Watch | None = None) -> Answer:
+    """Serve a workload with both backends.
+
+    Parameters
+    ----------
+    watch
+        Sees every step of the server with pat, at the rate of the trace.
+
+    Raises
+    ------
+    ValueError
+        No request of the trace fits.
+    """
+    default, pat = serve(stream, setup, DEFAULT), serve(stream, setup, PAT, watch)
+    at_once = [each._replace(arrival=0.0) for each in stream]
+    most = {
+        name: stats.requests_per_second
+        if stats.starved < _STARVED
+        else serve(at_once, setup, name).requests_per_second
+        for name, stats in ((DEFAULT, default), (PAT, pat))
+    }
+    pool = setup.pool // setup.page_size * setup.page_size
+    served, refused = accepted(stream, setup.rules, pool, setup.page_size)
+    distinct = distinct_tokens(each.prompt for each in served)
+    by_weight = None
+    if setup.rules.schedule_policy == "fcfs" and pat.new_tokens > _REPEATED * distinct:
+        weighted = replace(setup, rules=replace(setup.rules, schedule_policy="dfs-weight"))
+        fcfs, dfs = (
+            serve(at_once[:_ORDERED], each, PAT).requests_per_second for each in (setup, weighted)
+        )
+        by_weight = (fcfs, dfs) if dfs > fcfs else None
+    return Answer(setup, default, pat, most, refused, distinct, by_weight)
+
+
+def distinct_tokens(prompts: Iterable[Prompt]) -> int:
+    """Tokens of a tree of all prompts. Where tokens are known, to a block of 32."""
+    seen: set[int] = set()
+    tokens = 0
+    for prompt in prompts:
+        path = 0
+        for content, length in _blocks(prompt):
+            path = hash((path, content, length))
+            if path not in seen:
+                seen.add(path)
+                tokens += length
+    return tokens
+
+
+def _blocks(prompt: Prompt) -> Iterator[tuple[int | bytes, int]]:
+    """(content, tokens)."""
+    if not isinstance(prompt, TokenPrompt):
+        yield from prompt
+        return
+    for begin in range(0, len(prompt.tokens), _BLOCK_TOKENS):
+        block = prompt.tokens[begin : begin + _BLOCK_TOKENS]
+        yield hashlib.blake2b(block.tobytes(), digest_size=8).digest(), len(block)

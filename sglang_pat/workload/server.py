@@ -1,0 +1,484 @@
+"""The simulated server: SGLang's scheduler, on a tree and a clock that are given.
+
+Prefills before decode steps; passes of `chunked_prefill_size` tokens, of which the last prompt is
+cut; admission while the KV pool is expected to suffice; eviction when it is short; retraction when
+that does not help. Prompts of one pass do not see each other: they enter the tree after it. The
+rules are those of SGLang 0.5.23 without its overlap, which begins each batch one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sglang_pat.batch import IntArray
+from sglang_pat.workload.trace import Prompt, Segment, TokenIds, TraceRequest, token_ids
+from sglang_pat.workload.tree import RadixTree, Tree
+
+SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight")
+
+# SGLang's defaults. The share of its remaining answer that a running request is expected to need
+# of the pool falls from step to step, and rises again when requests had to be retracted.
+_NEW_TOKEN_RATIO = 0.7
+_LEAST_NEW_TOKEN_RATIO = 0.7 * 0.14
+_RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
+_MOST_NEW_TOKENS = 4096  # that are reserved for one answer
+_RETRACT_STEPS = 20
+_SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave
+_MATCHED_WAITING = 128  # requests of the queue whose prefixes are looked at
+_REFRESH_PASSES = 32
+_SHORT_PREFIX = 32  # lpm: below it, a request waits for one with the same beginning
+_ANSWERS = 0x5EED << 48  # contents of the answers' segments: out of the way of small numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Options of the server, by SGLang's names.
+
+    Attributes
+    ----------
+    context_length
+        Tokens of the longest request. None: no limit but the pool.
+    max_new_tokens
+        What clients ask for. None: the length of the answer.
+    ignore_eos
+        The server knows that answers have the length that was asked for, and reserves all of it.
+    """
+
+    max_running_requests: int = 256
+    chunked_prefill_size: int = 8192
+    context_length: int | None = None
+    max_new_tokens: int | None = None
+    ignore_eos: bool = True
+    schedule_policy: str = "fcfs"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request on its way through the server. Times in simulated seconds.
+
+    Attributes
+    ----------
+    answer_length, asked
+        Tokens that it gets, and that it asked for.
+    kv_len
+        Tokens whose KV is in the pool: of a running request, as of when the batch last changed.
+    """
+
+    number: int
+    arrival: float
+    prompt: Prompt
+    prompt_length: int
+    answer_length: int
+    asked: int
+    kv_len: int = 0
+    protected: int = 0
+    generated: int = 0
+    handle: Any = None
+    first_token: float = math.nan
+    _tokens: TokenIds | None = None
+
+    @property
+    def tokens(self) -> TokenIds:
+        """The prompt and the answer, made up when they are needed first."""
+        if self._tokens is None:
+            answer = (Segment(_ANSWERS + self.number, self.answer_length),)
+            self._tokens = np.concatenate((token_ids(self.prompt), token_ids(answer)))
+        return self._tokens
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that a prefill computes: after a retraction also those generated before."""
+        return self.prompt_length + self.generated
+
+    def forget_tokens(self) -> None:
+        self._tokens = None
+
+
+@dataclass(slots=True)
+class Refused:
+    """Requests that are longer than the context or the pool, and answers cut at their end."""
+
+    context: int = 0
+    pool: int = 0
+    truncated: int = 0
+
+    @property
+    def requests(self) -> int:
+        return self.context + self.pool
+
+
+def accepted(
+    stream: Iterable[TraceRequest], rules: Rules, pool: int, page_size: int = 1
+) -> tuple[list[Request], Refused]:
+    """The requests that SGLang would take.
+
+    The model's context and the pool limit a request. A prompt that leaves hardly a token for the
+    answer is refused, a longer answer is cut.
+
+    Parameters
+    ----------
+    pool
+        Tokens of the KV pool, whole pages.
+    """
+    context = math.inf if rules.context_length is None else rules.context_length
+    longest = int(min(context, pool)) - 1
+    requests, refused = [], Refused()
+    for number, traced in enumerate(stream):
+        length = traced.input_length
+        # The pool holds a page more for every request than its tokens.
+        in_pool = pool - length - 2 * page_size - 1
+        if length >= longest - _SPARE_FOR_ANSWER or in_pool < 1 or length == 0:
+            if longest - _SPARE_FOR_ANSWER <= length and context <= pool:
+                refused.context += 1
+            else:
+                refused.pool += 1
+            continue
+        asked = rules.max_new_tokens or traced.output_length
+        allowed = min(longest - length - 1, in_pool)
+        refused.truncated += allowed < min(traced.output_length, asked)
+        asked = min(asked, allowed)
+        answer = min(traced.output_length, asked)
+        requests.append(Request(number, traced.arrival, traced.prompt, length, answer, asked))
+    return requests, refused
+
+
+class Batch(NamedTuple):
+    """Requests that decode together. lengths: KV tokens of each request, this step's included."""
+
+    requests: Sequence[Request]
+    lengths: IntArray
+
+
+class Clock(Protocol):
+    """Seconds of passes and steps."""
+
+    def prefill(self, new: int, pairs: float, requests: int) -> float:
+        """A pass. pairs: of a new token and one that it attends to."""
+
+    def begin(self, batch: Batch, tree: Tree) -> None:
+        """The next steps are those of another batch."""
+
+    def decode(self, requests: int, kv_tokens: float, distinct: float) -> float:
+        """A step of the batch. kv_tokens: of all requests; distinct: each token once."""
+
+
+class Prefill(NamedTuple):
+    """A pass. admitted: (request, new tokens, tokens that it had already)."""
+
+    begin: float
+    seconds: float
+    admitted: tuple[tuple[Request, int, int], ...]
+
+    @property
+    def new(self) -> int:
+        return sum(new for _, new, _ in self.admitted)
+
+
+class Decode(NamedTuple):
+    """Steps of the same batch. seconds: of one; kv_tokens, distinct: means of a step."""
+
+    begin: float
+    seconds: float
+    steps: int
+    batch: Batch
+    kv_tokens: float
+    distinct: float
+
+
+@dataclass(slots=True)
+class Server:
+    """One server, from an empty cache until all requests are answered.
+
+    Attributes
+    ----------
+    steps_at_once
+        Steps that are taken together while the batch is the same. The result does not depend on it.
+    finished
+        (request, time) in order.
+    starved
+        Seconds of decode steps for which no request waited although more were to come.
+    retracted
+        How often a request was put back.
+    """
+
+    requests: Sequence[Request]
+    tree: Tree
+    clock: Clock
+    rules: Rules
+    steps_at_once: int = 1 << 20
+    now: float = 0.0
+    retracted: int = 0
+    starved: float = 0.0
+    finished: list[tuple[Request, float]] = field(default_factory=list)
+    _waiting: list[Request] = field(default_factory=list)
+    _chunked: Request | None = None
+    _batch: list[Request] = field(default_factory=list)
+    _lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    _left: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    _asked: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    _has_changed: bool = False  # the batch
+    _is_full: bool = False  # no request is admitted before one leaves
+    _leaving: int = 0  # finished, but still in the batch as SGLang sees it
+    _ratio: float = _NEW_TOKEN_RATIO
+    _passes: int = 0
+
+    def events(self) -> Iterator[Prefill | Decode]:
+        """Every pass, and every decode step, in order."""
+        arrivals = deque(sorted(self.requests, key=lambda request: request.arrival))
+        while True:
+            while arrivals and arrivals[0].arrival <= self.now:
+                self._waiting.append(arrivals.popleft())
+            prefill = self._prefill()
+            if prefill is not None:
+                yield prefill
+            elif self._batch:
+                yield from self._decode(arrivals[0].arrival if arrivals else math.inf)
+            elif self._leaving or (self._is_full and self._waiting):
+                self._leaving, self._is_full = 0, False
+            elif arrivals:
+                self.starved += arrivals[0].arrival - self.now
+                self.now = arrivals[0].arrival
+            else:
+                assert not self._waiting, "a request was accepted that fits into no pool"
+                return
+
+    # --- prefill ---
+
+    def _prefill(self) -> Prefill | None:
+        """Compute the rest of a prompt that was cut, and the prompts for which there is room."""
+        if self._chunked is None and (self._is_full or not self._waiting):
+            return None
+        tree, rules = self.tree, self.rules
+        rows = rules.max_running_requests - len(self._batch) - self._leaving
+        if rows <= 0 and self._chunked is None:
+            self._is_full = True
+            return None
+        self._sort_waiting()
+        ratio = 1.0 if rules.ignore_eos else self._ratio
+        reserved = float(np.minimum(self._asked, _MOST_NEW_TOKENS).sum()) * ratio
+        tokens_left = rules.chunked_prefill_size
+        admitted: list[tuple[Request, int, int]] = []
+
+        def admit(request: Request, new: int, is_whole: bool) -> None:
+            nonlocal reserved, tokens_left
+            admitted.append((request, new, request.kv_len))
+            in_pages = self._pages(new)
+            tokens_left -= in_pages
+            reserved += in_pages + tree.page_size
+            reserved += min(request.asked, _MOST_NEW_TOKENS) if is_whole else 0
+
+        if self._chunked is not None:
+            request, rest = self._chunked, self._chunked.wanted - self._chunked.kv_len
+            room = min(tokens_left, int(tree.reachable - reserved))
+            new = min(rest, room if room > 0 else tokens_left)
+            admit(request, new, is_whole=new == rest)
+            self._chunked = None if new == rest else request
+        while self._waiting and tokens_left > 0:
+            if len(admitted) >= rows:
+                self._is_full = True
+                break
+            request = self._waiting[0]
+            found = tree.match(request, request.wanted)
+            rest = request.wanted - found
+            answer = min(max(request.asked - request.generated, 0), _MOST_NEW_TOKENS)
+            # Locking the prefix has made it unreachable.
+            if rest + answer + tree.page_size >= tree.reachable - reserved:
+                tree.unlock(request)
+                self._is_full = bool(admitted or self._batch)
+                break
+            new = rest
+            if self._pages(rest) > tokens_left:
+                new = (found + tokens_left) // tree.page_size * tree.page_size - found
+                if new <= 0:
+                    tree.unlock(request)
+                    break
+                self._chunked = request
+            self._waiting.pop(0)
+            request.kv_len = found
+            admit(request, new, is_whole=new == rest)
+            if tree.reachable <= reserved:
+                self._is_full = True
+                break
+        if not admitted:
+            return None
+        return self._compute(admitted)
+
+    def _compute(self, admitted: list[tuple[Request, int, int]]) -> Prefill:
+        tree, begin = self.tree, self.now
+        # Only now, when all prefixes are locked. As in SGLang, a page more for each request.
+        new_tokens = sum(new for _, new, _ in admitted)
+        spare = 0 if tree.page_size == 1 else tree.page_size * len(admitted)
+        tree.make_room(new_tokens + spare)
+        pairs = 0.0
+        for request, new, had in admitted:
+            tree.take(self._pages(had + new) - self._pages(had))
+            request.kv_len = had + new
+            pairs += new * (had + new / 2)
+        self.now += self.clock.prefill(new_tokens, pairs, len(admitted))
+        started = []
+        for request, _, _ in admitted:
+            if request is self._chunked:
+                continue
+            request.generated += 1
+            if math.isnan(request.first_token):
+                request.first_token = self.now
+            if request.generated == request.answer_length:
+                self._finish(request)
+                self._is_full = False
+            else:
+                tree.checkpoint(request)
+                started.append(request)
+        if self._chunked is not None:
+            tree.checkpoint(self._chunked)
+        if started:
+            lengths = np.array([each.kv_len for each in started], dtype=np.int32)
+            self._set_batch(self._batch + started, np.concatenate((self._lengths, lengths)))
+        return Prefill(begin, self.now - begin, tuple(admitted))
+
+    def _sort_waiting(self) -> None:
+        """The order of admission. Looking at a prefix counts as its use."""
+        tree, waiting = self.tree, self._waiting
+        policy = self.rules.schedule_policy
+        if policy == "lpm" and len(waiting) > _MATCHED_WAITING:
+            policy = "fcfs"
+        if policy == "fcfs":
+            if tree.refreshes_waiting and waiting and self._passes % _REFRESH_PASSES == 0:
+                for request in reversed(waiting[:_MATCHED_WAITING]):
+                    tree.find(request, request.wanted)
+            self._passes += bool(waiting)
+            return
+        found = [tree.find(request, request.wanted) for request in waiting]
+        if policy == "dfs-weight":
+            waiting[:] = [waiting[index] for index in tree.by_weight(waiting)]
+            return
+        # Of requests with the same new beginning, one goes first: the others find what it brings.
+        seen = RadixTree(sum(request.wanted for request in waiting))
+        keys: dict[int, float] = {}
+        for request, length in zip(waiting, found, strict=True):
+            keys[request.number] = -length
+            if length <= _SHORT_PREFIX:
+                tokens = request.tokens[: request.wanted]
+                if seen.common_prefix(tokens) >= _SHORT_PREFIX:
+                    keys[request.number] = math.inf
+                else:
+                    seen.insert(tokens)
+        waiting.sort(key=lambda request: keys[request.number])
+
+    # --- decode ---
+
+    def _decode(self, next_arrival: float) -> Iterator[Decode]:
+        if self._leaving:
+            self._leaving, self._is_full = 0, False
+        tree, page = self.tree, self.tree.page_size
+        if not tree.make_room(self._needed(self._lengths, 1)):
+            self._retract()
+        batch = Batch(self._batch, self._lengths + 1)
+        if self._has_changed:
+            self.clock.begin(batch, tree)
+            self._has_changed = False
+        size = len(self._batch)
+        # Beyond this the pool may be short within the jump.
+        in_pool = tree.reachable // (size * page) - 1
+        steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
+        held = tree.size - tree.reachable - int((-self._lengths % page).sum())
+        kv_tokens = int(self._lengths.sum())
+        growth = size * (steps + 1) / 2  # of both, in the mean of the steps
+        seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
+        if next_arrival < math.inf and not self._is_full:
+            until = math.ceil((next_arrival - self.now) / seconds)
+            if until < steps:
+                steps = max(1, until)
+                growth = size * (steps + 1) / 2
+                seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
+        if page > 1:  # as in SGLang, as if each request began a page in the last step
+            tree.make_room(self._needed(self._lengths, steps - 1) + page * size)
+        needed = self._needed(self._lengths, steps)
+        tree.make_room(needed)
+        tree.take(needed)
+        begin = self.now
+        self.now += steps * seconds
+        if next_arrival < math.inf and not self._waiting:
+            self.starved += self.now - begin
+        self._ratio = max(self._ratio - steps * _RATIO_DECAY, _LEAST_NEW_TOKEN_RATIO)
+        yield Decode(begin, seconds, steps, batch, kv_tokens + growth, held + growth)
+        self._lengths = self._lengths + np.int32(steps)
+        self._left = self._left - np.int32(steps)
+        self._asked = self._asked - np.int32(steps)
+        if self._left.all():
+            return
+        staying = []
+        for index, left in enumerate(self._left.tolist()):
+            if left == 0:
+                request = self._batch[index]
+                request.kv_len = int(self._lengths[index])
+                request.generated = request.answer_length
+                self._finish(request)
+            else:
+                staying.append(index)
+        if tree.finished_leave_late:
+            self._leaving = size - len(staying)
+        else:
+            self._is_full = False
+        self._is_full &= bool(self._leaving)
+        self._keep(staying)
+
+    def _retract(self) -> None:
+        """Put requests back into the queue until the others fit: at least one, never all."""
+        generated = [each.answer_length for each in self._batch] - self._left
+        prompts = np.array([each.prompt_length for each in self._batch])
+        # The shortest answer first, of equal ones that with the longest prompt.
+        order = np.lexsort((np.arange(len(prompts)), -prompts, generated))
+        for leaving in range(1, len(order)):
+            index = int(order[leaving - 1])
+            request = self._batch[index]
+            request.kv_len = int(self._lengths[index])
+            request.generated = int(generated[index])
+            self.tree.release(request)
+            request.kv_len = 0
+            self._waiting.append(request)
+            self.retracted += 1
+            staying = np.sort(order[leaving:])
+            self.tree.make_room(_RETRACT_STEPS * len(staying))  # as much as can be had
+            if self.tree.make_room(self._needed(self._lengths[staying], 1)):
+                break
+        decoded = int(generated[staying].sum())
+        wanted = decoded + int(self._asked[staying].sum())
+        self._ratio = min(1.0, (decoded + _RETRACT_STEPS * len(staying)) / (wanted + 1))
+        self._is_full = False
+        self._keep(staying.tolist())
+
+    def _finish(self, request: Request) -> None:
+        self.tree.finish(request)
+        request.forget_tokens()
+        request.handle = None
+        self.finished.append((request, self.now))
+
+    def _keep(self, indices: list[int]) -> None:
+        self._set_batch([self._batch[index] for index in indices], self._lengths[indices])
+
+    def _set_batch(self, batch: list[Request], lengths: IntArray) -> None:
+        self._batch, self._lengths = batch, lengths
+        wanted = [(each.prompt_length, each.answer_length, each.asked) for each in batch]
+        prompts, answers, asked = np.array(wanted, dtype=np.int32).reshape(-1, 3).T
+        generated = lengths - prompts + 1
+        self._left, self._asked = answers - generated, asked - generated
+        self._has_changed = True
+
+    def _pages(self, num_tokens: int) -> int:
+        page = self.tree.page_size
+        return -(-num_tokens // page) * page
+
+    def _needed(self, lengths: IntArray, steps: int) -> int:
+        """Tokens of the pages that requests of these lengths begin in so many steps."""
+        page = self.tree.page_size
+        if page == 1:
+            return steps * len(lengths)
+        return page * int(
+            ((lengths + steps + page - 1) // page - (lengths + page - 1) // page).sum()
+        )

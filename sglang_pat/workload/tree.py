@@ -1,0 +1,346 @@
+"""The prefix cache of the simulated server: a radix tree over a KV pool that only counts.
+
+It has the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
+compares every operation with it. `sglang/workload_tree.py` has SGLang's own classes behind the same
+interface, `Tree`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from sglang_pat.batch import PrefixPaths
+from sglang_pat.workload.trace import TokenIds
+
+
+class CachedRequest(Protocol):
+    """A request as far as a tree looks at it.
+
+    Attributes
+    ----------
+    tokens
+        Prompt and answer, int64.
+    kv_len
+        Tokens whose KV is in the pool.
+    protected
+        How many of its tokens the tree holds, locked while it runs. The tree sets it.
+    handle
+        The tree's own; None before the tree has seen the request.
+    """
+
+    prompt_length: int
+    kv_len: int
+    protected: int
+    handle: Any
+
+    @property
+    def tokens(self) -> TokenIds: ...
+
+
+class Tree(Protocol):
+    """A prefix cache over a KV pool.
+
+    Attributes
+    ----------
+    size, page_size
+        Tokens of the pool, a multiple of the page's.
+    available
+        Tokens that are free.
+    finished_leave_late
+        Up to 0.5.17 a finished request keeps its place until the next decode step is prepared,
+        which is after requests are admitted.
+    refreshes_waiting
+        Prefixes of waiting requests count as used, now and then.
+    """
+
+    size: int
+    page_size: int
+    finished_leave_late: bool
+    refreshes_waiting: bool
+
+    @property
+    def available(self) -> int: ...
+
+    @property
+    def reachable(self) -> int:
+        """Tokens that are free, or held by nobody but the tree."""
+
+    def match(self, request: CachedRequest, length: int) -> int:
+        """Find and lock the cached prefix of the first `length` tokens. Its length.
+
+        One token at least is left to compute: its output is what the prefill is for.
+        """
+
+    def find(self, request: CachedRequest, length: int) -> int:
+        """The length of the cached prefix of the first `length` tokens, which counts as used.
+
+        Of a request that waits: its handle is then where the prefix ends.
+        """
+
+    def unlock(self, request: CachedRequest) -> None:
+        """Let go of the prefix of a request that is not admitted after all."""
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Evict what nobody uses until that many tokens are free. False: there are not as many."""
+
+    def take(self, num_tokens: int) -> None:
+        """Allocate whole pages. They must be free."""
+
+    def checkpoint(self, request: CachedRequest) -> None:
+        """Put the KV of a request into the tree. Its path ends there from now on."""
+
+    def finish(self, request: CachedRequest) -> None:
+        """Put all of a request's KV into the tree, and let go of it."""
+
+    def release(self, request: CachedRequest) -> None:
+        """Free the KV of a retracted request that is not in the tree, and unlock the rest."""
+
+    def paths(self, requests: Sequence[CachedRequest]) -> PrefixPaths:
+        """The path of each request, nodes of its own included."""
+
+    def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
+        """The order of `dfs-weight`, as indices. All prefixes have just been found."""
+
+
+class Node:
+    """Tokens of a sequence, and the children by their first page."""
+
+    __slots__ = ("children", "lock", "number", "parent", "time", "tokens")
+
+    def __init__(self, tokens: TokenIds, parent: Node | None, time: float, number: int) -> None:
+        self.tokens = tokens
+        self.parent = parent
+        self.time = time
+        self.number = number
+        self.lock = 0
+        self.children: dict[int | bytes, Node] = {}
+
+
+class RadixTree:
+    """SGLang's tree in numpy. Memory: 8 bytes for each token that it holds."""
+
+    finished_leave_late = False
+    refreshes_waiting = True
+
+    def __init__(self, num_tokens: int, page_size: int = 1) -> None:
+        self.page_size = page_size
+        self.size = self.available = num_tokens // page_size * page_size
+        self.evictable = 0
+        self._now = 0.0
+        self._next_number = 0
+        self._root = self._new(np.empty(0, dtype=np.int64), None)
+        self._root.lock = 1
+        self._leaves: set[Node] = set()  # of them, those that nobody has locked
+
+    @property
+    def reachable(self) -> int:
+        return self.available + self.evictable
+
+    def match(self, request: CachedRequest, length: int) -> int:
+        found = self.find(request, length - 1)
+        self._lock(request.handle)
+        return found
+
+    def find(self, request: CachedRequest, length: int) -> int:
+        length = length // self.page_size * self.page_size
+        node, found = request.handle, request.protected
+        if node is None or node.parent is None or found > length:  # evicted, or never looked for
+            node, found = self._root, 0
+        request.protected, request.handle = self._match(request.tokens[:length], node, found)
+        return request.protected
+
+    def common_prefix(self, tokens: TokenIds) -> int:
+        """Tokens of a prefix that the tree holds, without a request."""
+        return self._match(tokens, self._root, 0)[0]
+
+    def insert(self, tokens: TokenIds) -> None:
+        """Remember tokens, without a pool."""
+        self._insert(tokens, len(tokens))
+
+    def unlock(self, request: CachedRequest) -> None:
+        node = request.handle
+        while node is not self._root:
+            node.lock -= 1
+            if node.lock == 0:
+                self.evictable += len(node.tokens)
+            self._note_leaf(node)
+            node = node.parent
+
+    def make_room(self, num_tokens: int) -> bool:
+        if num_tokens > self.available and self.evictable:
+            oldest = [(node.time, node.number, node) for node in self._leaves]
+            heapq.heapify(oldest)
+            while num_tokens > self.available and oldest:
+                node = heapq.heappop(oldest)[-1]
+                self._leaves.discard(node)
+                parent = node.parent
+                assert parent is not None
+                del parent.children[self._key(node.tokens, 0)]
+                node.parent = None
+                self.evictable -= len(node.tokens)
+                self.available += len(node.tokens)
+                self._note_leaf(parent)
+                if parent in self._leaves:
+                    heapq.heappush(oldest, (parent.time, parent.number, parent))
+        return num_tokens <= self.available
+
+    def take(self, num_tokens: int) -> None:
+        if num_tokens > self.available:
+            raise RuntimeError(f"{num_tokens} tokens wanted of a KV pool with {self.available}")
+        self.available -= num_tokens
+
+    def checkpoint(self, request: CachedRequest) -> None:
+        if request.kv_len == 0:
+            return
+        aligned = request.kv_len // self.page_size * self.page_size
+        node = self._insert(request.tokens[:aligned], request.protected)
+        prompt = request.prompt_length // self.page_size * self.page_size
+        if 0 < prompt < aligned:  # of a retracted request too, an answer leaves without its prompt
+            self._insert(request.tokens[:prompt], prompt)
+        self.unlock(request)
+        request.handle, request.protected = node, aligned
+        self._lock(node)
+
+    def finish(self, request: CachedRequest) -> None:
+        self.checkpoint(request)
+        self.release(request)
+
+    def release(self, request: CachedRequest) -> None:
+        self.available += self._pages(request.kv_len - request.protected)
+        self.unlock(request)
+
+    def paths(self, requests: Sequence[CachedRequest]) -> PrefixPaths:
+        paths = []
+        for request in requests:
+            nodes: list[Node] = []
+            node = request.handle
+            while node is not self._root:
+                nodes.append(node)
+                node = node.parent
+            path, end = [], 0
+            for node in reversed(nodes):
+                begin, end = end, end + len(node.tokens)
+                path.append((node.number, begin, end))
+            paths.append(path)
+        return PrefixPaths.from_lists(paths)
+
+    def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
+        ending: dict[Node, list[int]] = {}
+        for index, request in enumerate(requests):
+            ending.setdefault(request.handle, []).append(index)
+        weights: dict[Node, int] = {}
+        for node, indices in ending.items():
+            above: Node | None = node
+            while above is not None:
+                weights[above] = weights.get(above, 0) + len(indices)
+                above = above.parent
+        order: list[int] = []
+        stack: list[tuple[Node, bool]] = [(self._root, False)]
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                order.extend(ending.get(node, ()))
+                continue
+            stack.append((node, True))
+            children = [child for child in node.children.values() if child in weights]
+            children.sort(key=lambda child: -weights[child])
+            stack.extend((child, False) for child in reversed(children))
+        return order
+
+    # --- nodes ---
+
+    def _tick(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    def _new(self, tokens: TokenIds, parent: Node | None) -> Node:
+        self._next_number += 1
+        return Node(tokens, parent, self._tick(), self._next_number)
+
+    def _key(self, tokens: TokenIds, at: int) -> int | bytes:
+        if self.page_size == 1:
+            return int(tokens[at])
+        return tokens[at : at + self.page_size].tobytes()
+
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size) * self.page_size
+
+    def _common(self, a: TokenIds, b: TokenIds) -> int:
+        length = min(len(a), len(b))
+        different = a[:length] != b[:length]
+        first = int(different.argmax()) if length else 0
+        common = first if length and different[first] else length
+        return common // self.page_size * self.page_size
+
+    def _note_leaf(self, node: Node) -> None:
+        if node.lock == 0 and not node.children:
+            self._leaves.add(node)
+        else:
+            self._leaves.discard(node)
+
+    def _lock(self, node: Node) -> None:
+        while node is not self._root:
+            if node.lock == 0:
+                self.evictable -= len(node.tokens)
+                self._leaves.discard(node)
+            node.lock += 1
+            assert node.parent is not None
+            node = node.parent
+
+    def _split(self, child: Node, length: int) -> Node:
+        """Cut a node after `length` tokens. Returns the upper part, which is the new one."""
+        parent = child.parent
+        assert parent is not None
+        upper = self._new(child.tokens[:length], parent)
+        upper.lock = child.lock
+        parent.children[self._key(upper.tokens, 0)] = upper
+        child.tokens, child.parent = child.tokens[length:], upper
+        upper.children[self._key(child.tokens, 0)] = child
+        child.time = self._tick()
+        return upper
+
+    def _match(self, tokens: TokenIds, node: Node, found: int) -> tuple[int, Node]:
+        """Go down from a node at which `found` of the tokens end. They are whole pages."""
+        if not len(tokens):
+            return 0, self._root
+        while found < len(tokens):
+            child = node.children.get(self._key(tokens, found))
+            if child is None:
+                break
+            common = self._common(child.tokens, tokens[found:])
+            found += common
+            if common < len(child.tokens):
+                node = self._split(child, common)
+                break
+            node = child
+        time = self._tick()
+        above: Node | None = node
+        while above is not None:
+            above.time = time
+            above = above.parent
+        return found, node
+
+    def _insert(self, tokens: TokenIds, protected: int) -> Node:
+        """Add whole pages. What the tree had already, behind `protected`, is free again."""
+        self._root.time = self._tick()
+        node, at = self._root, 0
+        while at < len(tokens):
+            child = node.children.get(self._key(tokens, at))
+            if child is None:
+                child = self._new(tokens[at:].copy(), node)
+                node.children[self._key(tokens, at)] = child
+                self.evictable += len(child.tokens)
+                self._note_leaf(child)
+                self._note_leaf(node)
+                return child
+            child.time = self._tick()
+            common = self._common(child.tokens, tokens[at:])
+            if common < len(child.tokens):
+                child = self._split(child, common)
+            self.available += self._pages(max(0, common - max(0, protected - at)))
+            node, at = child, at + common
+        return node

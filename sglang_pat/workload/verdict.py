@@ -1,0 +1,150 @@
+"""Does pat pay? The two servers compared: numbers, their error, and what that means."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_pat.model_layers import FULL, LATENT, STATE
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.run import DEFAULT, PAT, Answer
+
+PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
+
+TPOT, RATE = "tpot_ms", "requests_per_second"
+# How far an estimate was off where runs are recorded (tests compare them), and a guess elsewhere.
+ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
+_UNCHECKED = {TPOT: 0.25, RATE: 0.25}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer.
+
+    Attributes
+    ----------
+    tpot_ms
+        Time per output token at the rate of the trace, by `default` and `pat`.
+    requests_per_second
+        At most, by `default` and `pat`.
+    error
+        How far each of the two may be off, as a part of it.
+    says
+        `pays`: a gain above the error in one of the two, and no loss in the other. `may pay`: a
+        gain below it. `does not pay`: none.
+    sentence, basis, why
+        The same in words: what, for which server, for which reasons.
+    """
+
+    tpot_ms: dict[str, float]
+    requests_per_second: dict[str, float]
+    error: dict[str, float]
+    says: str
+    sentence: str
+    basis: str
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def unchecked(time: StepTime) -> list[str]:
+    """Name what no recorded run was compared with."""
+    kinds = {layer.kind for layer in time.layers}
+    reasons = {
+        f"{time.gpu.name} is scaled by its data sheet": time.gpu.name not in ERRORS,
+        f"communication between {time.tp} GPUs": time.tp > 1,
+        "mixtures of experts": time.weights.experts > 0,
+        "quantised weights": bool(time.quantisation),
+        f"weights of {time.quantisation}, counted as 2 bytes each": bool(time.quantisation)
+        and time.weight_bytes == 2,
+        "latent attention": LATENT in kinds,
+        "layers with a state": STATE in kinds,
+        "layers of several kinds": bool(kinds - {FULL, LATENT, STATE}),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def verdict(found: Answer, model: str, workload: str) -> Verdict:
+    """Compare the servers.
+
+    Parameters
+    ----------
+    model, workload
+        What to call them.
+    """
+    time, default, pat = found.setup.time, found.default, found.pat
+    tpot = {DEFAULT: default.tpot_ms, PAT: pat.tpot_ms}
+    rate = dict(found.most)
+    not_recorded = unchecked(time)
+    error = dict(_UNCHECKED if not_recorded else ERRORS[time.gpu.name])
+    accelerated = sum(layer.is_accelerated for layer in time.layers)
+    says = _says(tpot, rate, error) if accelerated else DOES_NOT_PAY
+    return Verdict(
+        tpot_ms={name: round(value, 4) for name, value in tpot.items()},
+        requests_per_second={name: round(value, 5) for name, value in rate.items()},
+        error=error,
+        says=says,
+        sentence=_sentence(says, tpot, rate)
+        if accelerated
+        else f"pat does not pay: it accelerates no layer of {model}, so the server runs as it does "
+        "today.",
+        basis=_basis(found, model, workload, error, not_recorded),
+        why=_why(found, accelerated),
+    )
+
+
+def _gains(tpot: dict[str, float], rate: dict[str, float]) -> dict[str, float]:
+    """The part of the time per token that pat saves, and the part of requests that it adds."""
+    return {
+        TPOT: round(1 - tpot[PAT] / tpot[DEFAULT], 2) if tpot[DEFAULT] else 0.0,
+        RATE: round(rate[PAT] / rate[DEFAULT] - 1, 2),
+    }
+
+
+def _says(tpot: dict[str, float], rate: dict[str, float], error: dict[str, float]) -> str:
+    gains = _gains(tpot, rate)
+    if max(gains.values()) <= 0:
+        return DOES_NOT_PAY
+    is_sure = any(gain > error[name] for name, gain in gains.items())
+    return PAYS if is_sure and min(gains.values()) >= 0 else MAY_PAY
+
+
+def _sentence(says: str, tpot: dict[str, float], rate: dict[str, float]) -> str:
+    gains = _gains(tpot, rate)
+    change = f"{-gains[TPOT]:+.0%}" if gains[TPOT] else "0%"
+    per_token = f"{tpot[PAT]:.1f} instead of {tpot[DEFAULT]:.1f} ms per output token ({change})"
+    before, after = (f"{rate[name]:.3g}" for name in (DEFAULT, PAT))
+    if gains[RATE] == 0:
+        return f"pat {says}: {per_token}, and the same {after} requests per second at most."
+    times = rate[PAT] / rate[DEFAULT]
+    return (
+        f"pat {says}: {per_token}, and {times:.2f}x the requests per second at most "
+        f"({after} instead of {before})."
+    )
+
+
+def _basis(
+    found: Answer, model: str, workload: str, error: dict[str, float], not_recorded: list[str]
+) -> str:
+    time = found.setup.time
+    gpus = time.gpu.name if time.tp == 1 else f"{time.tp} x {time.gpu.name}"
+    guess = f", a guess (not recorded: {'; '.join(not_recorded)})" if not_recorded else ""
+    return (
+        f"{model} on {gpus}, {workload}: {time.gpu.default_backend} against pat. "
+        f"Error: time per token {error[TPOT]:.0%}, requests per second {error[RATE]:.0%}{guess}."
+    )
+
+
+def _why(found: Answer, accelerated: int) -> str:
+    default, time = found.default, found.setup.time
+    reasons = [
+        f"{default.repeats:.0%} of the KV reads repeat what another request of the step has read",
+        f"attention is {default.attention:.0%} of a step of {time.gpu.default_backend}",
+        f"prefill takes {default.prefill:.0%} of the time",
+        f"{accelerated} of {len(time.layers)} layers accelerated",
+    ]
+    if default.overloaded:
+        reasons.append("the server is overloaded: requests wait longer than they are served")
+    return f"{'; '.join(reasons)}."

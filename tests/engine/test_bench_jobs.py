@@ -1,0 +1,30 @@
+"""`bench_jobs.py` from end to end, on the CPU with a toy model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import bench_jobs
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def test_jobs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "jobs.json"
+    words = ["--jobs", "rollouts", "chat", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["bench_jobs.py", *words])
+    assert bench_jobs.main() == 0
+    found = json.loads(file.read_text())
+    assert set(found["jobs"]) == {"rollouts", "chat"}
+    for job in found["jobs"].values():
+        assert len(job["order"]) == job["requests"]
+        assert set(job["measured"]) == {"pat", "default"}
+        for runs in job["measured"].values():
+            for run in runs:
+                assert 0 < run["ttft_mean"] <= run["ttft_last"] <= run["seconds"]
+    assert found["servers"]["pat"]["pat"]["pat_layers"] > 0
+    # A clock for a CPU there is none.
+    assert found["gates"] == {}

@@ -1,0 +1,273 @@
+"""`advise` and `replay` as a user meets them: what they write and refuse."""
+
+from __future__ import annotations
+
+import csv
+import html.parser
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.cli.main import main
+from sglang_pat.workload.record import COLUMNS
+
+TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
+
+
+def replay(*words: object) -> int:
+    return main(["replay", *map(str, words)])
+
+
+def trace(*words: object) -> int:
+    return replay("--trace", TRACE, *words)
+
+
+class Page(html.parser.HTMLParser):
+    """Texts of a page, and whether all of its elements are closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.count: dict[str, int] = {}
+        self.feed(path.read_text())
+        self.text = " ".join(self.words)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data.split()
+
+
+def test_every_output_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"result.{name}" for name in ("json", "csv", "html")}
+    flags = [word for name, path in files.items() for word in (f"--{name}", path)]
+    assert trace("--limit", 30, "--kv-tokens", 60_000, "--policies", "memory,paper", *flags) == 0
+    result = json.loads(files["json"].read_text())
+    assert result["pat"]["requests"] == 30
+    assert {"memory", "paper", "distinct", "query-centric"} == set(result["pat"]["kv_tokens"])
+    assert sum(row["steps"] for row in result["steps"]) == result["pat"]["steps"]
+    with files["csv"].open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(result["steps"])
+    assert tuple(rows[0]) == COLUMNS
+    page = Page(files["html"])
+    assert not page.open
+    assert page.addresses == []  # it needs no network
+    assert result["verdict"]["sentence"] in page.text
+    assert page.count["polyline"] == 2
+    assert page.count["rect"] > 3
+    assert files["html"].stat().st_size < 1_000_000
+    assert capsys.readouterr().out.splitlines()[0] in result["verdict"]["sentence"]
+
+
+def test_text_of_others_is_text_in_the_report(tmp_path: Path) -> None:
+    nasty = tmp_path / "<img src=x onerror=alert(1)>.jsonl"
+    nasty.write_bytes(TRACE.read_bytes())
+    assert replay("--trace", nasty, "--limit", 5, "--html", tmp_path / "page") == 0
+    page = Page(tmp_path / "page")
+    assert "img" not in page.count
+    assert "onerror=alert(1)>.jsonl" in page.text
+
+
+def test_large_reports_stay_small(tmp_path: Path) -> None:
+    words = ["--generate", "few-shot", "--limit", 2000, "--rate", "inf"]
+    more = ["--max-running-requests", 2000, "--kv-tokens", 4_000_000]
+    assert replay(*words, *more, "--html", tmp_path / "page") == 0
+    assert (tmp_path / "page").stat().st_size < 1_000_000
+
+
+def test_the_forest_is_that_of_the_step_that_was_asked_for(tmp_path: Path) -> None:
+    words = ["--generate", "few-shot", "--limit", 20, "--rate", "inf", "--json", tmp_path / "x"]
+    assert replay(*words, "--forest-step", 7) == 0
+    forest = json.loads((tmp_path / "x").read_text())["forest"]
+    assert (forest["step"], forest["batch"]) == (7, 20)
+    nodes = forest["nodes"]
+    assert nodes[0]["holders"] == 20
+    assert sum(node["end"] - node["begin"] for node in nodes if node["holders"] == 1) > 0
+    for node in nodes:
+        assert node["parent"] == -1 or nodes[node["parent"]]["end"] == node["begin"]
+
+
+def test_the_command_in_the_result_repeats_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    given = ["--generate", "rl-rollout", "--limit", "20", "--seed", "9", "--page-size", "16"]
+    assert replay(*given, "--json", first) == 0
+    words = shlex.split(json.loads(first.read_text())["meta"]["command"])
+    assert words[:2] == ["sglang-pat", "replay"]
+    assert replay(*words[2:], "--json", second) == 0
+    assert first.read_text() == second.read_text()
+
+
+def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    mine, result = tmp_path / "my trace; rm -rf.jsonl", tmp_path / "result.json"
+    mine.write_bytes(TRACE.read_bytes())
+    given = ["--trace", mine, "--limit", 3, "--gpu", "h200", "--tp", 2]
+    assert replay(*given, "--json", result) == 0
+    command = json.loads(result.read_text())["meta"]["command"]
+    expected = ["sglang-pat", "replay", *map(str, given)]
+    expected[expected.index("h200")] = "H200"
+    assert sorted(shlex.split(command)) == sorted(expected)
+
+
+WRONG: tuple[tuple[tuple[object, ...], str], ...] = (
+    (("--generate", "chatter"), "workload 'chatter'; allowed: conversation"),
+    (("--trace", TRACE, "--seed", "0"), "--seed 0 has no effect on"),
+    (("--trace", TRACE, "--save", "copy.jsonl"), "--save copy.jsonl has no effect on"),
+    (("--generate", "toolagent", "--strict"), "--strict True has no effect on toolagent"),
+    (("--generate", "toolagent", "--format", "x"), "--format x has no effect on toolagent"),
+    (("--trace", TRACE, "--policies", "memory,greedy"), "--policies 'greedy'; allowed: memory"),
+    (("--trace", TRACE, "--policies", "paper,paper"), "each is named once"),
+    (("--trace", TRACE, "--model", "gpt-9"), "model 'gpt-9'; allowed: llama-3.1-8b"),
+    (("--trace", TRACE, "--tp", "5"), "--tp 5: 32 query heads; allowed: a divisor of 32"),
+    (("--trace", TRACE, "--gpu", "l4", "--model", "llama-3.1-70b"), "raise --tp"),
+    (("--trace", "missing.jsonl"), "missing.jsonl: there is no such file"),
+    (("--trace", TRACE, "--kv-tokens", "10", "--page-size", "16"), "two pages of 16 are needed"),
+    (("--trace", TRACE, "--kv-tokens", "100"), "no request of the trace fits into a KV pool of"),
+    (("--trace", TRACE, "--format", "csv"), "format 'csv'; allowed: auto, mooncake"),
+    (("--trace", TRACE, "--json", TRACE), "would overwrite the input"),
+    (("--generate", "toolagent", "--json", "x", "--csv", "./x"), "are the same file"),
+    (
+        ("--trace", TRACE, "--page-size", "16", "--chunked-prefill-size", "8"),
+        "--chunked-prefill-size 8; a page is 16 tokens",
+    ),
+)
+WRONG_VALUES = (
+    (("--max-running-requests", "0"), "'0'; allowed: a whole number from 1 to 1,048,576"),
+    (("--kv-pool-gb", "0"), "'0'; allowed: a number from 0.001"),
+    (("--kv-pool-gb", "nan"), "'nan'; allowed: a number from 0.001"),
+    (("--limit", "1" + 11 * "0"), "allowed: a whole number from 1 to 1,000,000"),
+    (("--rate", "nan"), "'nan'; allowed: a number from 0.001 to 1,000,000, or inf"),
+    (("--forest-step", "-1"), "'-1'; allowed: a whole number from 0"),
+    (("--page-size", "a"), "'a'; allowed: a whole number from 1"),
+    (("--tp", "0"), "'0'; allowed: a whole number from 1"),
+    (("--gpu", "G80"), "'G80' (choose from"),
+    (("--tree", "oak"), "'oak' (choose from"),
+    (("--schedule-policy", "sjf"), "'sjf' (choose from"),
+    (("--json", "no/folder/x"), "does not exist"),
+    (("--generate", "toolagent"), "not allowed with argument --trace"),
+)
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_what_cannot_be_done_is_said_in_a_line(
+    words: tuple[object, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert replay(*words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_VALUES)
+def test_a_value_that_is_not_allowed_is_named(
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        trace(*words)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"argument {words[0]}: " in error
+    assert message in error
+
+
+def test_neither_sglang_nor_torch_is_needed(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['sglang'] = sys.modules['torch'] = None\n"
+        "from sglang_pat.cli.main import main\n"
+        "for command in ('advise', 'replay'):\n"
+        "    status = main([command, '--generate', 'toolagent', '--limit', '20'])\n"
+        "    assert status == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ms per output token") == 2
+
+
+def test_the_trace_survives_its_own_name_as_output(tmp_path: Path) -> None:
+    mine = tmp_path / "trace.jsonl"
+    mine.write_bytes(TRACE.read_bytes())
+    (tmp_path / "link").symlink_to(mine)
+    for option in ("--json", "--csv", "--html"):
+        for name in ("trace.jsonl", "link"):
+            assert replay("--trace", mine, option, tmp_path / name) == 2
+    assert main(["advise", "--trace", str(mine), "--json", str(mine)]) == 2
+    assert mine.read_bytes() == TRACE.read_bytes()
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    assert replay("--trace", mine, "--model", tmp_path, "--json", config) == 2
+    assert config.read_text() == "{}"
+
+
+def test_one_output_that_fails_does_not_cost_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / f"result.{name}" for name in ("csv", "html")}
+    flags = [word for name, path in files.items() for word in (f"--{name}", path)]
+    assert trace("--limit", 5, "--json", "/dev/full", *flags) == 2
+    assert "--json /dev/full: No space left on device" in capsys.readouterr().err
+    assert all(path.stat().st_size for path in files.values())
+
+
+def test_malformed_lines_are_counted_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "trace.jsonl"
+    mine.write_text(TRACE.read_text() + '{"hash_ids": 1}\n')
+    assert main(["advise", "--trace", str(mine)]) == 0
+    assert "Left out: 1 malformed lines (trace.jsonl:" in capsys.readouterr().out
+
+
+def test_a_large_trace_takes_seconds(tmp_path: Path) -> None:
+    """12,031 requests of 12,000 tokens must stay under 15 s on an idle machine."""
+    lines = (
+        json.dumps(
+            {
+                "timestamp": 300 * i,
+                "input_length": 10_240,
+                "output_length": 300,
+                "hash_ids": [hash((i % 7, i // (50 * (20 - d)), d)) >> 2 for d in range(20)],
+            }
+        )
+        for i in range(2000)
+    )
+    mine = tmp_path / "trace.jsonl"
+    mine.write_text("\n".join(lines))
+    begun = time.process_time()
+    assert main(["advise", "--trace", str(mine)]) == 0
+    assert time.process_time() - begun < 10
+
+
+def test_options_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """replay has every option of advise, with the same help."""
+    found = []
+    for command in ("advise", "replay"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        out = capsys.readouterr().out
+        found.append({word.strip(",]") for word in out.split() if word.startswith("--")})
+    assert found[0] < found[1]

@@ -1,0 +1,249 @@
+"""Models and GPUs: what a config.json says, what is refused, what a GPU of several holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.model_layers import _DEFAULTS, decoder_config, summary
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.models import GPUS, MODEL_NAMES, read_config
+from sglang_pat.workload.verdict import unchecked
+
+TINY = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float16",
+}
+LAYER = 4 * 256 * 256 + 3 * 256 * 128
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**TINY, **changes}))
+    return path
+
+
+def model(name: str | Path, gpu: str = "H100", tp: int = 1) -> StepTime:
+    return StepTime.of(read_config(name)[1], GPUS[gpu], tp)
+
+
+def tiny(**changes: object) -> StepTime:
+    return StepTime.of(decoder_config({**TINY, **changes}), GPUS["H100"])
+
+
+def llama(gpu: str = "H100", tp: int = 1, **changes: Any) -> StepTime:
+    _, config = read_config("llama-3.1-8b")
+    return StepTime.of({**config, **changes}, GPUS[gpu], tp)
+
+
+def test_named_models() -> None:
+    found = {name: model(name) for name in MODEL_NAMES}
+    llama, qwen, large = (found[name] for name in ("llama-3-8b", "qwen3-8b", "llama-3.1-70b"))
+    assert llama.kv_bytes_per_token == 128 << 10
+    assert qwen.kv_bytes_per_token == 144 << 10
+    assert large.kv_bytes_per_token == 320 << 10
+    # 8.03, 8.19 and 70.6 billion parameters, as published.
+    assert llama.held_weight_bytes == pytest.approx(2 * 8.03e9, rel=0.002)
+    assert qwen.held_weight_bytes == pytest.approx(2 * 8.19e9, rel=0.002)
+    assert large.held_weight_bytes == pytest.approx(2 * 70.6e9, rel=0.002)
+
+
+def test_config_json_and_its_folder(tmp_path: Path) -> None:
+    found = model(write_config(tmp_path))
+    assert found.held_weight_bytes == 2 * (2 * LAYER + 256 * 1000)
+    assert model(tmp_path) == found
+    untied = model(write_config(tmp_path, tie_word_embeddings=False))
+    assert untied.held_weight_bytes - found.held_weight_bytes == 2 * 256 * 1000
+    assert untied.without_attention(1) == found.without_attention(1)
+    grouped = model(write_config(tmp_path, num_key_value_heads=2))
+    assert grouped.kv_bytes_per_token == 1024
+
+
+def test_config_of_experts() -> None:
+    found = tiny(num_experts=8, moe_intermediate_size=32, torch_dtype=None, dtype="bfloat16")
+    layer = 4 * 256 * 256 + 8 * 3 * 256 * 32
+    assert found.held_weight_bytes == 2 * (2 * layer + 256 * 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True; allowed: a whole number from 1"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1,000,000; allowed: 1 to 10,000"),
+        ({"hidden_size": 10**400}, r"hidden_size=100\d*\.\.\.0*; allowed: .* to 1,000,000,000"),
+        ({"num_experts": "many"}, "num_experts='many'"),
+        ({"num_key_value_heads": 3}, "4 query heads, no multiple of 3"),
+        ({"torch_dtype": "int7"}, "torch_dtype='int7'; allowed: float16, bfloat16, float32"),
+        ({"vocab_size": "many"}, "vocab_size='many'"),
+        ({"layer_types": 5}, "layer_types=5; allowed: a list"),
+        ({"sliding_window": "wide"}, "sliding_window='wide'"),
+    ],
+)
+def test_unusable_config_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        tiny(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accelerated"),
+    [
+        ({"kv_lora_rank": 512}, 0),
+        ({"attention_chunk_size": 8192}, 0),
+        ({"sliding_window": 4096}, 0),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 128}, 1),
+        ({"layer_types": ["linear_attention", "full_attention"]}, 1),
+        ({"head_dim": 72}, 0),
+        ({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}, 0),
+        ({"sliding_window": 131072, "use_sliding_window": False}, 2),
+    ],
+)
+def test_what_the_server_starts_is_taken(changes: dict[str, Any], accelerated: int) -> None:
+    found = tiny(**changes)
+    assert sum(layer.is_accelerated for layer in found.layers) == accelerated
+    assert found.decode(4, 1000, *[reads_of(1000)] * 2).all > 0
+
+
+def reads_of(tokens: float) -> Any:
+    from sglang_pat.workload.cost import Reads
+
+    return Reads(tokens)
+
+
+# As published: the rest are defaults of transformers.
+GEMMA_3_4B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    },
+}
+GEMMA_3_27B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "layers"),
+    [
+        (GEMMA_3_4B, 3.88e9, [(29, True, 8), (5, False, 8)]),
+        (GEMMA_3_27B, 27.0e9, [(52, True, 32), (10, False, 32)]),
+    ],
+)
+def test_published_gemma_3(config: Any, parameters: float, layers: Any) -> None:
+    found = StepTime.of(decoder_config(config), GPUS["H100"])
+    assert found.held_weight_bytes == pytest.approx(2 * parameters, rel=0.01)
+    assert [
+        (count, "window of 1,024" in words, int(words.split("/")[0].split()[-1]))
+        for count, words, _ in summary(found.layers)
+    ] == layers
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    for name, defaults in _DEFAULTS.items():
+        config = auto.CONFIG_MAPPING[name]()
+        assert {key: getattr(config, key) for key in defaults} == defaults, name
+
+
+def test_unknown_model_and_broken_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model 'gpt'; allowed: llama-3\.1-8b, .*, or"):
+        model("gpt")
+    for content in ("{", "[]"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"not a config\.json"):
+            model(tmp_path)
+
+
+def test_tensor_parallelism_divides_heads_and_weights() -> None:
+    whole, half = llama(), llama(tp=2)
+    assert half.kv_bytes_per_token * 2 == whole.kv_bytes_per_token
+    assert half.held_weight_bytes * 2 == whole.held_weight_bytes
+    # More GPUs than KV heads: each holds one of them.
+    assert llama(tp=16).kv_heads(whole.layers[0]) == 1
+    for tp in (0, 3, 64):
+        with pytest.raises(ValueError, match=f"--tp {tp}: .*allowed: a divisor"):
+            llama(tp=tp)
+
+
+def test_workers_of_a_gpu() -> None:
+    assert [GPUS["H100"].workers(heads) for heads in (8, 1, 1000)] == [33, 264, 1]
+    assert GPUS["L40S"].workers(8) == 17  # one CTA on each SM
+
+
+def test_what_no_run_has_checked_is_said() -> None:
+    assert unchecked(llama()) == []
+    experts = {"num_experts": 8, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
+    fp8 = {"quantization_config": {"quant_method": "fp8"}}
+    said = " ".join(unchecked(llama("L4", 2, **experts, **fp8)))
+    for words in ("L4 is scaled", "between 2 GPUs", "mixtures of experts", "quantised"):
+        assert words in said
+    assert llama(**fp8).held_weight_bytes * 2 == llama().held_weight_bytes
+    latent = llama(kv_lora_rank=512, qk_rope_head_dim=64)
+    assert unchecked(latent) == ["latent attention"]
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "size"),
+    [
+        ({"quant_method": "fp8"}, 1),
+        ({"quant_method": "awq", "bits": 4}, 0.5),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 9 / 16),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
+            },
+            1,
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else None,
+)
+def test_quantised_weights_have_their_size(quantisation: dict[str, Any], size: float) -> None:
+    quantised = llama(quantization_config=quantisation)
+    assert quantised.weight_bytes == size
+    assert unchecked(quantised) == ["quantised weights"]
+
+
+def test_an_unknown_quantisation_is_said() -> None:
+    said = " ".join(unchecked(llama(quantization_config={"quant_method": "tomorrow"})))
+    assert "weights of tomorrow, counted as 2 bytes each" in said
+
+
+def test_a_multimodal_model_is_quantised_as_a_whole() -> None:
+    fp8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    _, inner = read_config("llama-3-8b")
+    config = decoder_config({"text_config": inner, "quantization_config": fp8})
+    found = StepTime.of(config, GPUS["H100"])
+    assert (found.weight_bytes, found.kv_bytes) == (1, 1)
+
+
+def test_a_mixture_of_experts_reads_what_its_batch_touches() -> None:
+    mixture = llama(num_experts=128, moe_intermediate_size=512, num_experts_per_tok=8)
+    assert mixture.without_attention(1) < mixture.without_attention(16) / 1.5
+    assert mixture.without_attention(200) < 1.5 * mixture.without_attention(100)

@@ -1,0 +1,198 @@
+"""One answer: what the verdict says, and that both commands say it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.cli.main import main
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.generate import WORKLOADS, generate
+from sglang_pat.workload.models import GPUS, read_config
+from sglang_pat.workload.run import DEFAULT, PAT, Setup, answer, distinct_tokens, serve
+from sglang_pat.workload.server import Rules
+from sglang_pat.workload.trace import Segment, TokenPrompt, TraceRequest, token_ids
+from sglang_pat.workload.verdict import DOES_NOT_PAY, MAY_PAY, PAYS, verdict
+
+TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
+SMALL = ("--kv-tokens", "60000", "--max-running-requests", "64")
+
+
+def setup(pool: int = 400_000, **rules: Any) -> Setup:
+    _, config = read_config("llama-3.1-8b")
+    return Setup(StepTime.of(config, GPUS["H100"]), pool, Rules(**rules))
+
+
+def answered(command: str, words: list[str], file: Path) -> dict[str, Any]:
+    assert main([command, *words, "--json", str(file)]) == 0
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", [*WORKLOADS, "the trace"])
+def test_both_commands_give_the_same_answer(name: str, tmp_path: Path) -> None:
+    source = ["--trace", str(TRACE)] if name == "the trace" else ["--generate", name]
+    words = [*source, "--limit", "60", *SMALL]
+    advise, replay = (
+        answered(command, words, tmp_path / command) for command in ("advise", "replay")
+    )
+    # All of it, and not the verdict alone.
+    assert advise == {key: replay[key] for key in advise}
+    found = advise["verdict"]
+    assert set(found) >= {"tpot_ms", "requests_per_second", "error", "says"}
+    for quantity in ("tpot_ms", "requests_per_second"):
+        assert set(found[quantity]) == {"default", "pat"}
+        assert min(found[quantity].values()) > 0
+        assert 0 < found["error"][quantity] < 1
+
+
+def test_the_verdict_comes_first_and_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--limit", "300", "--generate"]
+    for command in ("advise", "replay"):
+        assert main([command, *words, "few-shot"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("pat pays: ")
+        assert len(out.splitlines()) <= 15
+        assert main([command, *words, "no-sharing"]) == 0
+        assert capsys.readouterr().out.startswith("pat does not pay: ")
+        assert main([command, *words, "few-shot", "--verbose"]) == 0
+        assert "ms of a decode step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tpot", "rate", "says"),
+    [
+        ((10, 8.8), (4, 4), PAYS),
+        ((10, 9.1), (4, 4), MAY_PAY),  # below the error of 10%
+        ((10, 10), (4, 4.7), PAYS),
+        ((10, 10), (4, 4.5), MAY_PAY),  # below the error of 15%
+        ((10, 8), (4, 3.9), MAY_PAY),  # a loss in the other
+        ((10, 9.96), (4, 4.01), DOES_NOT_PAY),  # shown as 0%
+        ((10, 11), (4, 4), DOES_NOT_PAY),
+    ],
+)
+def test_pays_needs_a_gain_above_the_error_and_no_loss(
+    tpot: tuple[float, float], rate: tuple[float, float], says: str
+) -> None:
+    found = answer(list(generate("few-shot", requests=8).stream), setup())
+    found.default.tpot_ms, found.pat.tpot_ms = tpot
+    found = replace(found, most={DEFAULT: rate[0], PAT: rate[1]})
+    said = verdict(found, "model", "trace")
+    assert said.says == says
+    assert said.sentence.startswith(f"pat {says}: ")
+
+
+def test_redundant_reads_are_counted_exactly() -> None:
+    """4 requests, 1,000 tokens in common and 200 each of their own, answers of 3 tokens."""
+    requests = [TraceRequest(0.0, (Segment(-1, 1000), Segment(i, 200)), 3) for i in range(4)]
+    found = serve(requests, setup(), PAT)
+    # In the two steps each request attends to 1,201 and 1,202 tokens.
+    assert found.repeats == pytest.approx(1 - (1000 + 4 * 201.5) / (4 * 1201.5))
+    assert (found.requests, found.steps, found.batch) == (4, 2, 4)
+    assert found.kv_tokens["query-centric"] == 4 * 2 * 1201.5
+    assert found.kv_tokens["distinct"] == 2 * (1000 + 4 * 201.5)
+
+
+def test_two_equal_prompts_repeat_half_of_the_reads() -> None:
+    requests = [TraceRequest(0.0, (Segment(-1, 4000),), 5) for _ in range(2)]
+    assert serve(requests, setup(), DEFAULT).repeats == pytest.approx(0.5, abs=0.001)
+
+
+def test_a_server_that_is_never_starved_gives_its_most() -> None:
+    requests = list(generate("conversation", requests=120).stream)
+    many = [each._replace(arrival=each.arrival / 1000) for each in requests]
+    found = answer(many, setup(max_running_requests=4))
+    assert found.pat.starved < 0.02
+    assert found.pat.overloaded
+    assert found.most[PAT] == found.pat.requests_per_second
+    few = answer(requests, setup())
+    assert not few.pat.overloaded
+    assert few.most[PAT] > 1.2 * few.pat.requests_per_second
+
+
+def test_the_rate_of_the_trace_is_the_users(tmp_path: Path) -> None:
+    words = ["--generate", "conversation", "--limit", "100", "--rate"]
+    slow, fast, most = (
+        answered("advise", [*words, rate], tmp_path / "x") for rate in ("2", "200", "inf")
+    )
+    assert slow["pat"]["tpot_ms"] < fast["pat"]["tpot_ms"]
+    assert slow["pat"]["seconds"] == pytest.approx(50, rel=0.1)
+    assert "2 a second" in slow["verdict"]["basis"]
+    assert "all at once" in most["verdict"]["basis"]
+    rates = [each["verdict"]["requests_per_second"]["pat"] for each in (slow, fast, most)]
+    assert rates == pytest.approx([rates[0]] * 3, rel=0.02)
+
+
+def test_dfs_weight_is_named_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    """32 prefixes in turn, in a pool that holds a few: FCFS computes them again and again."""
+    requests = [
+        TraceRequest(0.0, (Segment(i % 32, 6000), Segment(1000 + i, 200)), 50) for i in range(256)
+    ]
+    found = answer(requests, setup(60_000))
+    assert found.distinct_tokens == 32 * 6000 + 256 * 200
+    assert found.pat.new_tokens > 1.5 * found.distinct_tokens
+    assert found.by_weight is not None
+    assert found.by_weight[1] > 1.5 * found.by_weight[0]
+    assert answer(requests, setup(60_000, schedule_policy="dfs-weight")).by_weight is None
+    assert answer(requests, setup(2_000_000)).by_weight is None
+
+
+def test_distinct_tokens_are_those_of_a_tree() -> None:
+    prompts = [(Segment(1, 64), Segment(i % 2, 32)) for i in range(5)]
+    assert distinct_tokens(prompts) == 128
+    assert distinct_tokens(TokenPrompt(token_ids(prompt)) for prompt in prompts) == 128
+
+
+def test_a_model_without_accelerated_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, config = read_config("llama-3.1-8b")
+    latent = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("pat does not pay: it accelerates no layer of ")
+    assert "0 of 32 layers accelerated" in out.replace("\n    ", " ")
+
+
+def test_starcoder_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "gpt_bigcode",
+        "multi_query": True,
+        "n_embd": 6144,
+        "n_head": 48,
+        "n_inner": 24576,
+        "n_layer": 40,
+        "n_positions": 8192,
+        "vocab_size": 49152,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = StepTime.of(read_config(tmp_path)[1], GPUS["H100"]).weights
+    assert weights.dense == pytest.approx(15.5e9, rel=0.01)  # as published
+    words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
+    assert main([*words, "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert "query heads per KV head 48: FA3" in out
+
+
+def test_a_partly_accelerated_model_is_taken_by_both(tmp_path: Path) -> None:
+    """gpt-oss: every second layer has a window."""
+    kinds = ["sliding_attention", "full_attention"] * 18
+    config = {
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088,
+        "sliding_window": 128, "layer_types": kinds, "num_local_experts": 128,
+        "num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(tmp_path), "--generate", "few-shot", "--limit", "60"]
+    for command in ("advise", "replay"):
+        found = answered(command, words, tmp_path / command)
+        assert "18 of 36 layers accelerated" in found["verdict"]["why"]
+        assert found["verdict"]["error"]["tpot_ms"] == 0.25
+        assert "mixtures of experts" in found["verdict"]["basis"]
