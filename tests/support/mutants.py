@@ -74,6 +74,8 @@ def main() -> int:
     )
     words = parser.parse_args().words
     chosen = [m for m in read_mutants() if not words or any(w in m.file + m.why for w in words)]
+    if not chosen:
+        parser.error(f"no mutant has {' or '.join(words)} in its file or description")
     update_copy()
     for mutant in chosen:
         mutant.of((COPY / mutant.file).read_text())
@@ -119,14 +121,14 @@ def update_copy() -> None:
             shutil.copy(source, target)  # without its time: what is made of it is made again
     environment = COPY / ".venv"
     if not environment.exists():
-        # It has the packages of this one, but its own sglang-pat.
         make = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
         subprocess.run(make, check=True)
-        (packages,) = environment.glob("lib/python*/site-packages")
-        others = sysconfig.get_path("purelib")
-        (packages / "others.pth").write_text(f"import site; site.addsitedir({others!r})\n")
         (COPY / "build").mkdir(exist_ok=True)
         (COPY / "build/uv").symlink_to(ROOT / "build/uv")
+    # It has the packages of this one, but its own sglang-pat.
+    (packages,) = environment.glob("lib/python*/site-packages")
+    others = sysconfig.get_path("purelib")
+    (packages / "others.pth").write_text(f"import site; site.addsitedir({others!r})\n")
     installed = environment / ".dependencies-installed"
     installed.touch()
     time_of_list = (COPY / "pyproject.toml").stat().st_mtime_ns
@@ -148,8 +150,8 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 def failing(tests: list[str]) -> str | None:
     """Run tests in the copy. Returns what fails, in a line; None if all pass.
 
-    RuntimeError, with the output, if they cannot be run: the mutant does not compile, a test is not
-    there.
+    Ends the run, with the output, if they cannot be run: a test is not there, the mutant does not
+    compile.
     """
     targets = [test for test in tests if test != CPP_TESTS]
     if CPP_TESTS in tests:
@@ -165,7 +167,7 @@ def failing(tests: list[str]) -> str | None:
         return "they take too long" if ran.returncode else None
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     if not failed:
-        raise RuntimeError(f"{' '.join(targets)} cannot be run:\n{ran.stdout}")
+        sys.exit(f"{' '.join(targets)} cannot be run:\n{ran.stdout}")
     return failed[0].split(" - ")[0]
 
 
@@ -173,7 +175,7 @@ def build(target: str) -> None:
     """Make a target of the Makefile in the copy."""
     made = run(["make", "--no-print-directory", target])
     if made.returncode:
-        raise RuntimeError(f"make {target} fails:\n{made.stdout}")
+        sys.exit(f"make {target} fails:\n{made.stdout}")
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -181,6 +183,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["timeout", str(SECONDS), *command],
         cwd=COPY,
+        env=os.environ | {"MAKEFLAGS": ""},  # of `make mutants`, with its ARGS
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

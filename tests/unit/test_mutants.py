@@ -13,7 +13,9 @@ MUTANTS = read_mutants()
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.why}")
 def test_every_mutant_can_be_made(mutant: Mutant) -> None:
-    mutant.of((ROOT / mutant.file).read_text())
+    changed = mutant.of((ROOT / mutant.file).read_text())
+    if mutant.file.endswith(".py"):
+        compile(changed, mutant.file, "exec")
     assert mutant.tests
     for target in mutant.tests:
         if target != CPP_TESTS:
@@ -70,3 +72,12 @@ def test_a_run_fails_where_a_mutant_does_not_do_as_listed(
     assert mutants.main() == status
     assert line in capsys.readouterr().out
     assert copy.read_text() == "a < b"
+
+
+def test_a_run_of_no_mutant_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mutants.py", "no_file.py"])
+    with pytest.raises(SystemExit, match="2"):
+        mutants.main()
+    assert "no mutant has no_file.py in its file or description" in capsys.readouterr().err
