@@ -206,22 +206,6 @@ TEST(forest_after_a_reader_that_fails_begins_anew) {
   CHECK((batches.reads == Reads{{0, 1}}));
 }
 
-TEST(forest_that_an_update_has_emptied_holds_no_batch) {
-  FakeRequest a{{kSystem, kLong}}, b = a;
-  Batches batches;
-  batches.go_to({&a});
-  FakeRequest damaged{{{3, 0, 50}, {4, 60, 70}}};
-  FakeReader reader({&a, &damaged});
-  const std::vector<Request> now{&a, &damaged};
-  CHECK_THROWS(update_forest(batches.forest, batches.before, now, {}, reader),
-               "gap on the path of request 1");
-  // Not "unchanged", which would plan without the paths.
-  CHECK_THROWS(batches.go_to({&a}), "kept must be below 0");
-  batches.before.clear();
-  batches.go_to({&a, &b});
-  CHECK((batches.reads == Reads{{0, 1}}));
-}
-
 TEST(forest_places_and_ids_are_used_again) {
   Batches batches;
   Random random(4);
