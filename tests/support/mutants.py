@@ -26,7 +26,8 @@ LIST = Path(__file__).with_suffix(".toml")
 COPY = ROOT / "build/mutants"
 CPP_TESTS = "make test-cpp"
 SECONDS = 900  # of the tests of one mutant: what takes longer hangs
-TIMED_OUT = 124  # exit status of `timeout`
+CANNOT_RUN = (4, 5)  # exit status of pytest: no such test
+FAILURES = ("FAILED ", "ERROR ", "SUMMARY: ", "exit status ")  # how lines begin that name one
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +154,27 @@ def failing(tests: list[str]) -> str | None:
     Ends the run, with the output, if they cannot be run: a test is not there, the mutant does not
     compile.
     """
-    targets = [test for test in tests if test != CPP_TESTS]
+    for command in commands(tests):
+        ran = run(command)
+        if ran.returncode in CANNOT_RUN:
+            sys.exit(f"{' '.join(command)} cannot be run:\n{ran.stdout}")
+        if ran.returncode:
+            lines = [*ran.stdout.splitlines(), f"exit status {ran.returncode}"]
+            return next(x for x in lines if x.startswith(FAILURES)).split(" - ")[0]
+    return None
+
+
+def commands(tests: list[str]) -> Iterator[list[str]]:
+    """What runs tests in the copy, each after what it needs has been built."""
     if CPP_TESTS in tests:
         build("build/cpp-tests/scheduler_tests")
-        if run(["make", "test-cpp"]).returncode:
-            return CPP_TESTS
-    if not targets:
-        return None
-    build("setup")
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    ran = run([".venv/bin/python", "-m", "pytest", *options, *targets])
-    if ran.returncode in (0, TIMED_OUT):
-        return "they take too long" if ran.returncode else None
-    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if not failed:
-        sys.exit(f"{' '.join(targets)} cannot be run:\n{ran.stdout}")
-    return failed[0].split(" - ")[0]
+        yield ["build/cpp-tests/scheduler_tests"]
+        yield ["build/cpp-tests/scheduler_fuzz", "--plans", "300", "--operations", "10000"]
+    targets = [test for test in tests if test != CPP_TESTS]
+    if targets:
+        build("setup")
+        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+        yield [".venv/bin/python", "-m", "pytest", *options, *targets]
 
 
 def build(target: str) -> None:
