@@ -317,6 +317,9 @@ class _Mode(NamedTuple):
     def is_target_verify(self) -> bool:
         return False
 
+    def is_idle(self) -> bool:
+        return False
+
 
 class _Batch(NamedTuple):
     """In place of the scheduler's ScheduleBatch."""
