@@ -24,7 +24,7 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler results docs wheels clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz mutants lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler results docs wheels clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test-sglang      what depends on SGLang: the adapter, and one file of engine tests'
 	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
 	@echo 'make fuzz             10,000 random plans and a million forest operations'
+	@echo 'make mutants          mistakes in the code, which the tests must notice (ARGS="words" runs some)'
 	@echo 'make lint             ruff, mypy, import-linter, clang-format'
 	@echo 'make lint-workflows   the workflows against their schema, the one of releases by zizmor'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
@@ -68,6 +69,9 @@ test-cpp: $(CPP_TESTS)/scheduler_tests
 
 fuzz: $(CPP_TESTS)/scheduler_tests
 	$(CPP_TESTS)/scheduler_fuzz --plans 10000 --operations 1000000 $(ARGS)
+
+mutants: setup
+	@$(RUN) tests/support/mutants.py $(ARGS)
 
 $(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
 	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null

@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <chrono>
+#include <ctime>
 #include <numeric>
 
 #include "batch_change.h"
@@ -98,14 +98,14 @@ TEST(batch_changes_are_linear) {
   Random random(3);
   std::vector<int64_t> shuffled(before);
   std::shuffle(shuffled.begin(), shuffled.end(), random);
-  const auto begin = std::chrono::steady_clock::now();
+  const std::clock_t begin = std::clock();  // of this process: others may run at the same time
   for (const auto& now : {reversed, others, shuffled}) {
     const BatchChange change(requests.of(before), requests.of(now), {});
     CHECK_EQ(change.num_joined, now == others ? 30'000 : 0);
   }
   CHECK_EQ(BatchChange(requests.of(same), requests.of(same), {}).num_joined, 0);
   CHECK_EQ(BatchChange(requests.of(before), requests.of(same), {}).num_joined, 29'999);
-  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(1));
+  CHECK(std::clock() - begin < CLOCKS_PER_SEC);
 }
 
 }  // namespace

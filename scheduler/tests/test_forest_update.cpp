@@ -149,6 +149,20 @@ TEST(forest_splits_that_two_newcomers_suggest) {
   }
 }
 
+TEST(forest_splits_at_the_level_of_the_roots_in_one_update_after_another) {
+  FakeRequest a{{{1, 0, 100}}};
+  Batches batches;
+  batches.go_to({&a});
+  a.path = {{5, 0, 40}, {1, 40, 100}};
+  FakeRequest first{{{5, 0, 40}}, true};
+  batches.go_to({&a, &first});
+  a.path = {{6, 0, 20}, {5, 20, 40}, {1, 40, 100}};
+  first.path = {{6, 0, 20}, {5, 20, 40}};
+  FakeRequest second{{{6, 0, 20}}, true};
+  batches.go_to({&a, &first, &second});
+  CHECK((batches.reads == Reads{{2}, {0}, {1}}));
+}
+
 TEST(forest_false_alarms_cost_one_request_per_longer_sibling) {
   std::vector<FakeRequest> readers;
   for (int i = 0; i < 128; ++i) readers.push_back({{kSystem, {10 + i / 16, 100, 200 + i / 16}}});

@@ -297,6 +297,21 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
     assert paths.node_id[0] == paths.node_id[3] == paths.node_id[5]
 
 
+@pytest.mark.parametrize("kind", TREE_KINDS)
+def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
+    """Its drafts hang below the node that was split, beside the rest of that node."""
+    tree, reader, chains = Tree(kind), BatchReader(), Drafts(per_request=2, are_chains=True)
+    tree.cache.req_to_token_pool = None  # the slots are not read
+    tree.insert([1, 2, 3, 4], range(4))
+    a = tree.request("a", [1, 2, 3, 4], 4)
+    reader.read(StepRequests([a], tree.cache, has_beams=False), batch_of([6]), chains)
+    b = tree.request("b", [1, 2], 2)
+    step = StepRequests([a, b], tree.cache, has_beams=False)
+    paths = reader.read(step, batch_of([6, 5]), chains).read_paths()
+    assert paths.kv_end.tolist() == [2, 4, 6] * 2 + [2, 5] * 2
+    assert len({paths.node_id[row] for row in paths.path_begin[:-1]}) == 1
+
+
 def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])

@@ -390,7 +390,7 @@ def test_graphs_that_are_captured_anew_must_write_their_rows_again(
     assert server.num_repeated == 0
 
 
-@pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "others"])
+@pytest.mark.parametrize("what", ["moved", "reset", "graph", "eager", "shorter", "others"])
 def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> None:
     server.backend._pat._checks = None
     server.capture(4)
@@ -403,6 +403,9 @@ def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> 
     if what == "moved":
         server.table[1, 20:60] = torch.arange(400, 440)
         CHANNEL.note_moved([server.reqs[0]])
+    elif what == "reset":  # of the cache
+        server.table[:, :60] += 1
+        CHANNEL.note_reset()
     elif what == "graph":
         size = 4
     elif what == "eager":

@@ -191,6 +191,9 @@ def test_the_verdict_knows_its_noise() -> None:
     )
     assert "slower x (0.90x)" in verdict([slower], "fa3")
     assert "too noisy to judge x (1.30x)" in verdict([noisy], "fa3")
+    # Within the error of the median, on either side.
+    for gain in (0.98, 1.02):
+        assert f"as fast x ({gain:.2f}x)" in verdict([_compared(gain, 0.04)], "fa3")
     result = faster.as_dict("fa3")
     assert result["tokens_per_second"] == pytest.approx({"pat": 4000, "fa3": 4000 / 1.3})
     assert result["gain"]["median"] == pytest.approx(1.3)

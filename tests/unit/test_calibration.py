@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,6 +205,8 @@ def test_another_machine_has_another_file(field: str, made: Calibration, tmp_pat
         ({"costs": {"packed_item": -1}}, "packed_item"),
         ({"costs": {"nonsense": 1}}, "nonsense"),
         ({"machine": {"gpu": "x", "driver": "y", "kernels": "z"}}, "made for"),
+        ({"machine": asdict(MACHINE) | {"driver": "1"}}, "made for"),  # a file that was renamed
+        ({"machine": asdict(MACHINE) | {"kernels": "1"}}, "made for"),
         ({"machine": {"gpu": "x"}}, "missing"),
     ],
 )

@@ -174,8 +174,12 @@ def test_ctrl_c_is_no_error(
     assert capsys.readouterr().err == "sglang-pat: interrupted\n"
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # empty: as if it were not set
+def test_a_reader_that_has_enough_is_no_error(
+    unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`sglang-pat support | head -1`: the reader is gone before the first line."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     for words in ("support", "advise --model qwen3-8b --generate toolagent --limit 5"):
         command = [sys.executable, "-m", "sglang_pat", *words.split()]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:

@@ -74,6 +74,14 @@ def test_only_steps_with_all_requests_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert [answer["index"] for answer in run.answers] == [0, 1, 2, 3]
 
 
+def test_no_step_counts_after_the_first_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The observer, which comes last, goes on alone."""
+    server = FakeServer(monkeypatch, [40, 0])
+    run = decode_run(server, [[1]] * 2, 100)  # type: ignore[arg-type]
+    assert list(run.slices_ms.values()) == pytest.approx([10.0] * len(run.slices_ms))
+    assert max(run.slices_ms) < 100 - 40
+
+
 def test_requests_that_never_run_together_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer(monkeypatch, [0, 95])
     with pytest.raises(RuntimeError, match="0 slices of 8 tokens had all 2 requests running"):

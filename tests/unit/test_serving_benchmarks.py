@@ -20,7 +20,7 @@ from serving.models import MODELS, write_tokenizer  # noqa: E402
 from serving.results import Results, identical  # noqa: E402
 
 from sglang_pat.bench.cases import Case  # noqa: E402
-from sglang_pat.bench.http_server import as_flags  # noqa: E402
+from sglang_pat.bench.http_server import as_flags, running_process  # noqa: E402
 
 LLAMA = MODELS["llama-3-8b"]
 META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
@@ -84,6 +84,20 @@ def test_switches_that_are_off_are_left_out() -> None:
     given = {"model_path": "m", "tp_size": 2, "disable_cuda_graph": True, "sleep_on_idle": False}
     assert as_flags({"bs": [1, 8]}) == ["--bs", "1", "8"]
     assert as_flags(given) == ["--model-path", "m", "--tp-size", "2", "--disable-cuda-graph"]
+
+
+def test_a_server_has_the_variables_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the shell has for them; and all others of the shell."""
+    monkeypatch.setenv("GIVEN", "by the shell")
+    monkeypatch.setenv("ALONE", "by the shell")
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", "import os; print(os.environ['GIVEN'], os.environ['ALONE'])"]
+    environment = {"GIVEN": "by the benchmark"}
+    with running_process(command, {}, log, start_seconds=None, environment=environment) as server:
+        assert server.process.wait() == 0
+    assert log.read_text() == "by the benchmark by the shell\n"
 
 
 # --- latencies and counters ---

@@ -133,6 +133,13 @@ def test_malformed_burstgpt_row(tmp_path, row, reason):
     assert reason in trace.errors.first[0].reason
 
 
+def test_a_segment_has_the_same_tokens_wherever_it_lies():
+    once, longer = token_ids((Segment(5, 3),)), token_ids((Segment(5, 6),))
+    assert longer[:3].tolist() == once.tolist()
+    assert token_ids((Segment(5, 3), Segment(5, 3))).tolist() == [*once, *once]
+    assert token_ids((Segment(6, 2), Segment(5, 3)))[2:].tolist() == once.tolist()
+
+
 def test_lines_with_token_ids(tmp_path):
     line = {"timestamp": 3.5, "input_ids": [5, 6, 7], "output_length": 2}
     bad = {"timestamp": 3.5, "input_ids": [5, -6], "output_length": 2}
@@ -406,10 +413,11 @@ def test_malformed_record_of_a_dump(tmp_path):
         answered([1], arrival="noon"),
         answered([1], new_tokens=0),
         (1, 2),
+        answered([3, -1]),
     ]
     requests, trace = read(dump(tmp_path / "one.pkl", records))
     assert len(requests) == 1
-    assert [error.line for error in trace.errors.first] == [2, 3, 4, 5, 6, 7]
+    assert [error.line for error in trace.errors.first] == [2, 3, 4, 5, 6, 7, 8]
     assert "neither input_ids nor text" in trace.errors.first[2].reason
 
 
@@ -468,19 +476,21 @@ def test_written_hash_ids_are_equal_as_far_as_blocks_are(tmp_path):
         (common, Segment(3, 100)),
         (Segment(1, 512), Segment(4, 512)),
         (Segment(4, 512), Segment(4, 512)),
+        (Segment(1, 1024),),
+        (Segment(1, 512), Segment(1, 512)),  # from its beginning, twice
     ]
     write_mooncake(path, (TraceRequest(0.0, prompt, 1) for prompt in prompts))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     ids = [line["hash_ids"] for line in lines]
-    assert [len(blocks) for blocks in ids] == [3, 3, 2, 2]
-    assert ids[0][0] == ids[1][0] == ids[2][0]
-    assert len({*ids[0], *ids[1], *ids[2], *ids[3]}) == 8
+    assert [len(blocks) for blocks in ids] == [3, 3, 2, 2, 2, 2]
+    assert len({blocks[0] for blocks in (*ids[:3], *ids[4:])}) == 1
+    assert len({block for blocks in ids for block in blocks}) == 10
 
     # A program that knows nothing of segments reads whole blocks.
     for line in lines:
         del line["segments"]
     requests, _ = read(write(path, map(json.dumps, lines)), strict=True)
-    assert [request.input_length for request in requests] == [1100, 1100, 1024, 1024]
+    assert [request.input_length for request in requests] == [1100, 1100] + [1024] * 4
 
 
 def test_token_ids_cannot_be_written(tmp_path):
