@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,10 +36,24 @@ def attention_backends() -> frozenset[str]:
 
 
 def _sources() -> Iterator[str]:
-    """Yield the text of the modules that define the server's arguments."""
-    spec = find_spec("sglang")
+    """Yield the text of the modules that define the server's arguments: SGLang's and its
+    plug-ins'."""
+    for folder in _folders("sglang"):
+        arguments = folder / "srt"
+        yield from _texts(arguments / "server_args.py", *arguments.glob("arg_groups/**/*.py"))
+    packages = {plugin.module.partition(".")[0] for plugin in entry_points(group=PLUGIN_GROUP)}
+    for package in sorted(packages - {"sglang_pat"}):
+        for folder in _folders(package):
+            yield from _texts(*folder.glob("**/*.py"))
+
+
+def _folders(package: str) -> Iterator[Path]:
+    spec = find_spec(package)
     for location in (spec and spec.submodule_search_locations) or ():
-        folder = Path(location) / "srt"
-        for path in (folder / "server_args.py", *sorted(folder.glob("arg_groups/**/*.py"))):
-            if path.is_file():
-                yield path.read_text(encoding="utf-8")
+        yield Path(location)
+
+
+def _texts(*paths: Path) -> Iterator[str]:
+    for path in sorted(paths):
+        if path.is_file():
+            yield path.read_text(encoding="utf-8")
