@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,11 @@ def _check_flags(words: Sequence[str]) -> None:
         name = flag.replace("--no-", "--", 1)
         if known and not any(each.startswith((flag, name)) for each in known):
             raise ValueError(f"--server-args: {flag!r} is no flag of the installed SGLang")
+    for word, following in pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        file = value or following
+        if flag == "--config" and not Path(file).is_file():
+            raise ValueError(f"--server-args: --config {file}: there is no such file")
 
 
 def _flags(arguments: argparse.Namespace) -> list[str]:

@@ -38,6 +38,7 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(bench, "attention_backends", lambda: {"fa3", "triton"})
     known = {"--tp-size", "--attention-backend", "--decode-attention-backend", "--port", "--x"}
+    known.add("--config")
     monkeypatch.setattr(bench, "launch_flags", lambda: known)
 
 
@@ -56,6 +57,11 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--server-args=--help"], "must not hold --help; it is set here"),
         (["--server-args", "--tp 2 --nonsense"], "'--nonsense' is no flag of the installed SGLang"),
         (["--server-args", "tp 2"], "'tp' is no flag; allowed: flags of SGLang"),
+        (
+            ["--server-args", "--config /no/such.yaml"],
+            "--config /no/such.yaml: there is no such file",
+        ),
+        (["--server-args=--config=/no/such.yaml"], "--config /no/such.yaml: there is no"),
         (["--against", "nosuch"], "--against 'nosuch'; allowed: default, fa3, triton"),
         (["--model", "/nowhere"], "model '/nowhere'; allowed: llama-3.1-8b, llama-3-8b, "),
         (["--model", "9" * 5000], "File name too long"),
