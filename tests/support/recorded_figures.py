@@ -120,7 +120,7 @@ def kernel_losses(folder: Path | None = None) -> str:
     cases = kernel_cases(folder=folder)
     lost = sorted((case for case in cases if gain(case) < 1 - NOISE), key=gain)
     if not lost:
-        return wrapped(f"In none of the {len(cases)} cases `pat` is slower by over {NOISE:.1%}.")
+        return wrapped(f"`pat` is never more than {NOISE:.1%} slower ({len(cases)} cases).")
     names = ", ".join(f"`{case['tree']}` {heads(case)} {gain(case):.3f}x" for case in lost)
     shared = sum(case["shared"] for case in lost)
     where = "with something shared" if shared == len(lost) else f"{shared} with something shared"
@@ -204,17 +204,6 @@ def gains_by_sharing() -> str:
     return table(columns, rows)
 
 
-def gains_in_short() -> str:
-    columns, row = ["shared by"], ["gain"]
-    for low, high in ((1, 1), (3, 3), (5, 5), (7, 9), (12, 14), (36, 10**9)):
-        name = str(low) if low == high else f"{low} to {high}"
-        name = f"{low} and more" if high == 10**9 else name
-        columns.append(f"{name} (nothing shared)" if high == 1 else name)
-        value = geomean(_gains(low, high))
-        row.append(f"{value:.2f}x" if value < 2 else f"{value:.1f}x")
-    return table(columns, [row])
-
-
 def _gains(low: int, high: int) -> list[float]:
     return [gain(case) for case in kernel_cases("pat-20") if low <= shared_by(case) <= high]
 
@@ -241,13 +230,88 @@ def heads(case: Case) -> str:
 def headline() -> str:
     result = first_server()
     case = question(result, LONG_PREFIX)
-    alone = question(result, NOTHING_SHARED)["tpot_ms"]
     pat, fa3 = case["tpot_ms"]["pat"], case["tpot_ms"]["fa3"]
-    return wrapped(
-        "With 128 requests over a shared prefix of 8,192 tokens, a token takes "
-        f"**{pat:.1f} ms instead of {fa3:.1f} ms** with FA3, SGLang's default on an H100. With 128 "
-        f"requests that share nothing, it takes {alone['pat']:.1f} ms and {alone['fa3']:.1f} ms. "
-        f"({model(result, case)}, one H100.)"
+    alone = [gain for folder in (RESULTS, OTHER_GPU) for gain in gains_alone(folder)]
+    given = wrapped(
+        "128 requests that share a prefix of 8,192 tokens have a time per output token (TPOT) of "
+        f"**{pat:.1f} ms instead of {fa3:.1f} ms** with FA3, SGLang's default on an H100 "
+        f"({model(result, case)}). Where requests share nothing, TPOT is "
+        f"between {1 / min(alone) - 1:.0%} longer and {1 - 1 / max(alone):.0%} shorter than with "
+        f"FA3 ({len(alone)} cases on H100 and H200)."
+    )
+    planning = read("planning.json")
+    us = {name: step["p50_us"] for name, step in planning["steps"].items()}
+    (pool,) = {server["max_total_num_tokens"] for server in read("bench.json")["servers"].values()}
+    cost = wrapped(
+        f"Planning a step takes {us['same']:.1f} us of CPU time while the batch is unchanged, and "
+        f"{us['leave']:.0f} to {us['join']:.0f} us when a request leaves or joins "
+        f"({planning['requests']} requests, medians, H100); SGLang's overlap schedule hides that. "
+        f"The KV pool keeps its size ({pool:,} tokens with either backend); plans and partial "
+        "results take tens of MB of GPU memory on top (calculated, not measured)."
+    )
+    return f"{given}\n\n{cost}"
+
+
+def gains_alone(folder: Path) -> list[float]:
+    """FA3's TPOT over pat's where requests share nothing, each case from its fullest model."""
+    found: dict[tuple[str, str], float] = {}
+    for name in ("serving-gates-whole.json", "serving-gates.json"):
+        if (folder / name).exists():
+            for case in read(name, folder)["cases"]:
+                if "shared" not in case["question"] and "fa3" in case["tpot_ms"]:
+                    found.setdefault((case["model"], case["question"]), over_pat(case))
+    return list(found.values())
+
+
+def gains_by_workload() -> str:
+    """TPOT on an H100 and whole jobs on an H200, FA3's over pat's."""
+    result, jobs = first_server(), read("jobs.json", OTHER_GPU)["jobs"]
+    rank = read("serving-gates.json")
+    (shard,) = (
+        case for case in rank["cases"] if case["model"] != MODEL and case["question"] == LONG_PREFIX
+    )
+    alone = gains_alone(RESULTS)
+    none = "not measured"
+    rows = [
+        [
+            "agents, chat: long system prompts",
+            f"{over_pat(question(result, LONG_PREFIX)):.1f}x: 128 requests, 8,192 shared tokens",
+            f"{job_gain(jobs['agents'])}: 32 prompts x 20 requests",
+        ],
+        [
+            "rollouts: samples of each prompt",
+            f"{over_pat(question(result, ROLLOUT)):.2f}x: 32 prompts x 8 samples",
+            f"{job_gain(jobs['rollouts'])}: 48 prompts x 16 samples",
+        ],
+        [
+            "70B, TP 8: one rank, no communication",
+            f"{over_pat(shard):.2f}x: 128 requests, 8,192 shared tokens",
+            none,
+        ],
+        ["nothing shared", f"{min(alone):.2f}x to {max(alone):.2f}x", none],
+    ]
+    eagle, ngram = (
+        1 / read(f"speculation-{name}.json", folder)["cases"][0]["pat_over_default"]
+        for name, folder in (("eagle", OTHER_GPU), ("ngram", RESULTS))
+    )
+    fp8 = min(gain(case) for case in read("fp8.json")["cases"] if case["shared"])
+    few, many = geomean(_gains(3, 3)), geomean(_gains(12, 14))
+    further = wrapped(
+        f"Attention alone gains {few:.1f}x where 3 requests share a KV token on average, "
+        f"{many:.1f}x where 12 to 14 do; over fp8 KV with a shared prefix at least {fp8:.1f}x. "
+        f"TPOT with drafts over 8,192 shared tokens: EAGLE {eagle:.2f}x (H200, 10 layers), NGRAM "
+        f"{ngram:.2f}x."
+    )
+    columns = ["workload", "TPOT gain", "whole-job gain (mean TTFT)"]
+    head = "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * 3, *rows))
+    return f"{head}\n\n{further}"
+
+
+def job_gain(job: dict[str, Any]) -> str:
+    (pat,), (other,) = job["measured"]["pat"], job["measured"]["default"]
+    return (
+        f"{other['seconds'] / pat['seconds']:.2f}x "
+        f"({other['ttft_mean']:.1f} -> {pat['ttft_mean']:.1f} s)"
     )
 
 
@@ -256,7 +320,7 @@ def gains_in_server() -> str:
     cases = [case for case in result["cases"] if case["model"] == MODEL]
     alone = [over_pat(case) for case in cases if case["part"] == "unshared"]
     return wrapped(
-        "Attention is a part of a step, so the gain per token is smaller. Over FA3: "
+        "Attention is a part of a step, so the gain in TPOT is smaller. Over FA3: "
         f"{over_pat(question(result, LONG_PREFIX)):.1f}x with 128 requests over 8,192 tokens, "
         f"{over_pat(question(result, SHORT_PREFIX)):.1f}x with 64 over 2,048, and "
         f"{min(alone):.2f}x to {max(alone):.2f}x with nothing shared "
@@ -360,17 +424,6 @@ def sharing_curve() -> str:
     return table(["requests", *(f"{share:.0%} shared" for share in shares)], rows)
 
 
-def sharing_in_short() -> str:
-    result = read("sharing.json")
-    most = max(result["cells"], key=lambda cell: cell["gain"])
-    few = [cell["gain"] for cell in result["cells"] if cell["batch"] == 8]
-    return wrapped(
-        f"An estimate for contexts of {result['meta']['context']:,} tokens, from measured "
-        f"attention: {most['batch']} requests that share {most['share']:.0%} of it gain "
-        f"{most['gain']:.2f}x a token, 8 requests at most {max(few):.2f}x."
-    )
-
-
 # --- text ---
 
 
@@ -393,6 +446,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         headline,
+        gains_by_workload,
         gains_in_server,
         rollout,
         server_tables,
@@ -406,10 +460,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         other_gpu_kernels,
         other_gpu_servers,
         gains_by_sharing,
-        gains_in_short,
         gains_without_sharing,
         sharing_curve,
-        sharing_in_short,
     )
 }
 _BLOCK = re.compile(

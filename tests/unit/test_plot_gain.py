@@ -53,23 +53,6 @@ def test_the_documentation_shows_the_recorded_gains() -> None:
         assert numbers == [f"{number:.2f}" for number in expected]
 
 
-def test_the_readme_shows_the_recorded_gains() -> None:
-    readme = (ROOT / "README.md").read_text()
-    table = re.search(r"^\| shared by (.*)\n\|.*\n\| gain (.*)$", readme, re.MULTILINE)
-    assert table is not None
-    head, gains = table.groups()
-    buckets = ((1, 1), (3, 3), (5, 5), (7, 9), (12, 14), (36, 99))
-    assert [int(low) for low in re.findall(r"\| (\d+)", head)] == [low for low, _ in buckets]
-    cases = recorded_cases()
-    for (low, high), shown in zip(buckets, re.findall(r"([\d.]+)x", gains), strict=True):
-        gain = geometric_mean(
-            plot_gain.speedup(case)
-            for case in cases
-            if low <= round(plot_gain.sharing(case["tree"])) <= high
-        )
-        assert float(shown) == round(gain, len(shown.partition(".")[2]))
-
-
 def test_the_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
     serving, kernels = (
         json.loads((RESULTS / name).read_text()) for name in ("serving-gates.json", "kernels.json")

@@ -26,6 +26,7 @@ import yaml
 
 import sglang_pat
 from sglang_pat import _scheduler, support
+from sglang_pat.plan import BufferSizes
 from sglang_pat.sglang.env import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +97,8 @@ def test_the_support_table_holds_every_row() -> None:
 
 
 def test_readme_names_the_supported_sglang_versions() -> None:
-    assert f"| SGLang | {', '.join(support.SGLANG_VERSIONS)} |" in README
+    first, *_, last = support.SGLANG_VERSIONS
+    assert f"**SGLang:** {first} to {last}" in README
 
 
 def test_example_of_the_guide_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,11 +117,28 @@ def test_example_of_the_guide_runs_and_is_right(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip() == code[1].rpartition("# ")[2].strip()
 
 
-def test_readme_names_only_make_targets_that_exist() -> None:
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 100
+
+
+def test_buffers_take_the_memory_that_the_readme_says() -> None:
+    """256 requests of Llama-3-8B on the 264 CTAs of an H100, beside a pool of 414,207 slots."""
+    assert "tens of MB of GPU memory" in " ".join(README.split())
+    sizes = BufferSizes.for_requests(256, 2 * 414_207, 264 // 8, 4)
+    partials = sizes.num_partials * 2 * 32 * (128 + 2)
+    integers = 4 * (sizes.plan.layout()["size"] + sizes.num_shared_slots)
+    assert 10e6 < partials + integers < 100e6
+
+
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [("README.md", {"demo"}), ("CONTRIBUTING.md", {"setup", "test-fast", "lint"})],
+)
+def test_first_pages_name_only_make_targets_that_exist(page: str, least: set[str]) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    mentioned = set(re.findall(r"make ([a-z-]+)", README))
-    assert {"demo", "test", "test-fast", "lint"} <= mentioned <= targets
+    mentioned = set(re.findall(r"`{1,3}(?:\w*\n)?make ([a-z-]+)", (ROOT / page).read_text()))
+    assert least <= mentioned <= targets
 
 
 def test_relative_links_lead_somewhere() -> None:
