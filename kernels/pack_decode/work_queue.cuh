@@ -70,8 +70,8 @@ inline constexpr int kLandingOffset = Dims::kKeyBytes + kValueRoom<Dims> - Dims:
 template <typename Dims>
 inline constexpr int kStageBytes = Dims::kKeyBytes + kValueRoom<Dims>;
 
-inline constexpr bool kHas228Kb =
-    PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 || PAT_TARGET_ARCH == 103;
+inline constexpr bool kHas228Kb = PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 ||
+                                  PAT_TARGET_ARCH == 103 || PAT_TARGET_ARCH == 110;
 inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
 // What one CTA can have; elsewhere an SM has 100 KB.
 inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) * 1024;

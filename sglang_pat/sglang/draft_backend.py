@@ -8,6 +8,8 @@ stay the default backend's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,29 +69,36 @@ def _after_capture(result: Any, worker: Any) -> None:
     verify step over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
     captured where no layer is the default backend's."""
     backend = getattr(worker, "draft_extend_attn_backend", None)
-    if not isinstance(backend, PatMixin) or backend.needs_default:
+    if not isinstance(backend, PatMixin):
         return
-    is_captured = worker.cuda_graph_runner_for_draft_extend is not None
-    if is_captured or worker.device != "cuda" or not _captures_extends():
-        return
+    runner = worker.cuda_graph_runner_for_draft_extend
+    if runner is None and worker.device == "cuda" and _captures_extends():
+        runner = worker.cuda_graph_runner_for_draft_extend = _captured_extends(worker, backend)
+    if runner is not None and worker.speculative_algorithm.is_standalone():
+        runner.execute = partial(_without_hidden_states, runner.execute)
+
+
+def _captured_extends(worker: Any, backend: PatMixin) -> Any:
+    """SGLang's graphs of what the draft model reads; None if the default backend has a layer."""
+    if backend.needs_default:
+        return None
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
         EAGLEDraftExtendCudaGraphRunner,
     )
 
-    is_standalone = worker.speculative_algorithm.is_standalone()
+    captured = EAGLEDraftExtendCudaGraphRunner(worker)
+    return None if backend.needs_default else captured  # the warm-up may have shown one
 
-    class Runner(EAGLEDraftExtendCudaGraphRunner):  # type: ignore[misc]  # SGLang has no types
-        def execute(self, *arguments: Any, **keywords: Any) -> Any:
-            out = super().execute(*arguments, **keywords)
-            if is_standalone:
-                # Such drafts have no hidden states: prompts return none. SGLang joins those of both
-                # kinds of steps, and indexes the sum when it retracts a request.
-                out.hidden_states = None
-            return out
 
-    captured = Runner(worker)
-    if not backend.needs_default:  # still, after the warm-up
-        worker.cuda_graph_runner_for_draft_extend = captured
+def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Run a captured step of a STANDALONE draft model, whose prompts return no hidden states.
+
+    SGLang merges the hidden states of both and indexes the sum by request when it retracts one:
+    those of captured steps alone are too few.
+    """
+    out = execute(*arguments, **keywords)
+    out.hidden_states = None
+    return out
 
 
 def _captures_extends() -> bool:

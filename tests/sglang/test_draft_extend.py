@@ -341,11 +341,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.mark.parametrize("is_captured", [False, True], ids=["by pat", "by SGLang"])
 @pytest.mark.parametrize(("algorithm", "hidden_states"), [("EAGLE", 2), ("STANDALONE", None)])
 def test_captured_steps_return_hidden_states_where_prompts_do(
-    worker: Any, algorithm: str, hidden_states: int | None
+    worker: Any, algorithm: str, hidden_states: int | None, is_captured: bool
 ) -> None:
     """SGLang merges them over requests: a part of them would be indexed as if it were all."""
+    if is_captured:  # 0.5.23 does over FA3, 0.5.17 does not
+        worker.cuda_graph_runner_for_draft_extend = Captured(worker)
     worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
     draft_backend._after_capture(None, worker)
     out = worker.cuda_graph_runner_for_draft_extend.execute(None, None)

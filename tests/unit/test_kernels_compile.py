@@ -55,7 +55,15 @@ def wgmma_over_bytes(config: KernelConfig) -> bool:
 
 
 # KB of shared memory of an SM by architecture; one CTA can have 1 KB less.
-SM_SHARED_KB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228, (12, 0): 100}
+SM_SHARED_KB = {
+    (8, 0): 164,
+    (8, 6): 100,
+    (8, 9): 100,
+    (9, 0): 228,
+    (10, 0): 228,
+    (11, 0): 228,
+    (12, 0): 100,
+}
 MAX_STAGES, STAGE_TOKENS = 12, 32
 
 
@@ -132,6 +140,7 @@ def test_hopper_compiles_the_bodies_of_other_architectures(
         AMPERE,
         KernelConfig(torch.bfloat16, 80, (8, 0)),
         KernelConfig(torch.bfloat16, 128, (8, 9)),
+        KernelConfig(torch.bfloat16, 128, (11, 0)),
         KernelConfig(torch.bfloat16, 64, (8, 9)),
         KernelConfig(torch.bfloat16, 192, (9, 0), 128),
         KernelConfig(torch.bfloat16, 256, (9, 0)),
