@@ -31,8 +31,9 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     cells, meta = result["cells"], result["meta"]
     for batch in dict.fromkeys(cell["batch"] for cell in cells):
         points = sorted((cell["share"], cell["gain"]) for cell in cells if cell["batch"] == batch)
-        requests = "1 request" if batch == 1 else f"{batch} requests"
-        axis.plot(*zip(*points, strict=True), marker="o", label=requests)
+        if len(points) == 1:  # one request shares nothing: no line
+            continue
+        axis.plot(*zip(*points, strict=True), marker="o", label=f"{batch} requests")
     axis.axhline(1, color="black", linewidth=0.8)
     axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1))
     axis.set_xlabel("of a request's context, shared with all others")
