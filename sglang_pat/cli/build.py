@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _advised(error: Exception, arguments: argparse.Namespace) -> str:
-    """What `error` says; its advice is about `--cache` where that was given."""
+    """Word an error. Its advice is about `--cache` where that was given."""
     from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
 
     if arguments.cache is None:

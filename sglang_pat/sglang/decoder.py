@@ -247,8 +247,7 @@ class PatDecoder(PlannedAttention):
     def _repeats_last(
         self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
     ) -> bool:
-        """Whether a step needs no plan(): it is of the kind of the last one, whose plan serves
-        it."""
+        """Return True if the last plan serves a step. It must be of the last step's kind."""
         if forward_batch.forward_mode is _VERIFY:
             return self._repeats_verify(reader, step, forward_batch, begun_ns)
         return reader.is_unchanged(step) and self._repeats.add(forward_batch.batch_size, begun_ns)

@@ -56,7 +56,7 @@ def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Rea
 
 
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
-    """What the stored keys and values are multiplied with.
+    """Return what the stored keys and values are multiplied with.
 
     A tensor is the one that the pool divides by, not the number that SGLang keeps beside it:
     loading new weights overwrites the tensor alone.

@@ -102,12 +102,12 @@ class LayerAttention:
         layer: RadixAttention,
         forward_batch: Any,
     ) -> torch.Tensor:
-        """As `_run`, of the rows that SGLang has: it may have added some behind those that are
-        planned, and may lack padding that was planned.
+        """Attend for the rows that SGLang has, which may be more or fewer than are planned.
 
-        MLP synchronisation pads the tokens of a step to a multiple of the ranks that share its
-        attention, or to those of the rank that has most: of a verify step to whole requests, which
-        are planned, and a rest that is not; of a draft model after its step has been planned.
+        MLP synchronisation pads a step's tokens to a multiple of the ranks that share its
+        attention, or to the rank that has most. A verify step gets whole requests, which are
+        planned, and a rest that is not. A draft model's step is padded after it was planned. Added
+        rows read nothing.
         """
         plans, count = self._plans, len(q)
         if count == plans.num_rows and forward_batch.batch_size:

@@ -65,7 +65,7 @@ class StepPlans:
 
     @property
     def seq_lens(self) -> IntArray:
-        """Of these rows, as they were planned: 0 of padding."""
+        """Lengths of these rows as they were planned, 0 for padding."""
         return self._last.seq_lens
 
     @property

@@ -112,9 +112,9 @@ class BatchReader:
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def is_unchanged(self, step: StepRequests | None) -> bool:
-        """Whether a decode step has the requests of the last one, which decoded too, where they
-        were, and these could share. It is then like the last, but that each request is a token
-        longer.
+        """Return True if a decode step repeats the last one, a token longer for each request.
+
+        The requests are the same, in the same places, and could share.
 
         Nothing has run in between: not even a step in which these requests decoded elsewhere.
         """
@@ -307,10 +307,10 @@ class BatchReader:
 
 
 def num_known(step: StepRequests | None, forward_batch: Any) -> int:
-    """How many requests a batch has. What SGLang counts behind them is padding: of a graph, which
-    it announces, or of MLP synchronisation, which it does not.
+    """Count the requests of a batch without padding.
 
-    Where the requests are not known, as in a capture, all that is not announced counts as such.
+    SGLang announces the padding of a graph, and not that of MLP synchronisation. Where the requests
+    are not known, as in a capture, what is not announced counts as requests.
     """
     if _is_idle(forward_batch):
         return 0
