@@ -78,8 +78,11 @@ def main() -> int:
     if not chosen:
         parser.error(f"no mutant has {' or '.join(words)} in its file or description")
     update_copy()
-    for mutant in chosen:
-        mutant.of((COPY / mutant.file).read_text())
+    try:
+        for mutant in chosen:
+            mutant.of((COPY / mutant.file).read_text())
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{len(chosen)} mutants; first the tests without one", flush=True)
     failure = failing(sorted({test for mutant in chosen for test in mutant.tests}))
     if failure is not None:
