@@ -207,6 +207,18 @@ TEST(plan_costs_are_checked) {
   CHECK_THROWS(PackScheduler{made}, "cost packed_item must be 0 / 64 to 16384, got -1 / 64");
 }
 
+TEST(plan_serves_no_token_that_it_does_not_read) {
+  PackScheduler scheduler(config());
+  // The first request has no KV of its own, which could grow.
+  plan(scheduler, make_batch({{-1, 100}}, {{0, 0}, {0, 50}}));
+  const auto serves = [&](int32_t a, int32_t b) {
+    return scheduler.check_lengths(std::array{a, b}).served;
+  };
+  CHECK(serves(100, 150) && serves(100, 151));
+  CHECK(!serves(101, 150) && !serves(101, 151));
+  CHECK_EQ(scheduler.steps_left(std::array{100, 150}, INT32_MAX), 0);
+}
+
 TEST(plan_steps_left_of_any_lengths) {
   PackScheduler scheduler(config());
   plan(scheduler, make_batch({}, {{-1, 10}, {-1, INT32_MAX}}));
