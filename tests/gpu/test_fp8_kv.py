@@ -364,7 +364,7 @@ def test_a_graph_keeps_its_scales() -> None:
 
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
 def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
-    """As SGLang's layers have them: an update of the weights writes to them in place."""
+    """SGLang's layers have such scales: an update of the weights writes to them in place."""
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
     step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)

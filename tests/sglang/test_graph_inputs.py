@@ -1,4 +1,4 @@
-"""What a captured graph holds: addresses, and numbers as they were at its capture.
+"""A captured graph holds addresses, and numbers as they were at its capture.
 
 SGLang's update calls (`update_weights_from_tensor`, `_from_disk`, `_from_distributed`) and LoRA
 swaps write new numbers to where weights, scales and sinks lie. `resume_memory_occupation` maps the
@@ -126,7 +126,7 @@ class Served:
 
 
 def new_scales(served: Served) -> None:
-    """As load_weights() writes them: `k_scale_float` stays as it was."""
+    """Write scales like load_weights(): `k_scale_float` stays as it was."""
     for index, layer in enumerate(served.model):
         layer.k_scale.data.copy_(torch.tensor(0.05 * (index + 1)))
         layer.v_scale.data.copy_(torch.tensor(8.0 - index))
@@ -138,7 +138,7 @@ def new_sinks(served: Served) -> None:
 
 
 def new_queries(served: Served) -> None:
-    """As new weights or another adapter make them, from the same tokens."""
+    """Write queries that new weights or another adapter make of the same tokens."""
     served.q.copy_(torch.randn_like(served.q))
 
 
