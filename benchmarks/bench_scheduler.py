@@ -132,9 +132,9 @@ class Steps:
     def __init__(self, cache: str, num_requests: int, *, varied: bool) -> None:
         from sglang_trees import Tree
 
-        from sglang_pat.sglang import hooks, reader
+        from sglang_pat.sglang import hooks, reader, view
 
-        self._hooks = hooks
+        self._hooks, self._view_of = hooks, view.StepView.of
         self.reader = reader.BatchReader()
         self.attention: Any = PackAttention(
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
@@ -179,7 +179,11 @@ class Steps:
         rows = torch.arange(1, len(requests) + 1)
         mode = SimpleNamespace(is_decode=lambda: True)
         batch = SimpleNamespace(
-            batch_size=len(requests), seq_lens=lens, seq_lens_cpu=lens, forward_mode=mode
+            batch_size=len(requests),
+            req_pool_indices=rows,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            forward_mode=mode,
         )
         scheduled = SimpleNamespace(reqs=requests, tree_cache=self._tree.cache)
         target = SimpleNamespace(is_draft_worker=False)
@@ -187,7 +191,8 @@ class Steps:
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.thread_time_ns()
-            step = self.reader.read(self._hooks.CHANNEL.acknowledge(), forward_batch)
+            view = self._view_of(forward_batch, self._hooks.CHANNEL.acknowledge())
+            step = self.reader.read(view)
             read = time.thread_time_ns()
             self.attention.plan(
                 step, req_to_token=self._table, req_pool_indices=rows, seq_lens=lens

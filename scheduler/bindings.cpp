@@ -166,6 +166,30 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   return result;
 }
 
+// By how many tokens requests have grown since they had the lengths `least`, in all; None if one has
+// grown by more than its `room`, has shrunk, or is missing. `lengths` may go on with padding.
+template <typename T>
+std::optional<int64_t> growth_of(const py::array_t<T>& lengths, const Array<int32_t>& least,
+                                 const Array<int32_t>& room) {
+  if (least.size() != room.size()) {
+    throw py::value_error("least and room must have the same size, got " +
+                          std::to_string(least.size()) + " and " + std::to_string(room.size()));
+  }
+  if (lengths.size() < least.size()) return std::nullopt;
+  const auto now = lengths.template unchecked<1>();
+  const auto before = least.template unchecked<1>();
+  const auto most = room.template unchecked<1>();
+  int64_t sum = 0;
+  for (int64_t i = 0; i < before.size(); ++i) {
+    T length;  // not now(i): SGLang's arrays may lie anywhere
+    std::memcpy(&length, now.data(i), sizeof(T));
+    const int64_t growth = int64_t{length} - before(i);
+    if (growth < 0 || growth > most(i)) return std::nullopt;
+    sum += growth;
+  }
+  return sum;
+}
+
 std::span<const pat::Request> identities(const py::list& requests) {
   PyObject** items = PySequence_Fast_ITEMS(requests.ptr());
   return {reinterpret_cast<const pat::Request*>(items), requests.size()};
@@ -331,6 +355,10 @@ PYBIND11_MODULE(_scheduler, m) {
         py::arg("num_requests"), py::arg("num_rows"));
   m.def("row_lengths", &row_lengths<int32_t>, py::arg("lengths").noconvert(),
         py::arg("num_requests"), py::arg("num_rows"));
+  m.def("growth_of", &growth_of<int64_t>, py::arg("lengths").noconvert(), py::arg("least"),
+        py::arg("room"));
+  m.def("growth_of", &growth_of<int32_t>, py::arg("lengths").noconvert(), py::arg("least"),
+        py::arg("room"));
   m.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
 
   py::class_<pat::PrefixForest>(m, "PrefixForest")

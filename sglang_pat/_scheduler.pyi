@@ -97,6 +97,13 @@ def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _
     a number of rows is negative.
     """
 
+def growth_of(lengths: _Int32 | _Int64, least: _Int32, room: _Int32) -> int | None:
+    """Return by how many tokens requests have grown since they had the lengths `least`, in all.
+
+    None if one has grown by more than its `room`, has shrunk, or is missing. `lengths` may go on
+    with padding. ValueError if `least` and `room` differ in size.
+    """
+
 def same_objects(a: list[object], b: list[object]) -> bool:
     """Whether two lists hold the same objects in the same order, by identity."""
 

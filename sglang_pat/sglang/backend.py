@@ -12,10 +12,11 @@ from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_pat.sglang.decoder import PatDecoder
+from sglang_pat.sglang.decoder import ServedDecoder
 from sglang_pat.sglang.draft_backend import await_draft_model
 from sglang_pat.sglang.draft_trees import choose_masks
 from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.layer_attention import LayerAttention
 from sglang_pat.sglang.mixins import can_become, with_mixin
 from sglang_pat.sglang.options import Reason, attention_backends, batch_invariant, resolved
 from sglang_pat.sglang.pat_mixin import PatMixin
@@ -61,12 +62,17 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         routes.check_strict()
     decoder = None
     if routes.shapes:
-        decoder = PatDecoder(model_runner, environment, routes)
+        decoder = ServedDecoder(model_runner, environment, routes)
+        layers = LayerAttention(model_runner, routes)
         default.__class__ = pat_class
-        default.take(decoder, strict=environment.strict)
+        default.take(
+            decoder, layers, decoder.kinds, report=report_routes, strict=environment.strict
+        )
+        if decoder.needs_lengths:  # of the object: some classes set it
+            default.needs_cpu_seq_lens = True
     if decoder is not None and decoder.verifies_trees:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
-    await_draft_model(decoder if decoder is not None and decoder.verifies else None)
+    await_draft_model(decoder if decoder is not None and decoder.verify is not None else None)
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(

@@ -52,6 +52,7 @@ class DebugChecks:
         reader: BatchReader,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
+        follows: bool,
     ) -> None:
         """Raise RuntimeError, naming the request, if anything is not as it must be.
 
@@ -65,12 +66,14 @@ class DebugChecks:
             Which has read the step just now.
         req_to_token, req_pool_indices : torch.Tensor
             As given to `attention.plan()`.
+        follows : bool
+            Whether it would have been repeated: then each request must be a token longer.
         """
         self._ranks.check(plan)
         planner, lens = self._before.get(reader, (None, attention.seq_lens))
         self._before[reader] = attention, attention.seq_lens
         # Graphs differ in padding.
-        if reader.repeats_last and planner is attention and len(lens) == len(attention.seq_lens):
+        if follows and planner is attention and len(lens) == len(attention.seq_lens):
             check_growth(lens, attention.seq_lens)
         if (shared := reader.last_shared) is not None:
             plan_is_new = attention.step_time.kind != "unchanged"
@@ -134,7 +137,7 @@ class StepChecker:
 
 def check_growth(before: IntArray, now: IntArray) -> None:
     """Raises RuntimeError unless each length, 0 of padding aside, is one more than before: what
-    repeated steps rely on (`sglang/repeats.py`). int32 `[num_rows]`, of one batch in two steps.
+    repeated steps rely on (`sglang/reuse.py`). int32 `[num_rows]`, of one batch in two steps.
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(

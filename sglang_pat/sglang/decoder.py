@@ -1,326 +1,363 @@
-"""PatDecoder: the decode attention of one model through PackAttention.
+"""Decoder: plans the steps of one model, before its layers attend.
 
-Above it the backend that SGLang calls: plan_eager() or plan_captured() once per step, attend() once
-per layer that pat decodes. A step of speculative decoding, in which the model verifies drafts, is a
-decode step with a row for each draft token (`draft_rows.py`).
+`plan_eager` or `plan_captured` is called once per step. The walk is: does the step repeat the last
+one (`reuse.py`)? If not, what does it show (`view.py`), which paths have its requests
+(`reader.py`), and what is the plan (`microbatches.py`, `attention.py`)? What differs between decode
+steps and those of speculative decoding is a row of the table in `kinds.py`.
 """
 
 from __future__ import annotations
 
-import logging
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-from sglang_pat.sglang.draft_decoder import DraftDecoder
-from sglang_pat.sglang.draft_extend import DraftExtend
-from sglang_pat.sglang.draft_rows import Drafts
+from sglang_pat.attention import PackAttention
+from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import (
-    CHANNEL,
-    VERIFY_HOOKS,
-    StepRequests,
-    install_hooks,
-    step_of_extend,
-)
-from sglang_pat.sglang.microbatches import StepPlans
-from sglang_pat.sglang.options import drafts_of
-from sglang_pat.sglang.planned_attention import PlannedAttention
-from sglang_pat.sglang.radix import Request
-from sglang_pat.sglang.reader import BatchReader, num_known
+from sglang_pat.sglang.hooks import VERIFY_HOOKS, StepRequests, install_hooks
+from sglang_pat.sglang.kinds import Decode, DraftExtend, Place, StepKind, Verify
+from sglang_pat.sglang.microbatches import Microbatch, Microbatches, StepPlans
+from sglang_pat.sglang.options import batch_invariant, drafts_of
+from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
-from sglang_pat.sglang.route_reports import report_routes
-from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.reuse import Reason, Reuse
+from sglang_pat.sglang.routes import Routes, Shape
 from sglang_pat.sglang.self_test import check_version
-from sglang_pat.sglang.verify_steps import VerifySteps
-from sglang_pat.stats import Counters, read_counters
+from sglang_pat.sglang.view import RowShape, host_lengths
+from sglang_pat.stats import Counters, PlanStats, read_counters
 
-logger = logging.getLogger(__name__)
-
-_VERIFY = ForwardMode.TARGET_VERIFY
-_DECODES = (ForwardMode.DECODE,)
-_VERIFIES = (ForwardMode.DECODE, _VERIFY)
+# Where a step is planned as if it followed the last one, though it may not be repeated.
+_WOULD_REPEAT = (Reason.CHECKED, Reason.DUE, Reason.EAGER)
 
 
-class PatDecoder(PlannedAttention):
-    """Plans a decode step, and computes the attention of its layers.
+class Decoder:
+    """Plans the steps of one model, each for all layers that pat decodes.
 
-    Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move. A
-    graph that is replayed for the requests of the last step is not planned at all.
+    Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move.
+
+    Attributes
+    ----------
+    routes
+        The layers. Plans are made for their shapes.
+    dtypes
+        Of queries and of the KV cache.
+    kinds
+        The kinds of steps whose graphs reserve buffers here.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        environment: Environment,
+        routes: Routes,
+        kinds: Sequence[StepKind],
+    ) -> None:
+        """
+        Parameters
+        ----------
+        model_runner
+            SGLang's, of this model.
+        environment
+            The variables.
+        routes
+            The model's.
+        kinds
+            See the attribute.
+        """
+        self.routes = routes
+        self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)
+        self.kinds = tuple(kinds)
+        self._req_to_token_pool = model_runner.req_to_token_pool
+        self._token_to_kv_pool = model_runner.token_to_kv_pool
+        self._layer_id = min(routes.shapes)
+        self._new_plans = partial(_new_plans, model_runner=model_runner, environment=environment)
+        self._microbatches = Microbatches(
+            _num_microbatches(model_runner.server_args),
+            partial(self._new_plans, {*routes.shapes.values()}),
+            strict=environment.debug,
+        )
+        self._checks = DebugChecks.of_sglang() if environment.debug else None
+        self._reuse = Reuse()
+        self._reasons: Counter[str] = Counter()  # why steps were planned
+        self._reports: StepReports | None = None
+        self._repeats = RepeatedSteps(lambda planning: None)
+
+    # --- once per step ---
+
+    def plan_eager(self, kind: StepKind, forward_batch: Any) -> StepPlans | None:
+        """Plan a step that runs without a graph. None: it has no rows (an idle rank)."""
+        if forward_batch.batch_size == 0:
+            return None
+        requests = kind.requests(forward_batch)
+        microbatch = self._microbatches.of(requests)
+        plans = self._followed(kind, microbatch, requests, forward_batch, Place.EAGER)
+        if plans is not None:
+            return plans
+        return self._plan(kind, microbatch, requests, forward_batch, Place.EAGER, Reason.EAGER)
+
+    def plan_captured(
+        self, kind: StepKind, forward_batch: Any, in_capture: bool = False
+    ) -> StepPlans | None:
+        """Write the plan that a CUDA graph reads, before the graph is captured or replayed.
+
+        If the step repeats the last one, what the graph reads is in place. None: as `plan_eager`.
+        """
+        begun_ns = time.perf_counter_ns()
+        requests = kind.requests(forward_batch)
+        microbatch = self._microbatches.of(requests)
+        plans = microbatch.captured
+        why: Reason | None = Reason.FIRST
+        if requests is not None and not in_capture:
+            reuse, growth = self._reuse, None  # None: each request has one token more
+            why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
+            if why is None and kind.shape.speculates:
+                growth = reuse.grown(host_lengths(forward_batch, requests.reqs))
+                if growth is None:
+                    why = Reason.LENGTHS
+                else:
+                    growth = kind.repeat(forward_batch, requests, growth)
+            if why is None:
+                reuse.count()
+                self._repeats.add(begun_ns, growth)
+                return plans
+        if forward_batch.batch_size == 0:
+            return None
+        place = Place.CAPTURE if in_capture else Place.REPLAY
+        plans = self._followed(kind, microbatch, requests, forward_batch, place)
+        if plans is not None:
+            return plans
+        return self._plan(kind, microbatch, requests, forward_batch, place, why)
+
+    def _followed(
+        self,
+        kind: StepKind,
+        microbatch: Microbatch,
+        requests: StepRequests | None,
+        forward_batch: Any,
+        place: Place,
+    ) -> StepPlans | None:
+        """Return the plans of the step before, if they serve this one and lie where it reads."""
+        if kind.follows is None or requests is None:
+            return None
+        plans = self._reuse.in_place(kind.follows, requests.reqs)
+        if plans is None:
+            return None
+        if place is not Place.EAGER:
+            num_rows = forward_batch.batch_size * kind.shape.per_request
+            if plans is not microbatch.captured or plans.num_rows != num_rows:
+                return None
+        kind.count_followed(forward_batch)
+        return plans
+
+    def _plan(
+        self,
+        kind: StepKind,
+        microbatch: Microbatch,
+        requests: StepRequests | None,
+        forward_batch: Any,
+        place: Place,
+        why: Reason | None,
+    ) -> StepPlans:
+        """Read a step's paths, and plan it."""
+        plans = microbatch.eager if place is Place.EAGER else microbatch.captured
+        assert plans is not None
+        reader, num_repeated = microbatch.reader, self._repeats.end()
+        reqs = None if requests is None else requests.reqs
+        num_requests: int = forward_batch.batch_size
+        follows = False
+        if self._checks is not None and not kind.shape.speculates:
+            last = self._reuse.reason(kind, reqs, plans, num_requests)
+            follows = last in _WOULD_REPEAT
+        first = Reason.EAGER if place is Place.EAGER else Reason.PRIVATE
+        self._reuse.hold(kind, reqs, plans, num_requests, first)
+        view = kind.view(forward_batch, requests)
+        req_pool_indices, seq_lens = kind.rows(view, place)
+        plans.trees = kind.trees(forward_batch, view.num_known, place)
+        batch = reader.read(view)
+        table = self._req_to_token_pool.req_to_token
+        tensors = {
+            "req_to_token": table,
+            "req_pool_indices": req_pool_indices,
+            "seq_lens": seq_lens,
+        }
+        try:
+            made = plans.plan(batch, **tensors)
+        except PlanOverflowError:
+            made = plans.plan(reader.without_sharing(batch, OVERFLOW), **tensors)
+        if self._checks is not None:
+            for attention, plan in made:
+                self._checks.check(attention, plan, reader, table, req_pool_indices, follows)
+        if requests is not None:
+            kind.count_planned(forward_batch, batch, plans)
+            self._reasons[why or Reason.FIRST] += 1
+        if place is not Place.CAPTURE and self._reports is not None:
+            self._reports.add_step(plans.step_time, num_repeated)
+        if place is Place.REPLAY:
+            self._allow_repeats(kind, reader, plans)
+        return plans
+
+    def _allow_repeats(self, kind: StepKind, reader: BatchReader, plans: StepPlans) -> None:
+        """Let the next steps repeat this one, unless each is to be checked or counted."""
+        shared = reader.last_shared
+        if shared is None:
+            return
+        if self._checks is not None:
+            self._reuse.stop(Reason.CHECKED)
+        elif not kind.graphs_are_complete:
+            self._reuse.stop(Reason.GRAPH)
+        else:
+            steps = sys.maxsize if self._reports is None else self._reports.steps_left
+            left, tokens = plans.steps_left(), plans.step_tokens
+            if kind.shape.speculates:
+                self._reuse.allow(steps, reader.lens, reader.room(left))
+                self._repeats.begin(tokens, 0)
+            else:
+                self._reuse.allow(min(left, steps))
+                self._repeats.begin(tokens, len(shared.reqs))
+
+    # --- CUDA graphs ---
+
+    def reserve(self, max_requests: int) -> None:
+        """Allocate what graphs of up to so many requests capture.
+
+        Called before the first capture, and each time that all graphs are captured again (after an
+        update of the weights).
+        """
+        num_slots = len(self._token_to_kv_pool.get_key_buffer(self._layer_id))
+        self._microbatches.reserve(
+            max_requests=max(kind.reserve(max_requests) for kind in self.kinds),
+            # A slot may be in several shared ranges, where packs read their parents' ranges too.
+            max_shared_slots=2 * num_slots,
+            # No request is longer than the pool: a model's context may be.
+            max_seq_len=min(self._req_to_token_pool.req_to_token.shape[1], num_slots),
+        )
+
+    # --- statistics ---
+
+    def plan_counts(self) -> Counter[str]:
+        """Count the steps that were planned, and those in which the last plan was reused."""
+        stats = self._plan_stats()
+        return Counter(
+            plans_built=sum(each.plans_built for each in stats),
+            plans_reused=sum(each.plans_reused for each in stats),
+        )
+
+    def _plan_stats(self) -> list[PlanStats]:
+        stats = [plans.stats for each in self._microbatches for plans in each.plans()]
+        return [*stats, self._repeats.stats()]
+
+
+class ServedDecoder(Decoder):
+    """The decoder of the model that a server serves: it reports what is counted.
+
+    Attributes
+    ----------
+    decode, verify
+        Its kinds of steps. verify: None without speculative decoding.
     """
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
-        super().__init__(model_runner, environment, routes)
         install_hooks()
-        self._verify: VerifySteps | None = None
-        self._verified: list[Request] | None = None  # of the last step, if it was a verify step
-        self._drafting: DraftDecoder | None = None
-        self._extend: DraftExtend | None = None
+        self.decode = Decode()
+        self.verify: Verify | None = None
         drafts = drafts_of(model_runner.server_args)
         if drafts is not None:
             install_hooks(VERIFY_HOOKS)
-            device = self.req_to_token_pool.req_to_token.device
-            self._verify = VerifySteps(Drafts(*drafts), device)
+            count, are_chains = drafts
+            device = model_runner.req_to_token_pool.req_to_token.device
+            self.verify = Verify(RowShape.of_drafts(count, are_chains=are_chains), device)
+        kinds: list[StepKind] = [self.decode]
+        if self.verify is not None:
+            kinds.append(self.verify)
+        super().__init__(model_runner, environment, routes, kinds)
         check_version()
-        self._reports = StepReports(environment, model_runner, self._counters)
+        self._reported = list(kinds)
+        self._drafting: Decoder | None = None
+        self._reports = StepReports(environment, model_runner, self.counters)
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
 
     @property
-    def verifies(self) -> bool:
-        """Whether there are steps that verify drafts."""
-        return self._verify is not None
-
-    @property
     def verifies_trees(self) -> bool:
-        """Whether those drafts may branch."""
-        return self._verify is not None and not self._verify.drafts.are_chains
+        """Whether steps verify drafts that may branch."""
+        return self.verify is not None and self.verify.shape.is_tree
 
     @property
     def needs_lengths(self) -> bool:
         """Whether plans are made from lengths that SGLang copies to the host in each step: a step
         then waits for the verify step before. Chains do with those that the host knows anyway."""
-        return self._verify is None or self.verifies_trees
+        return self.verify is None or self.verifies_trees
 
-    @property
-    def modes(self) -> tuple[ForwardMode, ...]:
-        """Of the steps that are planned here: those that decode, and those that verify drafts."""
-        return _DECODES if self._verify is None else _VERIFIES
-
-    @property
-    def default_has_tables(self) -> bool:
-        """Whether SGLang writes into the default backend's tables, whoever attends."""
-        return self.verifies
-
-    def report_routes(self) -> None:
-        """They have changed."""
-        report_routes(self.routes)
-
-    def report_drafting(self, drafting: DraftDecoder) -> None:
-        """Report what is counted by the decoder of the draft model, too."""
-        self._drafting = drafting
-
-    def report_extend(self, extend: DraftExtend) -> None:
-        """As report_drafting(), of its steps that read what was accepted. Plans are made for the
-        shapes of its layers, too."""
-        self._extend = extend
-        more = {*extend.routes.shapes.values()} - self._plans.of_shape.keys()
+    def new_extend(self, routes: Routes) -> DraftExtend:
+        """Return the kind of step in which a draft model with these layers reads drafts. Plans are
+        made for the shapes of its layers, too."""
+        assert self.verify is not None
+        more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
         if more:
             self._microbatches.add(partial(self._new_plans, more))
+        extend = DraftExtend(self.verify)
+        self._reported.append(extend)
+        return extend
 
-    # --- once per step ---
+    def report(self, drafting: Decoder) -> None:
+        """Report what is counted by the decoder of a draft model, too."""
+        self._drafting = drafting
+        self._reported += drafting.kinds
 
-    def plan_eager(self, forward_batch: Any) -> None:
-        """Plan an eager step. The requests are taken from the step that is being run."""
-        if forward_batch.batch_size == 0:  # an idle rank under data parallelism
-            return
-        num_repeated = self._repeats.end()
-        step = self._acknowledge(forward_batch)
-        microbatch = self._microbatches.of(step)
-        self._plan(microbatch.reader, microbatch.eager, step, forward_batch)
-        self._reports.add_step(microbatch.eager.step_time, num_repeated)
-
-    def plan_captured(self, forward_batch: Any, in_capture: bool) -> None:
-        """Before a CUDA graph is captured or replayed: write the plan that the graph reads."""
-        begun_ns = time.perf_counter_ns()
-        step = self._acknowledge(forward_batch)
-        microbatch = self._microbatches.of(step)
-        if not in_capture and self._repeats_last(microbatch.reader, step, forward_batch, begun_ns):
-            return  # what the graph reads is in place
-        if forward_batch.batch_size == 0:
-            return
-        num_repeated = self._repeats.end()
-        plans = microbatch.captured
-        assert plans is not None
-        verifies = self._plan(
-            microbatch.reader, plans, step, forward_batch, is_captured=True, in_capture=in_capture
-        )
-        if not in_capture:
-            self._reports.add_step(plans.step_time, num_repeated)
-            self._expect_repeats(microbatch.reader, plans, forward_batch, verifies=verifies)
-
-    def _acknowledge(self, forward_batch: Any) -> StepRequests | None:
-        step = CHANNEL.acknowledge()
-        is_verified = step is not None and forward_batch.forward_mode is _VERIFY
-        self._verified = step.reqs if step is not None and is_verified else None
-        return step
-
-    def plan_extend(
-        self, forward_batch: Any, *, is_captured: bool = False, in_capture: bool = False
-    ) -> StepPlans:
-        """The plans for a step with the rows of a verify step, as a draft model reads them.
-
-        Parameters
-        ----------
-        forward_batch
-            SGLang's, of that step.
-        is_captured
-            Whether a CUDA graph runs it.
-        in_capture
-            Whether that is being captured.
-
-        Returns
-        -------
-        StepPlans
-            Those of the verify step before, if they lie where the step reads them. Otherwise it is
-            planned.
-        """
-        verify = self._verify
-        assert verify is not None
-        step = step_of_extend(forward_batch)
-        microbatch = self._microbatches.of(step)
-        is_verified = step is not None and step.reqs is self._verified
-        num_rows = forward_batch.batch_size * verify.drafts.per_request
-        is_in_place = self._plans is microbatch.captured and self._plans.num_rows == num_rows
-        if is_verified and (is_in_place or not is_captured):
-            return self._plans
-        num_repeated = self._repeats.end()
-        plans = microbatch.captured if is_captured else microbatch.eager
-        assert plans is not None
-        self._plan(
-            microbatch.reader,
-            plans,
-            step,
-            verify.before_extend(forward_batch),
-            is_captured=is_captured,
-            in_capture=in_capture,
-            is_counted=False,
-        )
-        if not in_capture:
-            self._reports.add_step(plans.step_time, num_repeated)
-        return plans
-
-    def record_in_graph(self, forward_batch: Any) -> None:
-        """While a CUDA graph is captured: what it does by itself before its layers."""
-        if self._verify is not None:
-            self._verify.record_in_graph(forward_batch)
-
-    def _plan(
-        self,
-        reader: BatchReader,
-        plans: StepPlans,
-        step: StepRequests | None,
-        forward_batch: Any,
-        *,
-        is_captured: bool = False,
-        in_capture: bool = False,
-        is_counted: bool = True,
-    ) -> bool:
-        """Read the step's paths, and plan it. Returns whether it verifies drafts."""
-        req_pool_indices, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        drafts, verify = None, self._verify
-        if verify is not None and forward_batch.forward_mode.is_target_verify():
-            drafts = verify.drafts
-            known = num_known(step, forward_batch)
-            req_pool_indices, seq_lens = verify.take(
-                forward_batch, known, is_captured=is_captured, in_capture=in_capture
-            )
-        elif verify is not None:
-            verify.leave()
-        batch = reader.read(step, forward_batch, drafts)
-        if verify is not None and drafts is not None and step is not None and is_counted:
-            verify.count(int(np.count_nonzero(batch.seq_lens)))
-        self._plan_batch(reader, plans, batch, req_pool_indices, seq_lens)
-        return drafts is not None
-
-    def _expect_repeats(
-        self, reader: BatchReader, plans: StepPlans, forward_batch: Any, *, verifies: bool
-    ) -> None:
-        """Let the next steps do without a plan(), unless every step is to be checked or counted."""
-        shared = reader.last_shared
-        if self._checks is not None or shared is None:
-            return
-        num_growing, steps = len(shared.reqs), min(plans.steps_left(), self._reports.steps_left)
-        if verifies:  # requests grow by what is accepted
-            reader.expect_growth(plans.steps_left())
-            num_growing, steps = 0, self._reports.steps_left
-        self._repeats.begin(forward_batch.batch_size, steps, plans.step_tokens, num_growing)
-
-    def _repeats_last(
-        self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
-    ) -> bool:
-        """Return True if the last plan serves a step. It must be of the last step's kind."""
-        if forward_batch.forward_mode is _VERIFY:
-            return self._repeats_verify(reader, step, forward_batch, begun_ns)
-        return reader.is_unchanged(step) and self._repeats.add(forward_batch.batch_size, begun_ns)
-
-    def _repeats_verify(
-        self, reader: BatchReader, step: StepRequests | None, forward_batch: Any, begun_ns: int
-    ) -> bool:
-        """Whether a verify step needs no plan(): the last plan serves it, with what was accepted
-        since."""
-        verify = self._verify
-        if step is None or verify is None or not verify.rows_are_in_graphs:
-            return False
-        growth = reader.growth(step, forward_batch, verify.drafts)
-        if growth is None:
-            return False
-        count = verify.drafts.per_request
-        verify.repeat(forward_batch, len(step.reqs))
-        if not self._repeats.add(forward_batch.batch_size, begun_ns, count * growth):
-            return False
-        verify.count(len(step.reqs) * count)
-        return True
-
-    # --- CUDA graphs ---
-
-    def reserve(self, max_requests: int) -> None:
-        """Before the first capture, and each time that all graphs are captured anew (after an
-        update of the weights). max_requests: of the largest graph."""
-        if self._verify is not None:
-            self._verify.reserve(max_requests)
-            max_requests *= self._verify.drafts.per_request
-        self._reserve(max_requests)
-
-    # --- once per layer ---
-
-    def _run(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        layer: RadixAttention,
-        forward_batch: Any,
-    ) -> torch.Tensor:
-        trees = None if self._verify is None else self._verify.trees()
-        if trees is None:
-            return super()._run(run, q, caches, layer, forward_batch)
-        # Of the caches: what the pool has, which may be rounded to a smaller type.
-        before, scales = run(q, return_lse=True), self._scales(layer)
-        slots = forward_batch.out_cache_loc[: len(q)]
-        return trees.merge(q, caches, slots, layer, before, scales)
-
-    # --- statistics ---
-
-    def _counters(self) -> Counters:
+    def counters(self) -> Counters:
+        """Return the numbers of all steps so far. May be called by any thread."""
         microbatches = list(self._microbatches)
-        stats = [plans.stats for each in microbatches for plans in each.plans()]
-        stats.append(self._repeats.stats())
         readers = [each.reader for each in microbatches]
-        more: dict[str, list[Counter[str]]] = {}
+        more = {
+            name: [counts]
+            for kind in list(self._reported)
+            for name, counts in kind.counters().items()
+        }
+        if self._drafting is not None:
+            more["draft"].append(self._drafting.plan_counts())
         if self._checks is not None:
             more["ranks_alike"] = [self._checks.ranks_alike]
-        if self._verify is not None:
-            more["verify"] = [self._verify.counts]
-        if self._drafting is not None:
-            more["draft"] = [self._drafting.counts, self._drafting.plan_counts()]
-            more["draft_kv_tokens"] = [self._drafting.kv_tokens]
-        if self._extend is not None:
-            more["draft_extend"] = [self._extend.counts]
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
-            stats,
+            self._plan_stats(),
             private_steps=[each.private_steps for each in readers],
+            steps_planned=[self._reasons],
             tree_events=events,
             batch_changes=[each.changes for each in readers],
             **more,
         )
+
+
+def _new_plans(
+    shapes: Iterable[Shape], model_runner: Any, environment: Environment, **reservation: Any
+) -> StepPlans:
+    """Make a PackAttention for each shape of layers."""
+    attentions = {
+        shape: PackAttention(
+            shape.num_qo_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            dtype=model_runner.dtype,
+            kv_dtype=model_runner.kv_cache_dtype,
+            device=model_runner.req_to_token_pool.req_to_token.device,
+            policy=environment.policy,
+            growth_tokens=environment.growth_tokens,
+            batch_invariant=batch_invariant(model_runner.server_args, environment),
+            **reservation,
+        )
+        for shape in sorted(set(shapes))
+    }
+    return StepPlans(attentions)
+
+
+def _num_microbatches(server_args: Any) -> int:
+    """Count the batches that take turns: pipeline parallelism runs several at once."""
+    return int(server_args.pp_size) + int(server_args.pp_async_batch_depth)

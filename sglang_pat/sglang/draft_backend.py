@@ -2,8 +2,7 @@
 
 SGLang has an attention backend for each step of a round, and a container that prepares them all
 together. As in `backend.py`, each becomes an instance of a subclass of its own class. So does the
-backend with which a draft model reads what was accepted (`draft_extend.py`), and its prompts, which
-stay the default backend's.
+backend with which a draft model reads verified drafts, and its prompts: these fall back.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_pat.sglang.decoder import PatDecoder
-from sglang_pat.sglang.draft_decoder import DraftDecoder
-from sglang_pat.sglang.draft_extend import DraftExtend
+from sglang_pat.sglang.decoder import Decoder, ServedDecoder
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import Hook, install_hooks
+from sglang_pat.sglang.kinds import DraftRound
+from sglang_pat.sglang.layer_attention import LayerAttention
+from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.mixins import can_become, with_mixin
 from sglang_pat.sglang.options import Reason, attention_backends, resolved
 from sglang_pat.sglang.pat_mixin import PatMixin
@@ -35,10 +35,10 @@ _NAMED = "speculative_draft_attention_backend"
 class _Served:
     """The decoder of the model that this process serves, if pat verifies drafts of another one."""
 
-    decoder: PatDecoder | None = None
+    decoder: ServedDecoder | None = None
 
 
-def await_draft_model(decoder: PatDecoder | None) -> None:
+def await_draft_model(decoder: ServedDecoder | None) -> None:
     """Let the draft model that SGLang builds next decode by pat where it can.
 
     decoder: of the model that is served. None: pat does not decode it, and no draft model either.
@@ -127,7 +127,7 @@ _HOOKS = (
 )
 
 
-def with_pat_drafts(steps: Any, model_runner: Any, decoder: PatDecoder) -> None:
+def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> None:
     """Let the steps of a draft model attend by pat where it can.
 
     Parameters
@@ -148,17 +148,20 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: PatDecoder) -> None:
         name = closed[0] if closed else type(steps).__name__
         routes.delegate_all(Reason("default backend", f"{name}, which is closed"))
     if routes.shapes:
-        drafting = DraftDecoder(model_runner, Environment.read(), routes, len(backends))
+        device = model_runner.req_to_token_pool.req_to_token.device
+        drafting = DraftRound(len(backends), device)
+        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
+        layers = LayerAttention(model_runner, routes)
         for step, (backend, kind) in enumerate(kinds[:-1]):
             backend.__class__ = kind
-            backend.take(drafting, step)
+            backend.take(steps, step)
         steps.__class__ = kinds[-1][1]
-        steps.take(drafting)
-        decoder.report_drafting(drafting)
+        steps.take(planner, drafting, layers)
+        decoder.report(planner)
     report_draft_routes(routes)
 
 
-def with_pat_extend(backend: Any, model_runner: Any, decoder: PatDecoder) -> None:
+def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> None:
     """Let a draft model attend by pat where it can, when it reads what was accepted.
 
     Parameters
@@ -178,14 +181,18 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: PatDecoder) -> Non
     if routes.shapes and reason is not None:
         routes.delegate_all(reason)
     if routes.shapes:
-        extend = DraftExtend(model_runner, routes, decoder)
         backend.__class__ = kind
-        backend.take(extend, strict=False)
-        decoder.report_extend(extend)
+        backend.take(
+            decoder,
+            LayerAttention(model_runner, routes),
+            [decoder.new_extend(routes)],
+            report=report_extend_routes,
+            strict=False,
+        )
     report_extend_routes(routes)
 
 
-def _extend_reason(model_runner: Any, decoder: PatDecoder) -> Reason | None:
+def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
     """Why the plans of the model that is served do not serve a draft model."""
     if decoder.verifies_trees:
         return Reason("speculative decoding", "drafts that branch")
@@ -214,57 +221,110 @@ class PatDraftSteps:
     Where pat attends in all layers, the default backend is not prepared for the steps.
     """
 
-    _drafting: DraftDecoder
+    _pat: Decoder
+    _pat_round: DraftRound
+    _pat_layers: LayerAttention
+    _pat_plans: StepPlans | None  # of the last round
+    _pat_seen: set[int]  # layers that have run
+    _pat_has_default: bool  # whether the default backend has been prepared for this round
 
-    def take(self, drafting: DraftDecoder) -> None:
-        """Decode with it from now on."""
-        self._drafting = drafting
+    def take(self, decoder: Decoder, kind: DraftRound, layers: LayerAttention) -> None:
+        """Decode by pat from now on.
+
+        Parameters
+        ----------
+        decoder
+            Plans the rounds.
+        kind
+            The rounds.
+        layers
+            The draft model's.
+        """
+        self._pat = decoder
+        self._pat_round = kind
+        self._pat_layers = layers
+        self._pat_plans = None
+        self._pat_seen = set()
+        self._pat_has_default = False
 
     def _takes_default(self) -> bool:
-        """Whether the default backend is prepared for the next round too."""
-        self._drafting.has_default = self._drafting.needs_default
-        return self._drafting.has_default
+        """Return True if the default backend is prepared for the next round too: for its layers,
+        and as long as a layer may turn out to be one of them."""
+        routes = self._pat_layers.routes
+        self._pat_has_default = bool(routes.delegated) or not self._pat_seen >= routes.shapes.keys()
+        return self._pat_has_default
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Of a round without a graph."""
+        """Prepare a round without a graph."""
         if self._takes_default():
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        self._drafting.plan_eager(forward_batch)
+        if self._pat_layers.routes.shapes:
+            self._pat_plans = self._pat.plan_eager(self._pat_round, forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before the CUDA graph of a round is captured or replayed."""
+        """Prepare a round whose CUDA graph is captured or replayed next."""
         if self._takes_default():
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
-        self._drafting.plan_captured(forward_batch, in_capture)
+        if self._pat_layers.routes.shapes:
+            self._pat_plans = self._pat.plan_captured(self._pat_round, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """What the graph does before its layers."""
+        """Record what the graph does before its layers."""
         if self._takes_default():
             super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
-        self._drafting.record_in_graph(forward_batch)
+        self._pat_round.record_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before the first capture."""
+        """Allocate what graphs capture, before the first one."""
         super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
-        self._drafting.reserve(max_bs)
+        self._pat.reserve(max_bs)
+
+    def attends(self, layer_id: int, arguments: dict[str, Any]) -> bool:
+        """Return True if pat attends in a layer.
+
+        A layer that it cannot decode goes to the default backend, which is prepared for the round
+        in which each layer runs first.
+        """
+        routes = self._pat_layers.routes
+        reason = routes.reason_to_leave(layer_id, arguments)
+        if reason is not None:
+            if not self._pat_has_default:
+                raise RuntimeError(
+                    f"layer {layer_id} of the draft model came too late: {reason}; use "
+                    "--speculative-draft-attention-backend to leave the draft model to another "
+                    "backend"
+                )
+            routes.delegate(layer_id, reason)
+            report_draft_routes(routes)
+        return layer_id in routes.shapes
+
+    def attend(
+        self, step: int, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any
+    ) -> torch.Tensor:
+        """Attend in a step of the round. See `LayerAttention.attend`."""
+        self._pat_seen.add(layer.layer_id)
+        if self._pat_plans is not None:
+            self._pat_round.go_to(step, self._pat_plans)
+        return self._pat_layers.attend(self._pat_plans, q, k, v, layer, *rest)
 
 
 class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     """What the backend of one step does otherwise with pat."""
 
-    _drafting: DraftDecoder
-    _step: int
+    _pat_steps: PatDraftSteps
+    _pat_step: int
 
-    def take(self, drafting: DraftDecoder, step: int) -> None:
-        """Decode with it from now on. step: counted from 0."""
-        self._drafting = drafting
-        self._step = step
+    def take(self, steps: PatDraftSteps, step: int) -> None:
+        """Decode by pat from now on. step: counted from 0."""
+        self._pat_steps = steps
+        self._pat_step = step
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Where a model may store a layer's KV itself; None: nowhere. Not asked for in 0.5.17."""
-        if layer.layer_id in self._drafting.routes.shapes:
+        """Return where a model may store a layer's KV itself; None: nowhere. Not asked for in
+        0.5.17."""
+        if layer.layer_id in self._pat_steps._pat_layers.routes.shapes:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -278,24 +338,10 @@ class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no typ
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """By pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`."""
-        drafting, layer_id = self._drafting, layer.layer_id
-        reason = drafting.routes.reason_to_leave(layer_id, kwargs)
-        if reason is not None:
-            self._leave(layer_id, reason)
-        if layer_id not in drafting.routes.shapes:
+        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
+        `sinks`."""
+        steps = self._pat_steps
+        if not steps.attends(layer.layer_id, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        drafting.go_to(self._step, layer)
         sinks = kwargs.get("sinks")
-        return drafting.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
-    def _leave(self, layer_id: int, reason: Reason) -> None:
-        """Leave a layer to the default backend, which is prepared for the round in which each layer
-        runs first."""
-        if not self._drafting.has_default:
-            raise RuntimeError(
-                f"layer {layer_id} of the draft model came too late: {reason}; use "
-                "--speculative-draft-attention-backend to leave the draft model to another backend"
-            )
-        self._drafting.routes.delegate(layer_id, reason)
-        report_draft_routes(self._drafting.routes)
+        return steps.attend(self._pat_step, q, k, v, layer, forward_batch, save_kv_cache, sinks)

@@ -10,7 +10,7 @@ is always a token that it reads live, so that a plan serves requests that grow.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from sglang_pat.sglang.radix import (
     new_node_id,
     prefix_paths,
 )
+from sglang_pat.sglang.view import RowShape
 
 _ROWS = "_sglang_pat_draft_rows"  # attribute of a Req
 
@@ -170,26 +171,6 @@ class DraftSource:
         return torch.cat([in_tree, rest.to(in_tree)])
 
 
-class Drafts(NamedTuple):
-    """The draft tokens that a verify step has of each request.
-
-    per_request: how many. are_chains: whether each reads all before it. Rows of chains read them;
-    rows of trees end before them (`draft_trees.py`).
-    """
-
-    per_request: int
-    are_chains: bool
-
-    def lengths(self, lengths: IntArray) -> IntArray:
-        """The length of each row of requests of these lengths without draft tokens. Requests of
-        length 0 are padding."""
-        rows = np.repeat(lengths, self.per_request)
-        if self.are_chains:
-            rows += np.tile(np.arange(1, self.per_request + 1, dtype=np.int32), len(lengths))
-            rows[np.repeat(lengths == 0, self.per_request)] = 0
-        return rows
-
-
 class RowTensors:
     """`req_pool_indices` and `seq_lens` of rows on the device: written in each step, as SGLang has
     them of requests.
@@ -198,11 +179,9 @@ class RowTensors:
     own.
     """
 
-    def __init__(self, drafts: Drafts, device: torch.device, reserved: int | None = None) -> None:
-        self._count = drafts.per_request
-        self._offsets = torch.arange(1, drafts.per_request + 1, dtype=torch.int64, device=device)
-        if not drafts.are_chains:
-            self._offsets.zero_()
+    def __init__(self, shape: RowShape, device: torch.device, reserved: int | None = None) -> None:
+        self._count = shape.per_request
+        self._offsets = shape.offsets(device)
         self._reserved = None
         if reserved is not None:
             self._reserved = torch.zeros((2, reserved), dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -46,7 +46,7 @@ class Hook(NamedTuple):
 class PathKeeper(Protocol):
     """Keeps the paths of requests, and is told when they may have changed."""
 
-    def note_moved(self, ids: Iterable[int]) -> None: ...
+    def note_moved(self, ids: Collection[int]) -> None: ...
 
     def forget(self) -> None: ...
 
@@ -126,8 +126,11 @@ class StepChannel:
         if not self._is_acknowledged:  # requests that decode may have grown all the same
             self._last_reqs = []
 
-    def acknowledge(self) -> StepRequests | None:
-        """The step that is being run, by the backend that decodes it."""
+    def acknowledge(self, forward_batch: Any = None) -> StepRequests | None:
+        """Return the step that is being run, to the backend that decodes it.
+
+        forward_batch: not looked at. It is there for callers who ask alike for other batches.
+        """
         self._is_acknowledged = True
         self._acknowledged = self._step
         return self._step

@@ -1,7 +1,4 @@
-"""LayerAttention: the attention of one layer, under the plans of a step.
-
-`PlannedAttention` makes such plans. `DraftExtend` attends under those of another one.
-"""
+"""LayerAttention: the attention of one layer, under the plans of a step (`decoder.py`)."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
+from sglang_pat.sglang.draft_trees import DraftTrees
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.kv_writes import KvWrites
 from sglang_pat.sglang.microbatches import StepPlans
@@ -20,18 +18,17 @@ from sglang_pat.sglang.routes import Routes
 
 
 class LayerAttention:
-    """Stores the KV of a layer's new tokens, and attends under the plans in use."""
-
-    _plans: StepPlans  # of this step
+    """Stores the KV of a layer's new tokens, and attends."""
 
     def __init__(self, model_runner: Any, routes: Routes) -> None:
         """model_runner: SGLang's, of the model whose layers these are."""
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._pool = model_runner.token_to_kv_pool
         self.routes = routes
         self._kv_writes = KvWrites(model_runner, routes)
 
     def attend(
         self,
+        plans: StepPlans | None,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
@@ -44,6 +41,8 @@ class LayerAttention:
 
         Parameters
         ----------
+        plans : StepPlans or None
+            The plans of the step. None: an idle rank's, which has no rows.
         q : torch.Tensor
             `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
         k, v : torch.Tensor or None
@@ -61,15 +60,17 @@ class LayerAttention:
         torch.Tensor
             `[rows, heads * v_head_dim]`.
         """
-        pool = self.token_to_kv_pool
+        pool = self._pool
         if save_kv_cache and k is not None and v is not None:
             self._kv_writes.store(layer, forward_batch, k, v)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scales = self._scales(layer)
+        if plans is None:
+            return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
+        scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
-            self._plans.of_shape[self.routes.shapes[layer.layer_id]].run,
+            plans.of_shape[self.routes.shapes[layer.layer_id]].run,
             k_cache=keys,
             v_cache=values,
             sm_scale=layer.scaling,
@@ -78,50 +79,44 @@ class LayerAttention:
             k_scale=scales[0],
             v_scale=scales[1],
         )
-        out = self._run_planned(run, q, (keys, values), layer, forward_batch)
-        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        if plans.trees is not None:
+            slots = forward_batch.out_cache_loc
+            run = partial(_run_trees, run, plans.trees, (keys, values), layer, slots, scales)
+        return _run_planned(run, q, plans, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _run(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        layer: RadixAttention,
-        forward_batch: Any,
-    ) -> torch.Tensor:
-        """Attention of the rows that are planned. run: `PackAttention.run`, of queries and of the
-        caches."""
-        out: torch.Tensor = run(q)
-        return out
 
-    def _run_planned(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        layer: RadixAttention,
-        forward_batch: Any,
-    ) -> torch.Tensor:
-        """Attend for the rows that SGLang has, which may be more or fewer than are planned.
+def _run_trees(
+    run: Callable[..., Any],
+    trees: DraftTrees,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    layer: RadixAttention,
+    slots: torch.Tensor,
+    scales: tuple[Scale, Scale],
+    q: torch.Tensor,
+) -> torch.Tensor:
+    """Attend to what the requests had before the step, and to the drafts that each row reads.
 
-        MLP synchronisation pads a step's tokens to a multiple of the ranks that share its
-        attention, or to the rank that has most. A verify step gets whole requests, which are
-        planned, and a rest that is not. A draft model's step is padded after it was planned. Added
-        rows read nothing.
-        """
-        plans, count = self._plans, len(q)
-        if count == plans.num_rows and forward_batch.batch_size:
-            return self._run(run, q, caches, layer, forward_batch)
-        out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
-        if not forward_batch.batch_size:  # of an idle rank: nothing is planned
-            return out
-        lacking = plans.num_rows - count
-        if lacking > 0 and not plans.seq_lens[count:].any():  # otherwise run() refuses
-            q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
-        planned = self._run(run, q[: plans.num_rows], caches, layer, forward_batch)
-        out[: len(planned)] = planned[:count]
-        return out
+    The drafts are read from the caches: the pool may have rounded them to a smaller type.
+    """
+    return trees.merge(q, caches, slots[: len(q)], layer, run(q, return_lse=True), scales)
 
-    def _scales(self, layer: RadixAttention) -> tuple[Scale, Scale]:
-        """What the numbers in the caches are multiplied with."""
-        return read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
+
+def _run_planned(
+    run: Callable[..., torch.Tensor], q: torch.Tensor, plans: StepPlans, layer: RadixAttention
+) -> torch.Tensor:
+    """Attend for the rows that SGLang has, which may be more or fewer than are planned.
+
+    MLP synchronisation pads a step's tokens to a multiple of the ranks that share its attention, or
+    to the rank that has most. A verify step gets whole requests, which are planned, and a rest that
+    is not. A draft model's step is padded after it was planned. Added rows read nothing.
+    """
+    count = len(q)
+    if count == plans.num_rows:
+        return run(q)
+    lacking = plans.num_rows - count
+    if lacking > 0 and not plans.seq_lens[count:].any():  # otherwise run() refuses
+        q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
+    out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
+    planned = run(q[: plans.num_rows])
+    out[: len(planned)] = planned[:count]
+    return out

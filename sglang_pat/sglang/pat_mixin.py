@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.sglang.decoder import PatDecoder
-from sglang_pat.sglang.draft_extend import DraftExtend
+from sglang_pat.sglang.decoder import ServedDecoder
 from sglang_pat.sglang.draft_trees import undo_square_masks
 from sglang_pat.sglang.hooks import CHANNEL
+from sglang_pat.sglang.kinds import StepKind
+from sglang_pat.sglang.layer_attention import LayerAttention
+from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.options import Reason
+from sglang_pat.sglang.routes import Routes
 
 _VERIFY = ForwardMode.TARGET_VERIFY
 
@@ -25,46 +29,77 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     metadata nor its tables for CUDA graphs are made.
     """
 
-    _pat: PatDecoder | DraftExtend
+    _pat: ServedDecoder  # plans
+    _pat_layers: LayerAttention  # attends
+    _pat_routes: Routes  # of these layers
+    _pat_kinds: dict[ForwardMode, StepKind]  # the steps that pat plans
+    _pat_plans: StepPlans | None  # of the last step
+    _pat_report: Callable[[Routes], None]
     _pat_is_strict: bool
+    # Whether steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
+    # if pat has all layers.
+    _pat_speculates: bool
     # Whether the default backend prepares an eager step, in which it may call the methods below.
     _pat_in_default: bool
     # Arguments of init_cuda_graph_state(), if the default backend has not been given them.
     _pat_graph_sizes: tuple[int, int] | None
     _pat_is_captured: bool  # whether the last step was prepared for a CUDA graph
 
-    def take(self, decoder: PatDecoder | DraftExtend, *, strict: bool) -> None:
-        """Decode with `decoder` from now on."""
+    def take(
+        self,
+        decoder: ServedDecoder,
+        layers: LayerAttention,
+        kinds: Sequence[StepKind],
+        *,
+        report: Callable[[Routes], None],
+        strict: bool,
+    ) -> None:
+        """Decode by pat from now on.
+
+        Parameters
+        ----------
+        decoder
+            Plans the steps.
+        layers
+            The layers that this backend attends in.
+        kinds
+            The steps of pat.
+        report
+            Called with the routes each time that a layer goes to the default backend.
+        strict
+            Whether that is an error instead.
+        """
         self._pat = decoder
+        self._pat_layers = layers
+        self._pat_routes = layers.routes
+        self._pat_kinds = {kind.mode: kind for kind in kinds}
+        self._pat_plans = None
+        self._pat_report = report
         self._pat_is_strict = strict
+        self._pat_speculates = any(kind.shape.speculates for kind in kinds)
         self._pat_in_default = False
         self._pat_graph_sizes = None
         self._pat_is_captured = False
-        if decoder.needs_lengths:  # of the object: some classes set it
-            self.needs_cpu_seq_lens = True
 
     @property
     def needs_default(self) -> bool:
-        """Whether the default backend has layers to do in steps that are pat's."""
-        return bool(self._pat.routes.delegated)
-
-    def _pat_does(self, mode: ForwardMode) -> bool:
-        """Whether steps are pat's."""
-        return mode in self._pat.modes
+        """Whether the default backend has layers to do in steps that pat plans."""
+        return bool(self._pat_routes.delegated)
 
     # --- once per step ---
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Eager steps."""
-        if not self._pat_does(forward_batch.forward_mode):
+        """Prepare an eager step."""
+        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        if kind is None:
             super().init_forward_metadata(forward_batch)
             return
         self._pat_is_captured = False
-        routes = self._pat.routes
+        routes = self._pat_routes
         if routes.delegated:
             self._prepare_default(forward_batch)
         if routes.shapes:
-            self._pat.plan_eager(forward_batch)
+            self._pat_plans = self._pat.plan_eager(kind, forward_batch)
 
     def _prepare_default(self, forward_batch: Any) -> None:
         self._pat_in_default = True
@@ -74,31 +109,33 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             self._pat_in_default = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a CUDA graph is captured or replayed."""
-        if not self._pat_does(forward_batch.forward_mode) or self._pat_in_default:
+        """Prepare a step whose CUDA graph is captured or replayed next."""
+        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        if kind is None or self._pat_in_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
         self._pat_is_captured = True
-        routes = self._pat.routes
+        routes = self._pat_routes
         if routes.delegated:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if routes.shapes:
-            self._pat.plan_captured(forward_batch, in_capture)
+            self._pat_plans = self._pat.plan_captured(kind, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """What a CUDA graph does before its layers. pat has planned all before its replay."""
-        is_pats = self._pat_does(forward_batch.forward_mode) and not self._pat_in_default
-        if not is_pats or self._pat.routes.delegated:
+        """Record what a CUDA graph does before its layers. pat has planned before its replay."""
+        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        is_pats = kind is not None and not self._pat_in_default
+        if not is_pats or self._pat_routes.delegated:
             super().init_forward_metadata_in_graph(forward_batch)
-        if is_pats and self._pat.routes.shapes:
-            self._pat.record_in_graph(forward_batch)
+        if kind is not None and is_pats and self._pat_routes.shapes:
+            kind.record_in_graph(forward_batch)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """When a step has read what the scheduler may write next. What pat reads later does not
-        matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which lets
-        it write after `init_forward_metadata_out_graph`."""
+        """Tell when a step has read what the scheduler may write next. What pat reads later does
+        not matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which
+        lets it write after `init_forward_metadata_out_graph`."""
         ends = super().shared_read_ends(mode)
-        if not self._pat_does(mode):
+        if mode not in self._pat_kinds:
             return ends
         if mode is ForwardMode.DRAFT_EXTEND_V2 and not self.needs_default:
             return type(ends).PRE_REPLAY
@@ -107,19 +144,21 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     # --- CUDA graphs ---
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before the first capture, and each time that all graphs are captured anew."""
-        if self._pat.routes.delegated or self._pat.default_has_tables:
+        """Allocate what graphs capture: before the first one, and each time that all are captured
+        again."""
+        if self._pat_routes.delegated or self._pat_speculates:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
             self._pat_graph_sizes = (max_bs, max_num_tokens)
-        self._pat.reserve(max_bs)
+        if all(kind.follows is None for kind in self._pat_kinds.values()):
+            self._pat.reserve(max_bs)  # otherwise graphs are as large as those that they follow
 
     # --- once per layer ---
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Where a model may store a layer's KV itself; None: nowhere. The default backend looks it
-        up in its metadata, which a step may do without. Not asked for in 0.5.17."""
-        if self._pat_does(forward_batch.forward_mode) and not self._pat.routes.delegated:
+        """Return where a model may store a layer's KV itself; None: nowhere. The default backend
+        looks it up in its metadata, which a step may do without. Not asked for in 0.5.17."""
+        if forward_batch.forward_mode in self._pat_kinds and not self._pat_routes.delegated:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -133,10 +172,12 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """By pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`."""
+        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
+        `sinks`."""
         if self._pat_attends(layer, forward_batch, kwargs):
-            sinks = kwargs.get("sinks")
-            return self._pat.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+            return self._pat_layers.attend(
+                self._pat_plans, q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+            )
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def forward_extend(
@@ -149,30 +190,31 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Prefill, by the default backend, or a verify step: as `forward_decode`."""
-        if self._pat_does(forward_batch.forward_mode) and self._pat_attends(
+        """Run a prefill by the default backend, or a verify step: as `forward_decode`."""
+        if forward_batch.forward_mode in self._pat_kinds and self._pat_attends(
             layer, forward_batch, kwargs
         ):
-            sinks = kwargs.get("sinks")
-            return self._pat.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+            return self._pat_layers.attend(
+                self._pat_plans, q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+            )
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _pat_attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
-        """Whether a layer is pat's in this step."""
-        routes, layer_id = self._pat.routes, layer.layer_id
+        """Return True if pat attends in a layer of this step."""
+        routes, layer_id = self._pat_routes, layer.layer_id
         reason = routes.reason_to_leave(layer_id, arguments)
         if reason is not None:
             self._leave(layer_id, reason, forward_batch)
         return layer_id in routes.shapes
 
     def _leave(self, layer_id: int, reason: Reason, forward_batch: Any) -> None:
-        """Leave to the default backend what only a step shows. The first step does, which is a
+        """Delegate a layer for a reason that only a step shows. The first step does, which is a
         warm-up."""
         if self._pat_is_strict:
             raise reason.refusal(f" (layer {layer_id})")
-        routes = self._pat.routes
+        routes = self._pat_routes
         if not routes.delegated:  # the default backend is not prepared for this step
             if self._pat.verifies_trees:
                 has_mask = forward_batch.forward_mode is _VERIFY and not self._pat_is_captured
@@ -181,7 +223,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
                 undo_square_masks(forward_batch if has_mask else None)
             self._catch_up(forward_batch)
         routes.delegate(layer_id, reason)
-        self._pat.report_routes()
+        self._pat_report(routes)
 
     def _catch_up(self, forward_batch: Any) -> None:
         """Prepare the default backend for a step that pat has been prepared for."""

@@ -9,27 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from sglang_pat._scheduler import PrefixForest, row_lengths
+from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang.beams import BeamSource
-from sglang_pat.sglang.draft_rows import DraftBatch, Drafts, DraftSource
+from sglang_pat.sglang.draft_rows import DraftBatch, DraftSource
 from sglang_pat.sglang.events import RadixEvents
-from sglang_pat.sglang.growth import Growth
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import (
     PathMismatchError,
     RadixSource,
     Request,
-    RequestFields,
     radix_source,
     unwrapped,
 )
+from sglang_pat.sglang.view import DECODE_ROWS, StepView
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +91,9 @@ class BatchReader:
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
         self._drafts: DraftBatch | None = None  # of the last step, if it was a verify step
-        self._lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, if they speculate
-        self._growth: Growth | None = None  # of these, if it is expected
+        self.lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, as SGLang gives them
+        self._committed = self.lens  # how far a node below the tree's may reach
         self._shares = False
-        self.repeats_last = False  # whether the last step repeated the one before
         channel.subscribe(self)
 
     @property
@@ -111,70 +108,18 @@ class BatchReader:
         reqs = self._reqs if self._drafts is None else self._drafts.reqs
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
-    def is_unchanged(self, step: StepRequests | None) -> bool:
-        """Return True if a decode step repeats the last one, a token longer for each request.
-
-        The requests are the same, in the same places, and could share.
-
-        Nothing has run in between: not even a step in which these requests decoded elsewhere.
-        """
-        return step is not None and step.reqs is self._reqs and not self._moved and self._shares
-
-    def expect_growth(self, tokens: int) -> None:
-        """The plan of this step, of speculative decoding, serves requests that are so many tokens
-        longer."""
-        most = self._lens + np.int32(tokens)
+    def room(self, tokens: int) -> IntArray:
+        """Return by how many tokens each request of the last step may grow, where requests
+        speculate and the plan serves growth by so many tokens."""
+        room = np.full(len(self.lens), tokens, dtype=np.int32)
         if self._drafts is not None:
-            most = np.minimum(most, self._drafts.longest)
-        self._growth = Growth(self._lens, most)
+            room = np.minimum(room, self._drafts.longest - self._committed)
+        return np.maximum(room, 0)
 
-    def growth(
-        self, step: StepRequests | None, forward_batch: Any, drafts: Drafts | None = None
-    ) -> int | None:
-        """Tokens that the requests of a step have committed since the last that was read.
-
-        None if the step must be read: other requests than in that one, or elsewhere, or one that
-        has outgrown what expect_growth() was told.
-
-        drafts: of a verify step. None: of steps that are told how many tokens they are `ahead`.
-        """
-        batch = self._drafts
-        if (
-            self._growth is None
-            or step is None
-            or self._moved
-            or (batch is None) != (drafts is None)
-        ):
-            return None
-        if not self._shares or step.reqs is not (self._reqs if batch is None else batch.reqs):
-            return None
-        lens = row_lengths(_given_lens(forward_batch, step.reqs), len(step.reqs), len(step.reqs))
-        if drafts is not None and not drafts.are_chains:
-            lens -= 1  # as rows go beyond
-        return self._growth.of(lens)
-
-    def read(
-        self,
-        step: StepRequests | None,
-        forward_batch: Any,
-        drafts: Drafts | None = None,
-        ahead: int = 0,
-    ) -> DecodeBatch:
+    def read(self, view: StepView) -> DecodeBatch:
         """Read a step as host data.
 
-        Parameters
-        ----------
-        step : StepRequests or None
-            The requests of the step. None: they are not known (warm-up, capture).
-        forward_batch : ForwardBatch
-            A decode batch in any of SGLang's shapes (see `hooks.py`). Rows behind the requests are
-            padding of a graph or of data parallelism: they get length 0.
-        drafts : Drafts or None
-            What the step verifies: then the DecodeBatch has a row for each draft token. None: a
-            decode step.
-        ahead : int
-            Tokens by which the rows of a decode step are longer than the batch says. Such steps
-            follow each other with any growth.
+        Rows behind the requests are padding: they get length 0.
 
         Returns
         -------
@@ -187,33 +132,26 @@ class BatchReader:
             In strict mode, if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
-        self._growth = None
-        self.repeats_last = drafts is None and ahead == 0 and self.is_unchanged(step)
-        known = num_known(step, forward_batch)
-        reason = self._private_reason(step, forward_batch.batch_size)
-        speculating = step.reqs if step is not None and (drafts is not None or ahead) else None
+        step, shape = view.requests, view.shape
+        reason = self._private_reason(step, view.size)
+        knows = step is not None and reason != CUT
+        given = view.lengths(step.reqs if step is not None and knows and shape.speculates else None)
+        lens = given if shape is DECODE_ROWS else shape.lengths(given)
         if reason is not None or step is None:
-            lens = _host_seq_lens(
-                forward_batch,
-                speculating if reason != CUT else None,
-                known,
-                drafts,
-                ahead,
-            )
             if step is not None:
                 self.forget()
-            elif _is_idle(forward_batch):
+            elif view.is_idle:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
-        lens = _host_seq_lens(forward_batch, speculating, known, drafts, ahead)
-        if drafts is not None:
-            self._update_rows(step.reqs, drafts.per_request, lens)
+        self.lens = given[: len(step.reqs)]
+        if shape.are_drafts:
+            # Each row has at least one token behind, which it reads live.
+            self._committed = self.lens + np.int32(shape.first - 1)
+            self._update_rows(step.reqs, shape.per_request)
         else:
             self._drafts = None
             self._update(step.reqs)
-            if ahead:
-                self._lens = lens[: len(step.reqs)] - np.int32(ahead)
         self._shares = True
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
@@ -269,12 +207,10 @@ class BatchReader:
             return self._source
         return DraftSource(self._source, unwrapped(self._tree).req_to_token_pool)
 
-    def _update_rows(self, reqs: list[Request], count: int, lens: IntArray) -> None:
-        """Bring the forest to the rows of a verify step, `count` of each request. lens: of the
-        rows."""
+    def _update_rows(self, reqs: list[Request], count: int) -> None:
+        """Bring the forest to the rows of draft tokens, `count` of each request."""
         batch = self._drafts or DraftBatch()
-        self._lens = committed = lens[: len(reqs) * count : count] - 1
-        self._moved = batch.take(reqs, count, committed, self._moved)
+        self._moved = batch.take(reqs, count, self._committed, self._moved)
         self._drafts = batch
         self._update(batch.rows)
 
@@ -304,60 +240,3 @@ class BatchReader:
         if reason not in self.private_steps and reason != NO_REQUESTS:
             logger.warning("pat decodes without sharing KV between requests: %s", reason)
         self.private_steps[reason] += 1
-
-
-def num_known(step: StepRequests | None, forward_batch: Any) -> int:
-    """Count the requests of a batch without padding.
-
-    SGLang announces the padding of a graph, and not that of MLP synchronisation. Where the requests
-    are not known, as in a capture, what is not announced counts as requests.
-    """
-    if _is_idle(forward_batch):
-        return 0
-    most: int = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
-    return most if step is None else min(len(step.reqs), most)
-
-
-def _is_idle(forward_batch: Any) -> bool:
-    """Whether a batch without requests keeps a rank of data parallelism in step with the others.
-
-    A graph that is replayed shows the mode of its capture, and the batch's own beside it. So does a
-    batch that SGLang has turned into a verify step, of padding alone, for a hybrid model.
-    """
-    kinds = ("", "actual_", "_original_")
-    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
-    return any(mode is not None and mode.is_idle() for mode in modes)
-
-
-def _given_lens(forward_batch: Any, reqs: Sequence[Request] | None) -> npt.NDArray[np.int64]:
-    """The lengths of requests on the host.
-
-    Where SGLang does not give them, they are those after the last results that it has processed: in
-    speculative decoding a request may be longer by what has been accepted since, never shorter.
-
-    reqs: None if they are not known, or do not speculate. Then this waits for the device.
-    """
-    on_host = forward_batch.seq_lens_cpu
-    if on_host is None and reqs is not None:
-        committed = map(RequestFields.of(reqs[0]).committed_len, reqs)
-        return np.fromiter(committed, dtype=np.int64, count=len(reqs))
-    if on_host is None:
-        on_host = forward_batch.seq_lens.cpu()
-    lens: npt.NDArray[np.int64] = on_host.numpy()
-    return lens
-
-
-def _host_seq_lens(
-    forward_batch: Any,
-    reqs: Sequence[Request] | None,
-    num_requests: int,
-    drafts: Drafts | None,
-    ahead: int,
-) -> IntArray:
-    """The lengths of the rows on the host, 0 behind the requests. A copy: SGLang may write to its
-    own. reqs: see `_given_lens`."""
-    given = _given_lens(forward_batch, reqs)
-    lens: IntArray = row_lengths(given, num_requests, forward_batch.batch_size)
-    if ahead:
-        lens[lens > 0] += ahead
-    return lens if drafts is None else drafts.lengths(lens)

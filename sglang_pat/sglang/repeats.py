@@ -1,10 +1,9 @@
-"""RepeatedSteps: steps that repeat the last one with its requests some tokens longer.
+"""RepeatedSteps: counts the steps that repeat the last one (`reuse.py`).
 
-Nearly all steps of a server with CUDA graphs are repeated. The graph reads lengths and slots from
-buffers that SGLang has filled, and the plan in force serves them. In a decode step each request is
-one token longer, and the host does not even read the lengths: a repeated step costs one comparison
-and one list entry. In a verify step of speculative decoding they are as much longer as was
-accepted. The statistics of repeated steps are computed when they are read.
+Nearly all steps of a server with CUDA graphs do. In a decode step each request is one token longer,
+and the host does not even read the lengths: a repeated step costs some comparisons and one list
+entry. In a verify step of speculative decoding requests are as much longer as was accepted. The
+statistics of repeated steps are computed when they are read.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ class RepeatedSteps:
         """
         self._on_count = on_count
         self._on_step = on_step
-        self._num_rows = 0
-        self._steps_left = 0
         # Appended to by add() alone; the rest is changed under the lock.
         self._growths: list[int] = []  # of verify steps
         self._times: list[int] = []
@@ -48,28 +45,22 @@ class RepeatedSteps:
         self._num_growing = 0
         self._stats = PlanStats()
 
-    def begin(self, num_rows: int, steps_left: int, tokens: KvTokens, num_growing: int) -> None:
-        """Allow repetitions of the step that has just been planned.
+    def begin(self, tokens: KvTokens, num_growing: int) -> None:
+        """Steps follow that repeat the one which has just been planned.
 
         Parameters
         ----------
-        num_rows : int
-            Rows of its graph.
-        steps_left : int
-            How many steps may repeat it.
         tokens : KvTokens
             KV tokens of this step.
         num_growing : int
-            Requests that get one token per step, where add() is not told the growth.
+            Requests that get one token per step, where add() is not given the growth.
         """
         self.end()
         with self._lock:
             self._tokens, self._num_growing = tokens, num_growing
-            self._num_rows, self._steps_left = num_rows, steps_left
 
     def end(self) -> int:
-        """Allow no more repetitions. Returns how many there were since begin()."""
-        self._steps_left = 0
+        """Count what is left to count. Returns how many steps there were since begin()."""
         num_repeated = len(self._times)
         if num_repeated:
             with self._lock:
@@ -77,33 +68,22 @@ class RepeatedSteps:
                 self._times, self._growths, self._num_counted = [], [], 0
         return num_repeated
 
-    def add(self, num_rows: int, begun_ns: int, growth: int | None = None) -> bool:
-        """Count a step with the requests of the last one, if it repeats it.
+    def add(self, begun_ns: int, growth: int | None = None) -> None:
+        """Count a step that repeats the last one.
 
         Parameters
         ----------
-        num_rows : int
-            Rows of the step's graph.
         begun_ns : int
             `time.perf_counter_ns()` when work on the step began.
         growth : int, optional
             KV tokens that it has more than the step given to begin(). Of all steps since begin(),
             or of none.
-
-        Returns
-        -------
-        bool
-            Whether the step is a repetition. If not, it must be planned.
         """
-        if self._steps_left <= 0 or num_rows != self._num_rows:
-            return False
-        self._steps_left -= 1
         if growth is not None:  # before the time, with which the step is there to be counted
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:
             self._on_step()
-        return True
 
     def stats(self) -> PlanStats:
         """The statistics of all repeated steps so far. A copy."""

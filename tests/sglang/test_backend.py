@@ -96,7 +96,7 @@ def test_layers_go_where_they_are_routed(mixed_runner: Any) -> None:
     assert backend.calls == ["out_graph", "in_graph"]
     assert forward(backend, mixed_runner, 1, batch, sinks=None).isinf().all()
     assert backend.calls[2:] == ["decode layer 1 sinks"]
-    assert backend._pat._counters()["plans_built"] == 1
+    assert backend._pat.counters()["plans_built"] == 1
 
 
 def test_a_default_backend_without_layers_is_not_prepared() -> None:
@@ -117,7 +117,7 @@ def test_other_modes_are_the_default_backends(mode: ForwardMode) -> None:
     assert backend.calls == ["out_graph", "in_graph"]
     forward(backend, model_runner, 0, batch)
     assert backend.calls[2:] == ([] if mode is ForwardMode.IDLE else ["extend"])
-    assert backend._pat._counters()["plans_built"] == 0
+    assert backend._pat.counters()["plans_built"] == 0
 
 
 @pytest.mark.parametrize("delegates", [False, True])
@@ -130,8 +130,8 @@ def test_a_graph_is_prepared_for_both(
     order = backend.calls
     plan = backend._pat.plan_captured
 
-    def planned(view: Any, in_capture: bool) -> None:
-        plan(view, in_capture)
+    def planned(kind: Any, view: Any, in_capture: bool) -> None:
+        plan(kind, view, in_capture)
         order.append("plan in capture" if in_capture else "plan")
 
     monkeypatch.setattr(backend._pat, "plan_captured", planned)
@@ -162,7 +162,7 @@ def test_layers_of_two_shapes_have_two_plans() -> None:
         pool = model_runner.token_to_kv_pool
         exact = dense(q[0], pool, layer_id, torch.tensor([3, 9]))
         torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=2e-6)
-    assert backend._pat._counters()["plans_built"] == 1  # steps that were planned
+    assert backend._pat.counters()["plans_built"] == 1  # steps that were planned
 
 
 def test_sinks_are_pats() -> None:
@@ -233,9 +233,9 @@ def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
         "decode layer 0 score_mod",
         "decode layer 1 score_mod",
     ]
-    planned = backend._pat._counters()["plans_built"]
+    planned = backend._pat.counters()["plans_built"]
     backend.init_forward_metadata_out_graph(view, in_capture=True)
-    assert backend._pat._counters()["plans_built"] == planned  # pat has no layer any more
+    assert backend._pat.counters()["plans_built"] == planned  # pat has no layer any more
 
 
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:

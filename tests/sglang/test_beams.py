@@ -14,6 +14,8 @@ from sglang_pat.sglang.debug import StepChecker
 from sglang_pat.sglang.hooks import StepChannel
 from sglang_pat.sglang.radix import radix_source
 from sglang_pat.sglang.reader import BatchReader
+from sglang_pat.sglang.reuse import Reason, Reuse
+from sglang_pat.sglang.view import StepView
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
 
@@ -38,6 +40,8 @@ class Batch:
         self.tree.cache.req_to_token_pool = SimpleNamespace(req_to_token=self.req_to_token)
         self.channel = StepChannel()
         self.reader = BatchReader(self.channel, strict=True)
+        self.reuse = Reuse(self.channel)
+        self.why: Reason | None = None  # the last step did not repeat the one before
         self.checker = StepChecker()
 
     def _request(self, rid: str, cached: list[int], row: int) -> Any:
@@ -58,7 +62,11 @@ class Batch:
         )
         seq_lens = torch.tensor(lens)
         forward = SimpleNamespace(
-            forward_mode=mode, batch_size=len(lens), seq_lens=seq_lens, seq_lens_cpu=seq_lens
+            forward_mode=mode,
+            batch_size=len(lens),
+            req_pool_indices=seq_lens,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens,
         )
         batch = SimpleNamespace(
             reqs=list(self.reqs),
@@ -67,7 +75,14 @@ class Batch:
         )
         self.channel.note(forward, batch)
         outer = self.channel.enter(forward)
-        self.batch = self.reader.read(self.channel.acknowledge(), forward)
+        view = StepView.of(forward, self.channel.acknowledge())
+        assert view.requests is not None
+        kind: Any = "decode"
+        plans: Any = "of the graphs"
+        self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
+        self.reuse.hold(kind, view.requests.reqs, plans, len(lens), Reason.PRIVATE)
+        self.batch = self.reader.read(view)
+        self.reuse.allow(100)
         self.channel.leave(outer)
         shared = self.reader.last_shared
         assert shared is not None
@@ -127,12 +142,12 @@ def test_steps_of_the_same_beams_are_the_same_step() -> None:
     batch = Batch()
     batch.step([13, 20, 13, 13])
     key = batch.batch.key
-    assert not batch.reader.repeats_last
+    assert batch.why is Reason.FIRST
     batch.req_to_token[5, 12] = 40
     batch.req_to_token[6, 12] = 41
     for step in (1, 2):
         batch.step([13 + step, 20 + step, 13 + step, 13 + step])
-        assert batch.reader.repeats_last
+        assert batch.why is None
         assert batch.batch.key == key
         batch.req_to_token[6, 12] = 40
 

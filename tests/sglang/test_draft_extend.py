@@ -186,7 +186,7 @@ def test_each_token_reads_those_before_it(verified_in: int, read_in: int) -> Non
         view = extending.view(lens, read_in)
         extending.prepare(view, read_in)
         if read_in:  # where the graph finds them
-            plans = extending.backend._pat._plans
+            plans = extending.backend._pat_plans
             assert plans is extending.served._pat._microbatches.current.captured
             assert plans.num_rows == read_in * DRAFTS
         # A graph has padding.
@@ -257,7 +257,7 @@ def test_a_request_that_stopped_takes_no_one_with_it(size: int) -> None:
     view = extending.view(lens, size)
     extending.prepare(view, size)
     before = extending.table.clone()
-    (plan,) = (each._plan for each in extending.served._pat._plans._attentions)
+    (plan,) = (each._plan for each in extending.served._pat_plans._attentions)
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
     extending.table[ROWS[stopped]] = SLOTS - 1  # its row is the next prompt's
     q, out = extending.attend(view)
@@ -366,7 +366,7 @@ def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
 def test_what_is_read_is_not_captured(
     worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routes, before = worker.extending.backend._pat.routes, None
+    routes, before = worker.extending.backend._pat_routes, None
     leave = lambda: routes.delegate(1, Reason("attention", "a test"))  # noqa: E731
     if why == "captured":
         before = worker.cuda_graph_runner_for_draft_extend = object()

@@ -84,7 +84,13 @@ class Drafting(DraftScene):
 
     @property
     def decoder(self) -> Any:
-        return self.steps._drafting
+        return self.steps._pat
+
+    @property
+    def num_repeated(self) -> int:
+        """Rounds without a plan()."""
+        repeated: int = self.decoder._repeats.stats().plans_reused
+        return repeated
 
     def view(self, lens: list[int], size: int = 0) -> Any:
         """What SGLang shows of a round: eager, or before it replays the graph of `size` rows."""
@@ -171,12 +177,12 @@ def test_a_graph_writes_the_lengths_of_all_steps() -> None:
     drafting = Drafting()
     drafting.steps.init_cuda_graph_state(4, 4)
     drafting.capture(4)
-    captured = drafting.decoder._reserved
+    captured = drafting.steps._pat_round._reserved
     view = drafting.view([25, 31], 4)
     drafting.steps.init_forward_metadata_out_graph(view)
     assert captured.tolist() == [[2] * 4, [3] * 4, [4] * 4]  # of the capture
     drafting.steps.init_forward_metadata_in_graph(view)
-    assert drafting.decoder._reserved is captured
+    assert drafting.steps._pat_round._reserved is captured
     # The plan leaves padding out.
     assert captured.tolist() == [[26, 32, 2, 2], [27, 33, 3, 3], [28, 34, 4, 4]]
 
@@ -188,7 +194,7 @@ def test_a_graph_that_does_not_is_told_the_lengths() -> None:
     for lens in ([25, 31], [26, 33]):
         view = drafting.view(lens, 2)
         drafting.steps.init_forward_metadata_out_graph(view)
-        assert drafting.decoder._reserved[2].tolist() == [n + 3 for n in lens]
+        assert drafting.steps._pat_round._reserved[2].tolist() == [n + 3 for n in lens]
         drafting.assert_round(view, lens)
 
 
@@ -233,7 +239,7 @@ def test_rounds_are_repeated_without_a_plan(kind: str) -> None:
             view = drafting.view(lens, 2)
             drafting.replay(view)
             drafting.assert_round(view, lens)
-        assert drafting.decoder._num_repeated == (0 if is_checked else 3)
+        assert drafting.num_repeated == (0 if is_checked else 3)
         counts.append({name: drafting.counters[name] for name in ("draft", "draft_kv_tokens")})
     assert counts[0] == counts[1]
     draft = counts[0]["draft"]
@@ -245,7 +251,7 @@ def test_rounds_that_are_no_repetition_are_planned(what: str) -> None:
     drafting, lens, size = repeating(), [25, 31], 2
     for _ in range(2):
         drafting.replay(drafting.view(lens, 2))
-    assert drafting.decoder._num_repeated == 1
+    assert drafting.num_repeated == 1
     if what == "moved":
         drafting.table[1, 20:60] = torch.arange(700, 740)
         CHANNEL.note_moved([drafting.reqs[0]])
@@ -261,7 +267,7 @@ def test_rounds_that_are_no_repetition_are_planned(what: str) -> None:
         drafting.scheduled.reqs = [*drafting.reqs[:1], copy.copy(drafting.reqs[1])]
     view = drafting.view(lens, size)
     drafting.replay(view)
-    assert drafting.decoder._num_repeated == 1
+    assert drafting.num_repeated == 1
     drafting.assert_round(view, lens)
 
 
@@ -271,7 +277,7 @@ def test_graphs_that_do_not_write_lengths_are_never_repeated() -> None:
         view = drafting.view(lens, 2)
         drafting.steps.init_forward_metadata_out_graph(view)
         drafting.assert_round(view, lens)
-    assert drafting.decoder._num_repeated == 0
+    assert drafting.num_repeated == 0
 
 
 def repeating(kind: str = TREE_KINDS[0], captured: tuple[int, ...] = (4, 2)) -> Drafting:
@@ -332,9 +338,9 @@ def test_a_request_that_stopped_takes_no_one_with_it(is_repeated: bool) -> None:
         lens = [28, 33]
         view = drafting.view(lens, 2)
         drafting.replay(view)
-        assert drafting.decoder._num_repeated == 1
+        assert drafting.num_repeated == 1
     before = drafting.table.clone()
-    (plan,) = (each._plan for each in drafting.decoder._plans._attentions)
+    (plan,) = (each._plan for each in drafting.steps._pat_plans._attentions)
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0)
     drafting.table[ROWS[stopped]] = SLOTS - 1
     for step in reversed(range(STEPS)):  # so that each one's rows are looked up
@@ -374,7 +380,7 @@ def test_rows_that_mlp_synchronisation_adds_are_nothing(size: int) -> None:
             drafting.steps.init_forward_metadata(view)
         num_tokens = view.batch_size + more_rows
         drafting.assert_round(mlp_padded(view, drafting.served, num_tokens), lens)
-    assert drafting.decoder._num_repeated == (6 if size else 0)
+    assert drafting.num_repeated == (6 if size else 0)
 
 
 def test_an_idle_rank_plans_nothing() -> None:
@@ -539,7 +545,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
     """In the round that shows it, which all others have run in, and in those that follow."""
     drafting = Drafting()
-    drafting.steps._drafting.routes.shapes.pop(1)
+    drafting.steps._pat_layers.routes.shapes.pop(1)
     view = drafting.view([25, 31])
     drafting.steps.init_forward_metadata(view)
     q, out = drafting.attend(view, 0, layer=0)

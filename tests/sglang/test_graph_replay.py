@@ -242,9 +242,9 @@ def repeating(
     read: list[Any] = []
     original = backend._pat._microbatches.current.reader.read
 
-    def reads(step: Any, view: Any, drafts: Any) -> Any:
+    def reads(view: Any) -> Any:
         read.append(view)
-        return original(step, view, drafts)
+        return original(view)
 
     monkeypatch.setattr(backend._pat._microbatches.current.reader, "read", reads)
 
@@ -268,7 +268,7 @@ def test_the_same_requests_are_planned_once(backend: Any, repeating: Callable[..
 def test_what_was_not_planned_is_counted(backend: Any, repeating: Callable[..., bool]) -> None:
     for length in (31, 32, 33):
         repeating(length)
-    counted = backend._pat._counters()
+    counted = backend._pat.counters()
     assert (counted["plans_built"], counted["plans_reused"]) == (1, 2)
     assert counted["kv_tokens_query_centric"] == 3 * (31 + 32 + 33)
     assert counted["kv_tokens_planned"] == 3 * 30 + 3 * (1 + 2 + 3)
@@ -283,10 +283,10 @@ def test_a_step_is_planned_if_anything_may_have_changed(
     assert step is not None
     assert repeating(32)
     assert not repeating(33)
-    backend._pat._microbatches.current.reader.note_moved([id(step.reqs[1])])
+    CHANNEL.note_moved([step.reqs[1]])
     assert repeating(34)
     assert not repeating(35)
-    backend._pat._microbatches.current.reader.forget()  # the tree was reset
+    CHANNEL.note_reset()  # the tree was reset
     assert repeating(36)
     assert repeating(37, size=3)  # another graph
     monkeypatch.setattr(CHANNEL, "_step", step._replace(reqs=list(step.reqs)))
@@ -310,14 +310,14 @@ def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
     # An update of the weights may ask for it, and pause requests that run.
     assert repeating(34)
     assert not repeating(35)
-    before = backend._pat._counters()
+    before = backend._pat.counters()
     with monkeypatch.context() as patch:
         patch.setattr(CHANNEL, "_step", None)
         backend.init_cuda_graph_state(max_bs=GRAPH_ROWS, max_num_tokens=GRAPH_ROWS)
         view = decode_batch([0] * GRAPH_ROWS, [1] * GRAPH_ROWS, [0] * GRAPH_ROWS)
         backend.init_forward_metadata_out_graph(view, in_capture=True)
     assert repeating(36)
-    now = backend._pat._counters()
+    now = backend._pat.counters()
     assert now["plans_built"] == before["plans_built"] + 2  # of the capture, and of this step
     assert now["plans_reused"] == before["plans_reused"]
 

@@ -12,6 +12,7 @@ from sglang_pat import PackAttention
 from sglang_pat.sglang.hooks import StepRequests
 from sglang_pat.sglang.microbatches import Microbatches, StepPlans
 from sglang_pat.sglang.routes import Shape
+from sglang_pat.sglang.view import StepView
 
 SHAPE = Shape(4, 2, 64, 64)
 
@@ -49,7 +50,7 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
     for reqs in (odd, even, odd, even, odd[1:], even[:1], odd[1:]):
         step = step_of(tree, [*reqs])
         microbatch = microbatches.of(step)
-        microbatch.reader.read(step, view_of(reqs))
+        microbatch.reader.read(StepView.of(view_of(reqs), step))
         used.append(microbatch)
     assert len(set(map(id, used))) == 2
     assert used[0] is used[2] is used[4] is used[6]
@@ -77,7 +78,7 @@ def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -
     for reqs in batches:
         step = step_of(tree, reqs)
         used.append(microbatches.of(step))
-        used[-1].reader.read(step, view_of(reqs))
+        used[-1].reader.read(StepView.of(view_of(reqs), step))
     assert used[2] is used[0]
     assert microbatches.of(step_of(tree, batches[1])) is used[1]
     assert microbatches.current is used[1]
@@ -89,7 +90,7 @@ def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
     before = list(microbatches)
     for name in "ab":
         step = step_of(tree, requests(tree, name))
-        microbatches.of(step).reader.read(step, view_of(step.reqs))
+        microbatches.of(step).reader.read(StepView.of(view_of(step.reqs), step))
     assert list(seen[0]) == seen[1] == before, "what another thread holds is never changed"
     assert {*microbatches} == {*before}
 

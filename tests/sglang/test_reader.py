@@ -15,9 +15,10 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang import hooks, reader
-from sglang_pat.sglang.draft_rows import Drafts
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
 from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
+from sglang_pat.sglang.reuse import Reason, Reuse
+from sglang_pat.sglang.view import RowShape, StepView
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -27,6 +28,7 @@ def batch_of(lens: list[int], **more: Any) -> Any:
     seq_lens = torch.tensor(lens, dtype=torch.int64)
     fields = {
         "batch_size": len(lens),
+        "req_pool_indices": torch.arange(1, len(lens) + 1),
         "seq_lens": seq_lens,
         "seq_lens_cpu": seq_lens,
         "forward_mode": ForwardMode.DECODE,
@@ -42,7 +44,9 @@ def read(
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     hooks._after_init_new(launched, object, scheduled, RUNNER)
     result: DecodeBatch = hooks._around_forward(
-        lambda runner, forward_batch: reader.read(CHANNEL.acknowledge(), view), RUNNER, launched
+        lambda runner, forward_batch: reader.read(StepView.of(view, CHANNEL.acknowledge())),
+        RUNNER,
+        launched,
     )
     return result
 
@@ -94,7 +98,7 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
 )
 def test_a_step_of_an_idle_rank_is_not_counted(view: Any) -> None:
     reader = BatchReader()
-    batch = reader.read(None, view)
+    batch = reader.read(StepView.of(view, None))
     assert batch.seq_lens.tolist() == [0, 0]
     assert not reader.private_steps
     assert reader.last_shared is None
@@ -236,11 +240,17 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
 ) -> None:
     a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
-    original, unchanged = reads.reader.read, []
+    original, reuse, reasons = reads.reader.read, Reuse(), []
+    kind: Any = "decode"
+    plans: Any = "of the graphs"
 
-    def note_and_read(step: Any, view: Any) -> Any:
-        unchanged.append(reads.reader.is_unchanged(step))
-        return original(step, view)
+    def note_and_read(view: StepView) -> Any:
+        assert view.requests is not None
+        reasons.append(reuse.reason(kind, view.requests.reqs, plans, 1))
+        reuse.hold(kind, view.requests.reqs, plans, 1, Reason.PRIVATE)
+        batch = original(view)
+        reuse.allow(100)
+        return batch
 
     monkeypatch.setattr(reads.reader, "read", note_and_read)
     for _ in range(2):
@@ -251,7 +261,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     hooks._after_init_new(launched, object, between, RUNNER)
     hooks._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
-    assert unchanged == [False, True, False, True]
+    assert reasons == [Reason.FIRST, None, Reason.REQUESTS, None]
 
 
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
@@ -300,14 +310,14 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
     """Its drafts hang below the node that was split, beside the rest of that node."""
-    tree, reader, chains = Tree(kind), BatchReader(), Drafts(per_request=2, are_chains=True)
+    tree, reader, chains = Tree(kind), BatchReader(), RowShape.of_drafts(2, are_chains=True)
     tree.cache.req_to_token_pool = None  # the slots are not read
     tree.insert([1, 2, 3, 4], range(4))
     a = tree.request("a", [1, 2, 3, 4], 4)
-    reader.read(StepRequests([a], tree.cache, has_beams=False), batch_of([6]), chains)
+    reader.read(StepView.of(batch_of([6]), StepRequests([a], tree.cache, has_beams=False), chains))
     b = tree.request("b", [1, 2], 2)
     step = StepRequests([a, b], tree.cache, has_beams=False)
-    paths = reader.read(step, batch_of([6, 5]), chains).read_paths()
+    paths = reader.read(StepView.of(batch_of([6, 5]), step, chains)).read_paths()
     assert paths.kv_end.tolist() == [2, 4, 6] * 2 + [2, 5] * 2
     assert len({paths.node_id[row] for row in paths.path_begin[:-1]}) == 1
 
@@ -365,8 +375,6 @@ def test_a_step_made_private_shares_nothing(tree: Tree, reqs: list[Any]) -> None
     private = reader.without_sharing(batch, OVERFLOW)
     assert private.read_paths().path_begin.tolist() == [0, 0, 0]
     assert reader.last_shared is None, "nothing is left to check or to repeat"
-    again = StepRequests(reader._reqs, tree.cache, has_beams=False)
-    assert not reader.is_unchanged(again)
     assert reader.private_steps == {OVERFLOW: 1}
 
 
@@ -380,7 +388,7 @@ def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
 
 def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
     reader = BatchReader()
-    batch = reader.read(None, batch_of([1, 1, 1]))
+    batch = reader.read(StepView.of(batch_of([1, 1, 1]), None))
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.key is None
     assert reader.private_steps == {NO_REQUESTS: 1}
@@ -414,12 +422,12 @@ def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed
     for req, length in zip(reqs, (6, 5), strict=False):
         place(req).kv_committed_len = length
     step = StepRequests(reqs[:2], tree.cache, has_beams=False)
-    chains = Drafts(per_request=2, are_chains=True)
-    assert BatchReader().read(step, view, chains).seq_lens.tolist() == [7, 8, 6, 7]
-    assert BatchReader().read(step, view, ahead=1).seq_lens.tolist() == [7, 6]
+    chains, ahead = RowShape.of_drafts(2, are_chains=True), RowShape(first=1)
+    assert BatchReader().read(StepView.of(view, step, chains)).seq_lens.tolist() == [7, 8, 6, 7]
+    assert BatchReader().read(StepView.of(view, step, ahead)).seq_lens.tolist() == [7, 6]
     # So where nothing can be shared.
     alone = step._replace(tree=SimpleNamespace())
-    assert BatchReader().read(alone, view, ahead=1).seq_lens.tolist() == [7, 6]
+    assert BatchReader().read(StepView.of(view, alone, ahead)).seq_lens.tolist() == [7, 6]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

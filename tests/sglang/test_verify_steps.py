@@ -33,9 +33,10 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import hooks, routes
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.draft_rows import MAX_READ_APART, Drafts
+from sglang_pat.sglang.draft_rows import MAX_READ_APART
 from sglang_pat.sglang.draft_trees import square_masks
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
+from sglang_pat.sglang.view import RowShape
 
 DRAFTS = 3
 WIDTH = 128
@@ -138,7 +139,7 @@ class Server:
 
     def counts(self) -> dict[str, int]:
         """Of all steps, however they were planned."""
-        counters = self.backend._pat._counters()
+        counters = self.backend._pat.counters()
         tokens = {name: number for name, number in counters.items() if "tokens" in name}
         return tokens | counters["verify"]
 
@@ -224,7 +225,7 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(server: Server
     # Once for all rows of all requests: the prefix, and what each request had of its own.
     planned, alone = server.plans.step_tokens.planned, server.plans.step_tokens.query_centric
     assert planned < 0.5 * alone
-    assert server.backend._pat._verify.counts == {"steps": 4, "rows": 4 * 2 * DRAFTS}
+    assert server.backend._pat.verify.counters()["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
 
 
 # Tokens of both requests that each step accepts. The sixth finds one outgrown.
@@ -324,7 +325,7 @@ def test_an_idle_rank_that_verifies_padding(
     """As SGLang turns idle ranks of hybrid models into, before and after steps with requests."""
     server, reads, mask = new_server(algorithm, monkeypatch)
     for lens in ([25, 31], [26, 33]):
-        before = server.counts(), dict(server.backend._pat._counters()["private_steps"])
+        before = server.counts(), dict(server.backend._pat.counters()["private_steps"])
         with monkeypatch.context() as patch:
             patch.setattr(CHANNEL, "_step", None)
             view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
@@ -337,7 +338,7 @@ def test_an_idle_rank_that_verifies_padding(
         assert len(out) == num_tokens
         assert out.isfinite().all()
         assert algorithm == "NGRAM" or not out.any()
-        assert (server.counts(), server.backend._pat._counters()["private_steps"]) == before
+        assert (server.counts(), server.backend._pat.counters()["private_steps"]) == before
         view = server.view(lens, 0, mask)
         server.backend.init_forward_metadata(view)
         server.assert_exact(view, lens, reads)
@@ -430,7 +431,7 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
     if not is_checked:
         server.backend._pat._checks = None
     server.capture(2)
-    built = server.backend._pat._counters()["plans_built"]
+    built = server.backend._pat.counters()["plans_built"]
     for lens in late_lengths(server.reqs):
         view = server.view(lens, size)
         view.seq_lens_cpu = None
@@ -439,7 +440,7 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
         else:
             server.backend.init_forward_metadata(view)
         server.assert_exact(view, lens, CHAIN)
-    assert server.backend._pat._counters()["plans_built"] == built + 1
+    assert server.backend._pat.counters()["plans_built"] == built + 1
     assert server.num_repeated == (3 if size and not is_checked else 0)
 
 
@@ -556,7 +557,7 @@ def test_capture_verifies_requests_that_nobody_knows(
         each.backend.init_forward_metadata_out_graph(view, in_capture=True)
         _, out = each.attend(view)
         assert out.isfinite().all()
-        assert each.backend._pat._verify.counts["steps"] == 0
+        assert each.backend._pat.verify.counters()["verify"]["steps"] == 0
 
 
 def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:
@@ -668,8 +669,8 @@ def test_masks_over_all_that_a_request_has(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_lengths_of_rows() -> None:
     lens = np.array([5, 0, 7], dtype=np.int32)
-    assert Drafts(2, True).lengths(lens).tolist() == [6, 7, 0, 0, 8, 9]
-    assert Drafts(2, False).lengths(lens).tolist() == [5, 5, 0, 0, 7, 7]
+    assert RowShape.of_drafts(2, are_chains=True).lengths(lens).tolist() == [6, 7, 0, 0, 8, 9]
+    assert RowShape.of_drafts(2, are_chains=False).lengths(lens).tolist() == [5, 5, 0, 0, 7, 7]
 
 
 def test_a_batch_that_is_planned_before_its_forward_is_one_step(

@@ -282,19 +282,25 @@ def _record_calls() -> None:
     import sglang_speculation
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from sglang_pat.sglang.decoder import PatDecoder
     from sglang_pat.sglang.layer_attention import LayerAttention
 
-    attend, forward_decode = LayerAttention.attend, TorchNativeAttnBackend.forward_decode
+    init, attend = LayerAttention.__init__, LayerAttention.attend
+    forward_decode = TorchNativeAttnBackend.forward_decode
     forward_extend = TorchNativeAttnBackend.forward_extend
 
     def note(who: str, layer: Any, *, is_draft: bool = False) -> None:
         with Path(os.environ[_CALLS]).open("a") as file:
             file.write(f"{'draft' if is_draft else 'model'} {who} {layer.layer_id}\n")
 
-    def attend_and_note(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any) -> Any:
-        note("pat", layer, is_draft=not isinstance(self, PatDecoder))
-        return attend(self, q, k, v, layer, *rest)
+    def init_and_note(self: Any, model_runner: Any, routes: Any) -> None:
+        init(self, model_runner, routes)
+        self.is_draft = model_runner.is_draft_worker
+
+    def attend_and_note(
+        self: Any, plans: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any
+    ) -> Any:
+        note("pat", layer, is_draft=self.is_draft)
+        return attend(self, plans, q, k, v, layer, *rest)
 
     def decode_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
@@ -310,6 +316,7 @@ def _record_calls() -> None:
             note("default", layer, is_draft=mode.is_draft_extend_v2())
         return forward_extend(self, q, k, v, layer, batch, *rest, **more)
 
+    LayerAttention.__init__ = init_and_note  # type: ignore[method-assign]
     LayerAttention.attend = attend_and_note  # type: ignore[assignment]
     TorchNativeAttnBackend.forward_decode = decode_and_note
     TorchNativeAttnBackend.forward_extend = extend_and_note

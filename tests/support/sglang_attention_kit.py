@@ -26,7 +26,7 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 from sglang_pat import PackAttention
 from sglang_pat.sglang import decoder
 from sglang_pat.sglang.backend import with_pat
-from sglang_pat.sglang.decoder import PatDecoder
+from sglang_pat.sglang.decoder import ServedDecoder
 from sglang_pat.sglang.draft_backend import with_pat_drafts, with_pat_extend
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.routes import Routes
@@ -97,7 +97,7 @@ def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
             runner = factory.draft_model_runner
             runner.model_config.is_local_attention_model = False
             model, runner.model = runner.model, torch.nn.ModuleList([_layer_of(runner, head_dim)])
-            with_pat_drafts(steps, runner, SimpleNamespace(report_drafting=lambda drafting: None))
+            with_pat_drafts(steps, runner, SimpleNamespace(report=lambda drafting: None))
             runner.model = model
         return steps
 
@@ -128,7 +128,7 @@ def extending_by_pat(
             model = getattr(runner, "model", None)
             runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
             routes = Routes.of_runner(runner, runner.server_args.attention_backend)
-            planner = PatDecoder(runner, Environment.read(), routes)
+            planner = ServedDecoder(runner, Environment.read(), routes)
             planner.reserve(requests)
             with_pat_extend(backend, runner, planner)
             runner.model = model

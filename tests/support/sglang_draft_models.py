@@ -72,7 +72,7 @@ class DraftScene:
 
     @property
     def counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = self.served._pat._counters()
+        counters: dict[str, Any] = self.served._pat.counters()
         return counters
 
     def assert_reads(

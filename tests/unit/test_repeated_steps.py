@@ -12,31 +12,25 @@ from sglang_pat.stats import PlanningTime
 TOKENS = KvTokens(100, 60, 50)
 
 
-def add(steps: RepeatedSteps, num_rows: int = 4) -> bool:
-    return steps.add(num_rows, time.perf_counter_ns())
+def add(steps: RepeatedSteps, count: int = 1) -> None:
+    for _ in range(count):
+        steps.add(time.perf_counter_ns())
 
 
-def test_as_many_steps_as_expected_with_as_many_rows() -> None:
+def test_steps_are_counted_until_the_end() -> None:
     steps = RepeatedSteps(lambda planning: None)
-    assert not add(steps)
-    steps.begin(4, 2, TOKENS, 3)
-    assert not add(steps, num_rows=8)
-    assert [add(steps) for _ in range(3)] == [True, True, False]
+    steps.begin(TOKENS, 3)
+    add(steps, 2)
     assert steps.end() == 2
     assert steps.end() == 0
-    steps.begin(4, 2, TOKENS, 3)
-    steps.end()
-    assert not add(steps)
-    steps.begin(4, -1, TOKENS, 3)
-    assert not add(steps)
 
 
 def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
     times: list[PlanningTime] = []
     steps = RepeatedSteps(times.append)
-    steps.begin(4, 10, TOKENS, 3)
+    steps.begin(TOKENS, 3)
     for _ in range(2):
-        assert add(steps)
+        add(steps)
     for _ in range(2):  # asking twice changes nothing
         stats = steps.stats()
         assert (stats.plans_built, stats.plans_reused) == (0, 2)
@@ -44,10 +38,10 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
         assert stats.kv_tokens_planned == 63 + 66
         assert stats.kv_tokens_lower_bound == 53 + 56
         assert stats.planning_ns["unchanged"].total() == len(times) == 2
-    assert add(steps)
+    add(steps)
     assert steps.end() == 3
-    steps.begin(4, 1, KvTokens(10, 10, 10), 1)
-    assert add(steps)
+    steps.begin(KvTokens(10, 10, 10), 1)
+    add(steps)
     after = steps.stats()
     assert after.plans_reused == len(times) == 4
     assert after.kv_tokens_query_centric == 103 + 106 + 109 + 11
@@ -56,19 +50,19 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
 
 def test_steps_may_say_by_how_much_they_have_grown() -> None:
     steps = RepeatedSteps(lambda planning: None)
-    steps.begin(4, 10, TOKENS, 0)
+    steps.begin(TOKENS, 0)
     for growth in (7, 12):
-        assert steps.add(4, time.perf_counter_ns(), growth)
+        steps.add(time.perf_counter_ns(), growth)
     for _ in range(2):  # asking twice changes nothing
         assert steps.stats().kv_tokens_query_centric == 107 + 112
-    assert steps.add(4, time.perf_counter_ns(), 12)
+    steps.add(time.perf_counter_ns(), 12)
     stats = steps.stats()
     assert stats.kv_tokens_query_centric == 107 + 112 + 112
     assert stats.kv_tokens_planned == 67 + 72 + 72
     assert steps.end() == 3
     # Steps of another kind follow.
-    steps.begin(4, 1, KvTokens(10, 10, 10), 1)
-    assert add(steps)
+    steps.begin(KvTokens(10, 10, 10), 1)
+    add(steps)
     assert steps.stats().kv_tokens_query_centric == 107 + 112 + 112 + 11
 
 
@@ -86,9 +80,9 @@ def test_other_threads_may_ask_at_any_time() -> None:
         thread.start()
     tokens = 0
     for batch in range(200):
-        steps.begin(4, 5, KvTokens(batch, batch, batch), 1)
+        steps.begin(KvTokens(batch, batch, batch), 1)
         tokens += sum(batch + i + 1 for i in range(5))
-        assert [add(steps) for _ in range(5)] == [True] * 5
+        add(steps, 5)
     done.set()
     for thread in threads:
         thread.join()
@@ -107,8 +101,8 @@ def test_counting_is_never_interrupted_by_the_next_step() -> None:
         assert go_on.wait(10)
 
     steps = RepeatedSteps(count)
-    steps.begin(4, 3, TOKENS, 1)
-    assert [add(steps) for _ in range(3)] == [True] * 3
+    steps.begin(TOKENS, 1)
+    add(steps, 3)
     asking = threading.Thread(target=steps.stats)
     asking.start()
     assert entered.wait(10)
@@ -124,6 +118,6 @@ def test_counting_is_never_interrupted_by_the_next_step() -> None:
 def test_every_step_is_marked() -> None:
     marks: list[None] = []
     steps = RepeatedSteps(lambda planning: None, lambda: marks.append(None))
-    steps.begin(1, 2, TOKENS, 1)
-    assert [add(steps, 1) for _ in range(3)] == [True, True, False]
+    steps.begin(TOKENS, 1)
+    add(steps, 2)
     assert len(marks) == 2

@@ -1,0 +1,292 @@
+"""The kinds of steps that pat plans, as a table of classes.
+
+| kind | rows per request | each row reads | requests grow by | counted as |
+|---|---|---|---|---|
+| Decode | 1 | the KV with the new token | 1 | - |
+| Verify | draft tokens | and the drafts before it | what was accepted | verify |
+| DraftExtend | as Verify, in its plan | as Verify, of the draft model | - | draft_extend |
+| DraftRound | 1, in each of its steps | one token more in each | what was accepted | draft |
+
+`Decoder` plans them all alike. What differs is a class attribute or a method here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pat.batch import DecodeBatch
+from sglang_pat.plan import KvTokens
+from sglang_pat.sglang.draft_rows import RowTensors
+from sglang_pat.sglang.draft_trees import DraftTrees
+from sglang_pat.sglang.hooks import CHANNEL, StepRequests, requests_of, step_of_extend
+from sglang_pat.sglang.microbatches import StepPlans
+from sglang_pat.sglang.view import DECODE_ROWS, RowShape, StepView
+
+
+class Place(Enum):
+    """Where a step runs: without a graph, while one is captured, or in its replay."""
+
+    EAGER = "eager"
+    CAPTURE = "capture"
+    REPLAY = "replay"
+
+
+class StepKind:
+    """A kind of step: what it has beside other kinds. The methods' defaults are of decode steps.
+
+    Attributes
+    ----------
+    mode
+        SGLang's name of such steps.
+    shape
+        The rows of each request.
+    follows
+        The kind of step whose plan serves this one too, if that was the last step.
+    graphs_are_complete
+        Whether captured graphs write by themselves what their rows read. Otherwise no step repeats
+        another.
+    """
+
+    mode: ClassVar[ForwardMode]
+    shape: RowShape = DECODE_ROWS
+    follows: StepKind | None = None
+    graphs_are_complete = True
+
+    # --- what SGLang shows ---
+
+    # Returns the requests of a batch. None: they are not known (warm-up, capture).
+    requests: Callable[[Any], StepRequests | None] = CHANNEL.acknowledge
+
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
+        """Read a step."""
+        return StepView.of(forward_batch, requests, self.shape)
+
+    # --- what its rows read on the device ---
+
+    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `req_pool_indices` and `seq_lens` of the rows."""
+        return view.req_pool_indices, view.seq_lens
+
+    def trees(self, forward_batch: Any, num_known: int, place: Place) -> DraftTrees | None:
+        """Return what rows read beside their plan: drafts of their step that branch."""
+        return None
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        """While a graph is captured: let it write what its rows read, of the lengths that SGLang
+        puts in place before each replay."""
+
+    def reserve(self, max_requests: int) -> int:
+        """Allocate what graphs of up to so many requests capture. Returns their rows."""
+        return max_requests * self.shape.per_request
+
+    # --- statistics ---
+
+    def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
+        """Count a step that was planned, of known requests."""
+
+    def count_followed(self, forward_batch: Any) -> None:
+        """Count a step that the plan of the step before serves."""
+
+    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+        """Go to a step that repeats the last one, if requests speculate.
+
+        growth: tokens by which they have grown. Returns those by which the rows read more.
+        """
+        return growth
+
+    def counters(self) -> dict[str, Counter[str]]:
+        """Return the numbers for log, metrics and stats file, by name."""
+        return {}
+
+
+class Decode(StepKind):
+    """A decode step: SGLang has its rows and lengths on the device."""
+
+    mode = ForwardMode.DECODE
+
+
+class Verify(StepKind):
+    """A step of speculative decoding in which the served model verifies draft tokens."""
+
+    mode = ForwardMode.TARGET_VERIFY
+
+    def __init__(self, shape: RowShape, device: torch.device) -> None:
+        self.shape = shape
+        self._counts = Counter({"steps": 0, "rows": 0})
+        self._device = device
+        self._eager = self._new_place(None)
+        self._captured, self._reserved_for = self._eager, 0
+        self.graphs_are_complete = False  # until one has been captured
+
+    def _new_place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
+        count, device = self.shape.per_request, self._device
+        max_rows = None if max_requests is None else max_requests * count
+        return (
+            RowTensors(self.shape, device, max_rows),
+            DraftTrees(count, device, max_requests),
+        )
+
+    def reserve(self, max_requests: int) -> int:
+        if max_requests != self._reserved_for:  # what is reserved stays, as in `Microbatches`
+            self._captured = self._new_place(max_requests)
+            self._reserved_for = max_requests
+        self.graphs_are_complete = False
+        return super().reserve(max_requests)
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        self._captured[0].of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self.graphs_are_complete = True
+
+    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, _ = self._eager if place is Place.EAGER else self._captured
+        return rows.of(view.req_pool_indices, view.seq_lens)
+
+    def trees(self, forward_batch: Any, num_known: int, place: Place) -> DraftTrees | None:
+        if not self.shape.is_tree:
+            return None
+        _, trees = self._eager if place is Place.EAGER else self._captured
+        trees.take(forward_batch, num_known, in_capture=place is Place.CAPTURE)
+        return trees
+
+    def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
+        self._count(int(np.count_nonzero(batch.seq_lens)))
+
+    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+        num_requests, count = len(requests.reqs), self.shape.per_request
+        self.trees(forward_batch, num_requests, Place.REPLAY)
+        self._count(num_requests * count)
+        return growth * count
+
+    def _count(self, num_rows: int) -> None:
+        self._counts["steps"] += 1
+        self._counts["rows"] += num_rows
+
+    def counters(self) -> dict[str, Counter[str]]:
+        return {"verify": self._counts}
+
+
+class DraftExtend(StepKind):
+    """A step in which a draft model reads the tokens of the last verify step, in the same rows.
+
+    Each row reads as much as in that step, of the draft model's KV, which lies in the same slots.
+    So the plan of the verify step serves it.
+    """
+
+    mode = ForwardMode.DRAFT_EXTEND_V2
+    graphs_are_complete = False
+    requests = staticmethod(step_of_extend)
+
+    def __init__(self, verify: Verify) -> None:
+        self.shape = verify.shape
+        self.follows = verify
+        self._verify = verify
+        self._counts = Counter({"steps": 0, "rows": 0})
+
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
+        """Read the step as the verify step before it: requests are longer by all draft tokens now,
+        accepted or not. SGLang may show buffers of the largest graph, and announces no padding."""
+        size, count = forward_batch.batch_size, self.shape.per_request
+        view = super().view(forward_batch, requests)
+        on_host = view.seq_lens_cpu
+        return view._replace(
+            num_known=size if requests is None else min(len(requests.reqs), size),
+            req_pool_indices=view.req_pool_indices[:size],
+            # Padding is shorter.
+            seq_lens=(view.seq_lens[:size] - count).clamp_(min=1),
+            seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
+        )
+
+    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._verify.rows(view, place)
+
+    def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
+        self.count_followed(forward_batch)
+
+    def count_followed(self, forward_batch: Any) -> None:
+        self._counts["steps"] += 1
+        self._counts["rows"] += len(forward_batch.input_ids)
+
+    def counters(self) -> dict[str, Counter[str]]:
+        return {"draft_extend": self._counts}
+
+
+class DraftRound(StepKind):
+    """The steps in which a draft model decodes, one token of each request after the other.
+
+    SGLang prepares all steps of a round at once, and captures them in one graph
+    (`--speculative-eagle-topk 1`). So one plan serves the round, that of its first step, and each
+    step has lengths of its own.
+    """
+
+    mode = ForwardMode.DECODE
+    shape = RowShape(first=1)
+    requests = staticmethod(requests_of)
+
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        """num_steps: decode steps per round."""
+        self._num_steps = num_steps
+        self._offsets = torch.arange(1, num_steps + 1, dtype=torch.int64, device=device)[:, None]
+        self._reserved = self._offsets[:, :0]  # lengths that captured graphs read: [steps, rows]
+        self._lens = self._reserved  # of the round
+        self._at = 0  # the step whose lengths the layers read
+        self._tokens = KvTokens(0, 0, 0)  # of the first step of the last round that was planned
+        self._num_rows = 0  # of its known requests
+        self._counts: Counter[str] = Counter({"steps": 0, "rows": 0})
+        self._kv_tokens = Counter(dict.fromkeys(KvTokens._fields, 0))
+        self.graphs_are_complete = False  # until one has been captured
+
+    def reserve(self, max_requests: int) -> int:
+        self._reserved = self._offsets.expand(-1, max_requests).clone()
+        self.graphs_are_complete = False
+        return super().reserve(max_requests)
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        self._write_lengths(forward_batch)
+        self.graphs_are_complete = True
+
+    def _write_lengths(self, batch: Any) -> torch.Tensor:
+        lens = self._reserved[:, : len(batch.seq_lens)]
+        return torch.add(batch.seq_lens, self._offsets, out=lens)
+
+    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        if place is Place.EAGER:
+            self._lens = view.seq_lens + self._offsets
+        elif place is Place.CAPTURE or not self.graphs_are_complete:
+            self._lens = self._write_lengths(view)
+        else:
+            self._lens = self._reserved[:, : view.size]
+        self._at = 0
+        return view.req_pool_indices, self._lens[0]
+
+    def go_to(self, step: int, plans: StepPlans) -> None:
+        """Let the plans serve a step of the round, counted from 0, whose layers come next."""
+        if step != self._at:
+            plans.advance(self._lens[step], step)
+            self._at = step
+
+    def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
+        self._num_rows, self._tokens = int(np.count_nonzero(batch.seq_lens)), plans.step_tokens
+        self._count(0)
+
+    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+        self._count(growth)
+        return growth
+
+    def _count(self, growth: int) -> None:
+        """Count a round, with so many KV tokens more than the last one that was planned."""
+        steps, num_rows = self._num_steps, self._num_rows
+        self._counts["steps"] += steps
+        self._counts["rows"] += steps * num_rows
+        more = steps * growth + num_rows * steps * (steps - 1) // 2
+        for name, tokens in self._tokens._asdict().items():
+            self._kv_tokens[name] += steps * tokens + more
+
+    def counters(self) -> dict[str, Counter[str]]:
+        return {"draft": self._counts, "draft_kv_tokens": self._kv_tokens}

@@ -1,0 +1,177 @@
+"""Reuse: decides whether a captured step repeats the last one.
+
+A CUDA graph reads its plan from buffers that stay in place. Where the next step has the same
+requests and replays the same graph, the plan in the buffers serves it, and the host does nothing
+else. `Reuse.reason` is the one place that decides this. The reasons are asked in the order of
+`Reason`; counters, log and tests use the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+from typing import Any
+
+from sglang_pat._scheduler import growth_of
+from sglang_pat.batch import IntArray
+from sglang_pat.sglang.hooks import CHANNEL, StepChannel
+from sglang_pat.sglang.microbatches import StepPlans
+from sglang_pat.sglang.radix import Request
+
+
+class Reason(StrEnum):
+    """Why a step is planned, in the order in which it is asked."""
+
+    FIRST = "first"  # no step has been planned, or none of known requests
+    REQUESTS = "requests"  # others, or one has run elsewhere in between
+    KIND = "kind"  # a decode step after a verify step, or the reverse
+    PLACE = "place"  # the last plan lies in other buffers: of eager steps, of another microbatch
+    ROWS = "rows"  # another graph, whose padding differs
+    # These are set with the last step, or since:
+    MOVED = "moved"  # a prompt, a checkpoint or a retraction: paths and rows may have changed
+    EAGER = "eager"  # the last step ran without a graph
+    PRIVATE = "private"  # the last step could not share
+    CHECKED = "checked"  # debug mode checks every step
+    GRAPH = "graph"  # the graph does not write its rows
+    DUE = "due"  # the log wants a line, or the plan is outgrown
+    # This is asked last, where requests speculate:
+    LENGTHS = "lengths"  # a request has grown by more than the plan serves
+
+
+class Held:
+    """The last step that was planned: who it was, and what may repeat it."""
+
+    __slots__ = ("kind", "least", "num_rows", "plans", "reqs", "room", "steps_left", "why")
+
+    def __init__(self, kind: Any, reqs: list[Request], plans: StepPlans, num_rows: int) -> None:
+        self.kind = kind
+        self.reqs = reqs
+        self.plans = plans
+        self.num_rows = num_rows
+        self.steps_left = 0
+        self.why = Reason.PRIVATE  # the reason once no steps are left
+        # Requests that speculate: their lengths, and how much they may have grown since.
+        self.least: IntArray
+        self.room: IntArray
+
+
+class Reuse:
+    """Answers whether a captured step repeats the last one, and if not, why.
+
+    The steps of one set of captured buffers: a served model has one, a draft model another one.
+    """
+
+    def __init__(self, channel: StepChannel = CHANNEL) -> None:
+        """channel: tells which requests have moved."""
+        self._held: Held | None = None
+        channel.subscribe(self)
+
+    def reason(
+        self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
+    ) -> Reason | None:
+        """Return why a step must be planned.
+
+        Parameters
+        ----------
+        kind : StepKind
+            Kind of the step, by identity.
+        reqs : list of Req or None
+            Requests of the step, by identity of the list (`StepRequests`). None: a warm-up.
+        plans : StepPlans or None
+            Plans that the step reads, by identity.
+        num_rows : int
+            Size of the graph.
+
+        Returns
+        -------
+        Reason or None
+            None: the step repeats the last one. Where requests speculate, if `grown` agrees.
+        """
+        held = self._held
+        if held is None:
+            return Reason.FIRST
+        if reqs is not held.reqs or reqs is None:
+            return Reason.REQUESTS
+        if kind is not held.kind:
+            return Reason.KIND
+        if plans is not held.plans:
+            return Reason.PLACE
+        if num_rows != held.num_rows:
+            return Reason.ROWS
+        return None if held.steps_left > 0 else held.why
+
+    def grown(self, lengths: Any) -> int | None:
+        """Return how many tokens the requests have grown by in all, after `reason` was None.
+
+        lengths: int64 or int32, of the requests, maybe with padding behind. None is returned if one
+        has outgrown the plan, or became shorter: `Reason.LENGTHS`.
+        """
+        held = self._held
+        assert held is not None
+        growth: int | None = growth_of(lengths, held.least, held.room)
+        return growth
+
+    def count(self) -> None:
+        """Count a step that repeats the last one."""
+        held = self._held
+        assert held is not None
+        held.steps_left -= 1
+
+    def in_place(self, kind: Any, reqs: list[Request]) -> StepPlans | None:
+        """Return the plans of the last step, if it was of this kind and of these requests."""
+        held = self._held
+        if held is None or held.kind is not kind or held.reqs is not reqs:
+            return None
+        return held.plans
+
+    # --- around planning ---
+
+    def hold(
+        self, kind: Any, reqs: list[Request] | None, plans: StepPlans, num_rows: int, why: Reason
+    ) -> None:
+        """Forget the last step: this one is planned now. Nothing repeats it until `allow`.
+
+        why: the reason until then. See `reason` for the others.
+        """
+        if reqs is None:
+            self._held = None
+            return
+        self._held = Held(kind, reqs, plans, num_rows)
+        self._held.why = why
+
+    def allow(
+        self, steps: int, least: IntArray | None = None, room: IntArray | None = None
+    ) -> None:
+        """Let steps repeat the one that was planned.
+
+        Parameters
+        ----------
+        steps : int
+            How many, at most.
+        least, room : int32 array, optional
+            Lengths of requests that speculate, and by how many tokens each may grow. Omitted where
+            each request grows by one token per step.
+        """
+        held = self._held
+        if held is None or held.why is Reason.MOVED:
+            return
+        if least is not None and room is not None:
+            held.least, held.room = least, room
+        held.steps_left, held.why = steps, Reason.DUE
+
+    def stop(self, why: Reason) -> None:
+        """Let nothing repeat the last step, which stays in place."""
+        held = self._held
+        if held is not None and held.why is not Reason.MOVED:
+            held.steps_left, held.why = 0, why
+
+    # --- PathKeeper ---
+
+    def note_moved(self, ids: Collection[int]) -> None:
+        """Requests have moved, if any are given: in a mixed batch all may decode."""
+        if ids:
+            self.stop(Reason.MOVED)
+
+    def forget(self) -> None:
+        """All paths may have changed."""
+        self.stop(Reason.MOVED)

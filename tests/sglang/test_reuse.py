@@ -1,0 +1,177 @@
+"""Reuse: one object decides whether a captured step repeats the last one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_pat._scheduler import growth_of
+from sglang_pat.sglang.hooks import StepChannel
+from sglang_pat.sglang.reuse import Reason, Reuse
+
+DECODE: Any = SimpleNamespace(name="decode")
+VERIFY: Any = SimpleNamespace(name="verify")
+GRAPHS: Any = SimpleNamespace(name="plans of the graphs")
+EAGER: Any = SimpleNamespace(name="plans of eager steps")
+REQS: list[Any] = [SimpleNamespace(), SimpleNamespace()]
+ROWS = 4
+
+
+@pytest.fixture
+def channel() -> StepChannel:
+    return StepChannel()
+
+
+@pytest.fixture
+def reuse(channel: StepChannel) -> Reuse:
+    """After a decode step of two requests, which two more steps may repeat."""
+    reuse = Reuse(channel)
+    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.allow(2)
+    return reuse
+
+
+def asked(reuse: Reuse) -> Reason | None:
+    return reuse.reason(DECODE, REQS, GRAPHS, ROWS)
+
+
+def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: Reuse) -> None:
+    for _ in range(2):
+        assert asked(reuse) is None
+        assert asked(reuse) is None, "asking changes nothing"
+        reuse.count()
+    assert asked(reuse) is Reason.DUE
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        ((DECODE, list(REQS), GRAPHS, ROWS), Reason.REQUESTS),  # an equal list is another batch
+        ((DECODE, None, GRAPHS, ROWS), Reason.REQUESTS),
+        ((VERIFY, REQS, GRAPHS, ROWS), Reason.KIND),
+        ((DECODE, REQS, EAGER, ROWS), Reason.PLACE),
+        ((DECODE, REQS, None, ROWS), Reason.PLACE),
+        ((DECODE, REQS, GRAPHS, ROWS + 1), Reason.ROWS),
+    ],
+)
+def test_another_step_is_planned(reuse: Reuse, step: Any, reason: Reason) -> None:
+    assert reuse.reason(*step) is reason
+
+
+def test_the_first_step_is_planned(channel: StepChannel) -> None:
+    assert asked(Reuse(channel)) is Reason.FIRST
+
+
+def test_a_warm_up_is_forgotten(reuse: Reuse) -> None:
+    reuse.hold(DECODE, None, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.allow(2)
+    assert asked(reuse) is Reason.FIRST
+    assert reuse.reason(DECODE, None, GRAPHS, ROWS) is Reason.FIRST
+
+
+@pytest.mark.parametrize("why", [Reason.PRIVATE, Reason.EAGER])
+def test_nothing_repeats_a_step_before_it_is_allowed(reuse: Reuse, why: Reason) -> None:
+    reuse.hold(DECODE, REQS, GRAPHS, ROWS, why)
+    assert asked(reuse) is why
+
+
+@pytest.mark.parametrize("why", [Reason.CHECKED, Reason.GRAPH])
+def test_nothing_repeats_a_step_that_was_stopped(reuse: Reuse, why: Reason) -> None:
+    reuse.stop(why)
+    assert asked(reuse) is why
+    assert reuse.in_place(DECODE, REQS) is GRAPHS, "its plan stays"
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda channel: channel.note_moved([SimpleNamespace()]),  # any request: a prompt has run
+        lambda channel: channel.note_reset(),
+    ],
+)
+def test_requests_that_moved_are_planned(
+    reuse: Reuse, channel: StepChannel, move: Callable[[StepChannel], None]
+) -> None:
+    move(channel)
+    reuse.stop(Reason.CHECKED)
+    assert asked(reuse) is Reason.MOVED, "which says more than what came later"
+    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    move(channel)
+    reuse.allow(2)
+    assert asked(reuse) is Reason.MOVED, "while the step was planned, too"
+    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.allow(2)
+    assert asked(reuse) is None
+
+
+def test_a_mixed_batch_in_which_all_decode_moves_nothing(
+    reuse: Reuse, channel: StepChannel
+) -> None:
+    channel.note_moved([])
+    assert asked(reuse) is None
+
+
+def test_reasons_are_asked_in_the_order_of_the_table(channel: StepChannel) -> None:
+    """With everything wrong at once, each reason hides those behind it."""
+    reuse = Reuse(channel)
+    step = [VERIFY, list(REQS), EAGER, ROWS + 1]
+    right = [DECODE, REQS, GRAPHS, ROWS]
+    found = [reuse.reason(*step)]
+    reuse.hold(*right, Reason.PRIVATE)  # type: ignore[arg-type]
+    channel.note_reset()
+    order = [1, 0, 2, 3]
+    for i in order:
+        found.append(reuse.reason(*step))
+        step[i] = right[i]
+    found.append(reuse.reason(*step))
+    assert found == list(Reason)[:6]
+
+
+def test_the_plan_of_a_verify_step_serves_what_follows_it(reuse: Reuse) -> None:
+    reuse.hold(VERIFY, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    assert reuse.in_place(VERIFY, REQS) is GRAPHS
+    assert reuse.in_place(VERIFY, list(REQS)) is None
+    assert reuse.in_place(DECODE, REQS) is None
+    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    assert reuse.in_place(VERIFY, REQS) is None
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_requests_that_speculate_repeat_until_one_has_outgrown_the_plan(
+    reuse: Reuse, dtype: type
+) -> None:
+    least, room = np.array([7, 5], dtype=np.int32), np.array([3, 9], dtype=np.int32)
+    reuse.hold(VERIFY, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.allow(100, least, room)
+    for lengths, growth in (
+        ([7, 5], 0),
+        ([10, 14], 12),
+        ([10, 14, 1, 1], 12),  # padding of a graph
+        ([11, 5], None),
+        ([7, 15], None),
+        ([6, 5], None),
+        ([7], None),
+    ):
+        assert reuse.grown(np.array(lengths, dtype=dtype)) == growth
+
+
+def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
+    least, room = np.array([7, 5], dtype=np.int32), np.array([3, 9], dtype=np.int32)
+    assert growth_of(np.array([8, 0, 7, 0], dtype=np.int64)[::2], least, room) == 3
+    assert growth_of(np.array([1 << 40, 5]), least, room) is None
+    assert growth_of(np.array([-(1 << 40), 5]), least, room) is None
+    with pytest.raises(ValueError, match="least and room must have the same size, got 2 and 1"):
+        growth_of(np.array([7, 5]), least, room[:1])
+
+
+def test_a_decoder_that_is_gone_is_not_told(channel: StepChannel) -> None:
+    reuse = Reuse(channel)
+    assert len(channel._keepers) == 1
+    del reuse
+    gc.collect()
+    assert len(channel._keepers) == 0
