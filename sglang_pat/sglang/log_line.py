@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import get_args
 
@@ -71,8 +72,17 @@ def log_line(before: Counters, counters: Counters) -> str:
     return (
         f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {speculation}"
         f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
+        f"{_reasons(before, counters)}"
         f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
     )
+
+
+def _reasons(before: Counters, counters: Counters) -> str:
+    """Say why steps were planned (`reuse.py`), the most frequent reason first."""
+    counted = Counter(counters["steps_planned"]) - Counter(before["steps_planned"])
+    if not counted:
+        return ""
+    return f"steps planned: {', '.join(f'{name} {n}' for name, n in counted.most_common())}, "
 
 
 def _times(planning_ns: PlanningTimes) -> str:

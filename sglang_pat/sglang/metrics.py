@@ -54,6 +54,12 @@ _COUNTERS = (
         "KV tokens of all decode steps if each were read once.",
     ),
     _CounterSpec(
+        "steps_planned_total",
+        "steps_planned",
+        "Decode steps that were planned, by the reason why they did not repeat the last step.",
+        "reason",
+    ),
+    _CounterSpec(
         "private_steps_total",
         "private_steps",
         "Decode steps in which no KV could be shared, by reason.",

@@ -72,7 +72,7 @@ def test_a_line_is_logged_at_sglangs_interval(
 
 @pytest.mark.parametrize("interval", [-1, 1])
 def test_no_step_is_left_unplanned_where_each_is_logged(interval: int) -> None:
-    counters = read_counters([PlanStats()], private_steps=[{}])
+    counters = read_counters([PlanStats()], private_steps=[{}], steps_planned=[{}])
     log = StepLog(interval, lambda: counters)
     for _ in range(3):
         assert log.steps_left == 0
@@ -84,6 +84,7 @@ def test_log_line() -> None:
         "plans_built": 10,
         "plans_reused": 20,
         "private_steps": {"warm-up": 5},
+        "steps_planned": {"moved": 7},
         "kv_tokens_query_centric": 1000,
         "kv_tokens_planned": 900,
         "planning_ns": PlanningTimes(unchanged=Counter({9_000: 4}), cold=Counter({1_000: 1})),
@@ -92,6 +93,7 @@ def test_log_line() -> None:
         "plans_built": 13,
         "plans_reused": 57,
         "private_steps": {"warm-up": 5, "beams": 2},
+        "steps_planned": {"moved": 8, "due": 2},
         "kv_tokens_query_centric": 2000,
         "kv_tokens_planned": 1110,
         "planning_ns": PlanningTimes(
@@ -102,7 +104,7 @@ def test_log_line() -> None:
     }
     assert log_line(before, after) == (
         "Pat decode, #plan: 3, #reuse: 37, #step without sharing: 2, kv read ratio: 0.21, "
-        "plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
+        "steps planned: due 2, moved 1, plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
     )
     # With speculative decoding.
     before, after = (

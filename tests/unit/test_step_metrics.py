@@ -24,6 +24,7 @@ published.PUBLISH_SECONDS = 0.05
 counters = {
     "causes": {}, "plans_reused": 0, "kv_tokens_query_centric": 0, "kv_tokens_planned": 0,
     "kv_tokens_lower_bound": 0, "private_steps": {}, "tree_events": {}, "batch_changes": {},
+    "steps_planned": {},
 }
 
 def read():
@@ -75,7 +76,7 @@ counters |= {
     "kv_tokens_query_centric": 300, "kv_tokens_planned": 110, "private_steps": {"no tree": 2},
     "tree_events": {"insert": 5, "evict": 0}, "batch_changes": {"join": 4, "leave": 1},
     "verify": {"steps": 3, "rows": 24}, "draft": {"steps": 6, "plans_built": 1},
-    "draft_extend": {"steps": 3, "rows": 24},
+    "draft_extend": {"steps": 3, "rows": 24}, "steps_planned": {"moved": 6, "due": 1},
 }
 for nanoseconds in (3_000, 5_000, 1_000_000_000):
     metrics.add_step(PlanningTime("unchanged", nanoseconds))
@@ -94,6 +95,8 @@ print(page())
         "kv_tokens_read_total": 110,
         "kv_tokens_lower_bound_total": 40,
         "private_steps_total no tree": 2,
+        "steps_planned_total moved": 6,
+        "steps_planned_total due": 1,
         "kv_read_ratio": 0.25,  # (110 - 60) / (300 - 100)
         "tree_events_total insert": 5,
         "batch_changes_total join": 4,
