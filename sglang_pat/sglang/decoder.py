@@ -28,8 +28,9 @@ from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.reuse import Reason, Reuse
 from sglang_pat.sglang.routes import Routes, Shape
+from sglang_pat.sglang.rows import RowShape
 from sglang_pat.sglang.self_test import check_version
-from sglang_pat.sglang.view import RowShape, host_lengths
+from sglang_pat.sglang.view import host_lengths
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
 # Where a step is planned as if it followed the last one, though it may not be repeated.

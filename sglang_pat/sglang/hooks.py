@@ -17,8 +17,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat import support
 from sglang_pat._scheduler import same_objects
-from sglang_pat.sglang.beams import batch_with_beams
 from sglang_pat.sglang.radix import Request
+from sglang_pat.sglang.rows import batch_with_beams
 
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
@@ -26,7 +26,7 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 class StepRequests(NamedTuple):
     """The requests of a batch in row order, and the prefix cache that they are in.
 
-    has_beams: rows of beams are among them (`beams.BeamRow`).
+    has_beams: rows of beams are among them (`rows.Row`).
     """
 
     reqs: list[Request]  # never written to: equal lists in a row are one object

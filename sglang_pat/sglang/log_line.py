@@ -79,7 +79,8 @@ def log_line(before: Counters, counters: Counters) -> str:
 
 def _reasons(before: Counters, counters: Counters) -> str:
     """Say why steps were planned (`reuse.py`), the most frequent reason first."""
-    counted = Counter(counters["steps_planned"]) - Counter(before["steps_planned"])
+    counted: Counter[str] = Counter(counters["steps_planned"])
+    counted -= Counter(before["steps_planned"])
     if not counted:
         return ""
     return f"steps planned: {', '.join(f'{name} {n}' for name, n in counted.most_common())}, "

@@ -16,8 +16,6 @@ import numpy as np
 
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
-from sglang_pat.sglang.beams import BeamSource
-from sglang_pat.sglang.draft_rows import DraftBatch, DraftSource
 from sglang_pat.sglang.events import RadixEvents
 from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import (
@@ -27,7 +25,8 @@ from sglang_pat.sglang.radix import (
     radix_source,
     unwrapped,
 )
-from sglang_pat.sglang.view import DECODE_ROWS, StepView
+from sglang_pat.sglang.rows import DECODE_ROWS, DraftGroups, GroupSource
+from sglang_pat.sglang.view import StepView
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class BatchReader:
         self._forest = PrefixForest()
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
-        self._drafts: DraftBatch | None = None  # of the last step, if it was a verify step
+        self._drafts: DraftGroups | None = None  # of the last step, if it was a verify step
         self.lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, as SGLang gives them
         self._committed = self.lens  # how far a node below the tree's may reach
         self._shares = False
@@ -181,8 +180,8 @@ class BatchReader:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, BeamSource):  # from now on
-            self._source = BeamSource(self._source, step.tree.req_to_token_pool.req_to_token)
+        if step.has_beams and not isinstance(self._source, GroupSource):  # from now on
+            self._source = GroupSource(self._source, step.tree.req_to_token_pool)
         return None
 
     def _watch(self, tree: Any) -> None:
@@ -205,11 +204,11 @@ class BatchReader:
         assert self._source is not None
         if self._drafts is None:
             return self._source
-        return DraftSource(self._source, unwrapped(self._tree).req_to_token_pool)
+        return GroupSource(self._source, unwrapped(self._tree).req_to_token_pool)
 
     def _update_rows(self, reqs: list[Request], count: int) -> None:
         """Bring the forest to the rows of draft tokens, `count` of each request."""
-        batch = self._drafts or DraftBatch()
+        batch = self._drafts or DraftGroups()
         self._moved = batch.take(reqs, count, self._committed, self._moved)
         self._drafts = batch
         self._update(batch.rows)

@@ -7,7 +7,6 @@ belong to the largest graph. Behind the view nothing looks at these.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,70 +17,7 @@ from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import IntArray
 from sglang_pat.sglang.hooks import StepRequests
 from sglang_pat.sglang.radix import Request, RequestFields
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """The rows of each request of a step, and what they read.
-
-    Row `i` of a request reads its KV and `first + i * step` tokens more. SGLang's lengths of a
-    decode step count the new token: its rows read nothing more.
-
-    Attributes
-    ----------
-    per_request, first, step
-        See above.
-    are_drafts
-        Whether the rows are draft tokens. They share what their request has committed, as a node
-        below its path (`draft_rows.py`).
-    speculates
-        Whether a request grows by any number of tokens from one step to the next.
-    """
-
-    per_request: int = 1
-    first: int = 0
-    step: int = 0
-    are_drafts: bool = False
-    speculates: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "speculates", self.are_drafts or self.first > 0)
-
-    @classmethod
-    def of_drafts(cls, count: int, *, are_chains: bool) -> RowShape:
-        """Return the rows of `count` draft tokens per request.
-
-        In a chain each reads all before it, and itself. In a tree rows end before the drafts, whose
-        attention is added (`draft_trees.py`).
-        """
-        return cls(count, 1, 1, True) if are_chains else cls(count, 0, 0, True)
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether the rows are drafts that may branch."""
-        return self.are_drafts and self.step == 0
-
-    def lengths(self, lengths: IntArray) -> IntArray:
-        """Return what each row reads, for requests of these lengths; 0, of padding, stays 0."""
-        rows = np.repeat(lengths, self.per_request)
-        if self.step:
-            rows += np.tile(self._offsets(), len(lengths))
-        elif self.first:
-            rows += np.int32(self.first)
-        rows[np.repeat(lengths == 0, self.per_request)] = 0
-        return rows
-
-    def _offsets(self) -> IntArray:
-        return np.arange(self.per_request, dtype=np.int32) * np.int32(self.step) + np.int32(
-            self.first
-        )
-
-    def offsets(self, device: torch.device) -> torch.Tensor:
-        """Return how many tokens more each row of a request reads: int64 `[per_request]`."""
-        return torch.from_numpy(self._offsets().astype(np.int64)).to(device)
-
-
-DECODE_ROWS = RowShape()
+from sglang_pat.sglang.rows import DECODE_ROWS, RowShape
 
 
 class StepView(NamedTuple):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang.beams import BeamRow, BeamSource, batch_with_beams
 from sglang_pat.sglang.debug import StepChecker
 from sglang_pat.sglang.hooks import StepChannel
 from sglang_pat.sglang.radix import radix_source
 from sglang_pat.sglang.reader import BatchReader
 from sglang_pat.sglang.reuse import Reason, Reuse
+from sglang_pat.sglang.rows import GroupSource, Row, batch_with_beams
 from sglang_pat.sglang.view import StepView
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
@@ -130,7 +130,7 @@ def test_two_searches_of_one_prompt_share_what_the_tree_holds() -> None:
     assert [req.kv.req_pool_idx for req in rows] == [1, 2, 5, 6, 7]
     source = radix_source(batch.tree.cache)
     assert source is not None
-    paths = BeamSource(source, batch.req_to_token).read(rows)
+    paths = GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token)).read(rows)
     assert paths[0] == paths[2] == paths[3]
     assert paths[1] == paths[4]
     assert paths[0][-1][0] != paths[1][-1][0]
@@ -183,7 +183,12 @@ def test_a_split_of_the_tree_beside_beams(kind: str) -> None:
     assert source is not None
     before = batch.reader.last_shared
     assert before is not None
-    before.forest.update(before.reqs, rows, set(), BeamSource(source, batch.req_to_token).read)
+    before.forest.update(
+        before.reqs,
+        rows,
+        set(),
+        GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token)).read,
+    )
     paths = [[(begin, end) for _, begin, end in path] for path in before.forest.paths()]
     assert paths[0] == paths[3] == paths[4] == [(0, 4), (4, 8), (8, 12)]
     assert paths[2] == [(0, 4), (4, 6)]
@@ -202,7 +207,7 @@ def test_a_prompt_whose_part_in_the_tree_changes_is_another_node() -> None:
     source = radix_source(batch.tree.cache)
     assert source is not None
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
-    beams = BeamSource(source, batch.req_to_token)
+    beams = GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token))
     (before,) = beams.read([rows[2]])
     batch.leader.last_node = batch.tree.last_node(SYSTEM[:4])
     batch.leader.kv.cache_protected_len = 4
@@ -218,5 +223,5 @@ def test_rows_of_beams_are_made_once() -> None:
     again = batch_with_beams(batch.reqs, batch.tail, moved.extend)
     assert [id(row) for row in first] == [id(row) for row in again]
     assert moved == [batch.leader]
-    assert all(isinstance(row, BeamRow) for row in first[2:])
+    assert all(isinstance(row, Row) for row in first[2:])
     assert [row.rid for row in first[2:]] == ["leader, beam 2", "leader, beam 3"]

@@ -18,7 +18,8 @@ from sglang_pat.sglang import hooks, reader
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
 from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
 from sglang_pat.sglang.reuse import Reason, Reuse
-from sglang_pat.sglang.view import RowShape, StepView
+from sglang_pat.sglang.rows import RowShape
+from sglang_pat.sglang.view import StepView
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 

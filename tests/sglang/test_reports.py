@@ -104,7 +104,8 @@ def test_log_line() -> None:
     }
     assert log_line(before, after) == (
         "Pat decode, #plan: 3, #reuse: 37, #step without sharing: 2, kv read ratio: 0.21, "
-        "steps planned: due 2, moved 1, plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
+        "steps planned: due 2, moved 1, "
+        "plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
     )
     # With speculative decoding.
     before, after = (

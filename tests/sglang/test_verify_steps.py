@@ -33,10 +33,9 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import hooks, routes
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.draft_rows import MAX_READ_APART
 from sglang_pat.sglang.draft_trees import square_masks
 from sglang_pat.sglang.hooks import CHANNEL, StepRequests
-from sglang_pat.sglang.view import RowShape
+from sglang_pat.sglang.rows import MAX_READ_APART, RowShape
 
 DRAFTS = 3
 WIDTH = 128
