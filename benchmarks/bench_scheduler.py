@@ -132,9 +132,9 @@ class Steps:
     def __init__(self, cache: str, num_requests: int, *, varied: bool) -> None:
         from sglang_trees import Tree
 
-        from sglang_pat.sglang import hooks, reader, view
+        from sglang_pat.sglang import channel, reader, view
 
-        self._hooks, self._view_of = hooks, view.StepView.of
+        self._channel, self._view_of = channel, view.StepView.of
         self.reader = reader.BatchReader()
         self.attention: Any = PackAttention(
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
@@ -187,11 +187,11 @@ class Steps:
         )
         scheduled = SimpleNamespace(reqs=requests, tree_cache=self._tree.cache)
         target = SimpleNamespace(is_draft_worker=False)
-        self._hooks._after_init_new(batch, object, scheduled, target)
+        self._channel._after_init_new(batch, object, scheduled, target)
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.thread_time_ns()
-            view = self._view_of(forward_batch, self._hooks.CHANNEL.acknowledge())
+            view = self._view_of(forward_batch, self._channel.CHANNEL.acknowledge())
             step = self.reader.read(view)
             read = time.thread_time_ns()
             self.attention.plan(
@@ -200,7 +200,7 @@ class Steps:
             return (read - begin) / 1000, (time.thread_time_ns() - read) / 1000
 
         runner = SimpleNamespace(is_draft_worker=False)
-        times: tuple[float, float] = self._hooks._around_forward(forward, runner, batch)
+        times: tuple[float, float] = self._channel._around_forward(forward, runner, batch)
         return times
 
 

@@ -249,7 +249,7 @@ def _checks_by_sglang() -> list[Check]:
 
     enable_cpu_engine()  # without a driver SGLang can be imported in no other way
     try:
-        import sglang_pat.sglang.hooks  # noqa: F401
+        import sglang_pat.sglang.channel  # noqa: F401
     except Exception as error:
         return [import_failed(error)]
     return [check_registration(), check_hooks(), check_self_test()]
@@ -277,10 +277,11 @@ def check_registration() -> Check:
 
 def check_hooks() -> Check:
     """Whether the hooks find what they are put on."""
+    from sglang_pat.sglang.channel import CHANNEL_HOOKS
     from sglang_pat.sglang.hooks import install_hooks
 
     try:
-        install_hooks()
+        install_hooks(CHANNEL_HOOKS)
     except Exception as error:  # an import of SGLang's may raise anything
         advice = "use a supported version of SGLang"
         return Check("hooks", "failed", _describe(error), advice)

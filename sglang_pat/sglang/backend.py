@@ -1,82 +1,392 @@
-"""Gives SGLang's default backend the decode attention of pat.
+"""What a default backend of SGLang does otherwise with pat.
 
-The backend that SGLang has built becomes an instance of a subclass of its own class. Prefill,
-layers that pat does not decode and everything else that SGLang asks of a backend stay what they
-were; where pat decodes nothing, so does the backend.
+`attach.py` puts these classes before the class of a backend, in the order of methods: `PatMixin`
+over the backend of the served model and over the one with which a draft model reads verified
+drafts, `PatDraftSteps` over the container of a draft model's steps, and `PatDraftStep` over each.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.sglang.decoder import ServedDecoder
-from sglang_pat.sglang.draft_backend import await_draft_model
-from sglang_pat.sglang.draft_trees import choose_masks
-from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.channel import CHANNEL
+from sglang_pat.sglang.decoder import Decoder, ServedDecoder
+from sglang_pat.sglang.draft_trees import undo_square_masks
+from sglang_pat.sglang.kinds import DraftRound, StepKind
 from sglang_pat.sglang.layer_attention import LayerAttention
-from sglang_pat.sglang.mixins import can_become, with_mixin
-from sglang_pat.sglang.options import Reason, attention_backends, batch_invariant, resolved
-from sglang_pat.sglang.pat_mixin import PatMixin
-from sglang_pat.sglang.route_reports import report_routes
+from sglang_pat.sglang.options import Reason
+from sglang_pat.sglang.route_reports import report_draft_routes
 from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.step_plans import StepPlans
 
-logger = logging.getLogger(__name__)
+_VERIFY = ForwardMode.TARGET_VERIFY
 
 
-def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
-    """The backend `default`, which from now on decodes by pat where it can.
+class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """What a default backend does otherwise with pat. Before its class in the order of methods.
 
-    Parameters
-    ----------
-    default
-        SGLang's backend. Its class is changed.
-    name
-        Its name in SGLang.
-    model_runner
-        SGLang's, with the model and the KV pool.
-
-    Returns
-    -------
-    AttentionBackend
-        `default` itself.
-
-    Raises
-    ------
-    ValueError
-        In strict mode, if pat does not decode all layers. Names the reason.
-    RuntimeError
-        If SGLang cannot be hooked.
+    Where the default backend decodes no layer, it is not prepared for decode steps: neither its
+    metadata nor its tables for CUDA graphs are made.
     """
-    environment = Environment.read()
-    routes = Routes.of_runner(model_runner, name)
-    arguments = model_runner.server_args
-    routes.prefill, _ = attention_backends(arguments)
-    routes.batch_invariant = batch_invariant(arguments, environment)
-    pat_class = with_mixin(PatMixin, type(default))
-    if routes.shapes and not can_become(default, pat_class):
-        routes.delegate_all(Reason("default backend", f"{type(default).__name__}, which is closed"))
-    if environment.strict:
-        routes.check_strict()
-    decoder = None
-    if routes.shapes:
-        decoder = ServedDecoder(model_runner, environment, routes)
-        layers = LayerAttention(model_runner, routes)
-        default.__class__ = pat_class
-        default.take(
-            decoder, layers, decoder.kinds, report=report_routes, strict=environment.strict
-        )
-        if decoder.needs_lengths:  # of the object: some classes set it
-            default.needs_cpu_seq_lens = True
-    if decoder is not None and decoder.verifies_trees:
-        choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
-    await_draft_model(decoder if decoder is not None and decoder.verify is not None else None)
-    report_routes(routes, model_runner)
-    if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
-        logger.warning(
-            "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the "
-            "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
-        )
-    return default
+
+    _pat: ServedDecoder  # plans
+    _pat_layers: LayerAttention  # attends
+    _pat_routes: Routes  # of these layers
+    _pat_kinds: dict[ForwardMode, StepKind]  # the steps that pat plans
+    _pat_plans: StepPlans | None  # of the last step
+    _pat_report: Callable[[Routes], None]
+    _pat_is_strict: bool
+    # Whether steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
+    # if pat has all layers.
+    _pat_speculates: bool
+    # Whether the default backend prepares an eager step, in which it may call the methods below.
+    _pat_in_default: bool
+    # Arguments of init_cuda_graph_state(), if the default backend has not been given them.
+    _pat_graph_sizes: tuple[int, int] | None
+    _pat_is_captured: bool  # whether the last step was prepared for a CUDA graph
+
+    def take(
+        self,
+        decoder: ServedDecoder,
+        layers: LayerAttention,
+        kinds: Sequence[StepKind],
+        *,
+        report: Callable[[Routes], None],
+        strict: bool,
+    ) -> None:
+        """Decode by pat from now on.
+
+        Parameters
+        ----------
+        decoder
+            Plans the steps.
+        layers
+            The layers that this backend attends in.
+        kinds
+            The steps of pat.
+        report
+            Called with the routes each time that a layer goes to the default backend.
+        strict
+            Whether that is an error instead.
+        """
+        self._pat = decoder
+        self._pat_layers = layers
+        self._pat_routes = layers.routes
+        self._pat_kinds = {kind.mode: kind for kind in kinds}
+        self._pat_plans = None
+        self._pat_report = report
+        self._pat_is_strict = strict
+        self._pat_speculates = any(kind.shape.speculates for kind in kinds)
+        self._pat_in_default = False
+        self._pat_graph_sizes = None
+        self._pat_is_captured = False
+
+    @property
+    def needs_default(self) -> bool:
+        """Whether the default backend has layers to do in steps that pat plans."""
+        return bool(self._pat_routes.delegated)
+
+    # --- once per step ---
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare an eager step."""
+        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        if kind is None:
+            super().init_forward_metadata(forward_batch)
+            return
+        self._pat_is_captured = False
+        routes = self._pat_routes
+        if routes.delegated:
+            self._prepare_default(forward_batch)
+        if routes.shapes:
+            self._pat_plans = self._pat.plan_eager(kind, forward_batch)
+
+    def _prepare_default(self, forward_batch: Any) -> None:
+        self._pat_in_default = True
+        try:
+            super().init_forward_metadata(forward_batch)
+        finally:
+            self._pat_in_default = False
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step whose CUDA graph is captured or replayed next."""
+        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        if kind is None or self._pat_in_default:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
+        self._pat_is_captured = True
+        routes = self._pat_routes
+        if routes.delegated:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        if routes.shapes:
+            self._pat_plans = self._pat.plan_captured(kind, forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record what a CUDA graph does before its layers. pat has planned before its replay."""
+        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        is_pats = kind is not None and not self._pat_in_default
+        if not is_pats or self._pat_routes.delegated:
+            super().init_forward_metadata_in_graph(forward_batch)
+        if kind is not None and is_pats and self._pat_routes.shapes:
+            kind.record_in_graph(forward_batch)
+
+    def shared_read_ends(self, mode: ForwardMode) -> Any:
+        """Tell when a step has read what the scheduler may write next. What pat reads later does
+        not matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which
+        lets it write after `init_forward_metadata_out_graph`."""
+        ends = super().shared_read_ends(mode)
+        if mode not in self._pat_kinds:
+            return ends
+        if mode is ForwardMode.DRAFT_EXTEND_V2 and not self.needs_default:
+            return type(ends).PRE_REPLAY
+        return type(ends).max_of((ends, type(ends).IN_REPLAY))
+
+    # --- CUDA graphs ---
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs capture: before the first one, and each time that all are captured
+        again."""
+        if self._pat_routes.delegated or self._pat_speculates:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+        else:
+            self._pat_graph_sizes = (max_bs, max_num_tokens)
+        if all(kind.follows is None for kind in self._pat_kinds.values()):
+            self._pat.reserve(max_bs)  # otherwise graphs are as large as those that they follow
+
+    # --- once per layer ---
+
+    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
+        """Return where a model may store a layer's KV itself; None: nowhere. The default backend
+        looks it up in its metadata, which a step may do without. Not asked for in 0.5.17."""
+        if forward_batch.forward_mode in self._pat_kinds and not self._pat_routes.delegated:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
+        `sinks`."""
+        if self._pat_attends(layer, forward_batch, kwargs):
+            return self._pat_layers.attend(
+                self._pat_plans, q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+            )
+        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a prefill by the default backend, or a verify step: as `forward_decode`."""
+        if forward_batch.forward_mode in self._pat_kinds and self._pat_attends(
+            layer, forward_batch, kwargs
+        ):
+            return self._pat_layers.attend(
+                self._pat_plans, q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+            )
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _pat_attends(
+        self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
+    ) -> bool:
+        """Return True if pat attends in a layer of this step."""
+        routes, layer_id = self._pat_routes, layer.layer_id
+        reason = routes.reason_to_leave(layer_id, arguments)
+        if reason is not None:
+            self._leave(layer_id, reason, forward_batch)
+        return layer_id in routes.shapes
+
+    def _leave(self, layer_id: int, reason: Reason, forward_batch: Any) -> None:
+        """Delegate a layer for a reason that only a step shows. The first step does, which is a
+        warm-up."""
+        if self._pat_is_strict:
+            raise reason.refusal(f" (layer {layer_id})")
+        routes = self._pat_routes
+        if not routes.delegated:  # the default backend is not prepared for this step
+            if self._pat.verifies_trees:
+                has_mask = forward_batch.forward_mode is _VERIFY and not self._pat_is_captured
+                # In a warm-up it is a large buffer.
+                has_mask = has_mask and CHANNEL.is_within_step
+                undo_square_masks(forward_batch if has_mask else None)
+            self._catch_up(forward_batch)
+        routes.delegate(layer_id, reason)
+        self._pat_report(routes)
+
+    def _catch_up(self, forward_batch: Any) -> None:
+        """Prepare the default backend for a step that pat has been prepared for."""
+        if self._pat_graph_sizes is not None:
+            super().init_cuda_graph_state(*self._pat_graph_sizes)
+            self._pat_graph_sizes = None
+        if self._pat_is_captured:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=True)
+            super().init_forward_metadata_in_graph(forward_batch)
+        else:
+            self._prepare_default(forward_batch)
+
+
+class PatDraftSteps:
+    """What the container of all steps does otherwise with pat. Before its class in the order of
+    methods.
+
+    Where pat attends in all layers, the default backend is not prepared for the steps.
+    """
+
+    _pat: Decoder
+    _pat_round: DraftRound
+    _pat_layers: LayerAttention
+    _pat_plans: StepPlans | None  # of the last round
+    _pat_seen: set[int]  # layers that have run
+    _pat_has_default: bool  # whether the default backend has been prepared for this round
+
+    def take(self, decoder: Decoder, kind: DraftRound, layers: LayerAttention) -> None:
+        """Decode by pat from now on.
+
+        Parameters
+        ----------
+        decoder
+            Plans the rounds.
+        kind
+            The rounds.
+        layers
+            The draft model's.
+        """
+        self._pat = decoder
+        self._pat_round = kind
+        self._pat_layers = layers
+        self._pat_plans = None
+        self._pat_seen = set()
+        self._pat_has_default = False
+
+    def _takes_default(self) -> bool:
+        """Return True if the default backend is prepared for the next round too: for its layers,
+        and as long as a layer may turn out to be one of them."""
+        routes = self._pat_layers.routes
+        self._pat_has_default = bool(routes.delegated) or not self._pat_seen >= routes.shapes.keys()
+        return self._pat_has_default
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a round without a graph."""
+        if self._takes_default():
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        if self._pat_layers.routes.shapes:
+            self._pat_plans = self._pat.plan_eager(self._pat_round, forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a round whose CUDA graph is captured or replayed next."""
+        if self._takes_default():
+            super().init_forward_metadata_out_graph(  # type: ignore[misc]
+                forward_batch, in_capture=in_capture
+            )
+        if self._pat_layers.routes.shapes:
+            self._pat_plans = self._pat.plan_captured(self._pat_round, forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record what the graph does before its layers."""
+        if self._takes_default():
+            super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        self._pat_round.record_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs capture, before the first one."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
+        self._pat.reserve(max_bs)
+
+    def attends(self, layer_id: int, arguments: dict[str, Any]) -> bool:
+        """Return True if pat attends in a layer.
+
+        A layer that it cannot decode goes to the default backend, which is prepared for the round
+        in which each layer runs first.
+        """
+        routes = self._pat_layers.routes
+        reason = routes.reason_to_leave(layer_id, arguments)
+        if reason is not None:
+            if not self._pat_has_default:
+                raise RuntimeError(
+                    f"layer {layer_id} of the draft model came too late: {reason}; use "
+                    "--speculative-draft-attention-backend to leave the draft model to another "
+                    "backend"
+                )
+            routes.delegate(layer_id, reason)
+            report_draft_routes(routes)
+        return layer_id in routes.shapes
+
+    def attend(
+        self, step: int, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any
+    ) -> torch.Tensor:
+        """Attend in a step of the round. See `LayerAttention.attend`."""
+        self._pat_seen.add(layer.layer_id)
+        if self._pat_plans is not None:
+            self._pat_round.go_to(step, self._pat_plans)
+        return self._pat_layers.attend(self._pat_plans, q, k, v, layer, *rest)
+
+
+class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """What the backend of one step does otherwise with pat."""
+
+    _pat_steps: PatDraftSteps
+    _pat_step: int
+
+    def take(self, steps: PatDraftSteps, step: int) -> None:
+        """Decode by pat from now on. step: counted from 0."""
+        self._pat_steps = steps
+        self._pat_step = step
+
+    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
+        """Return where a model may store a layer's KV itself; None: nowhere. Not asked for in
+        0.5.17."""
+        if layer.layer_id in self._pat_steps._pat_layers.routes.shapes:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
+        `sinks`."""
+        steps = self._pat_steps
+        if not steps.attends(layer.layer_id, kwargs):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        sinks = kwargs.get("sinks")
+        return steps.attend(self._pat_step, q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+
+def with_mixin(mixin: type, kind: type) -> type:
+    """Return the class `kind` with the methods of a mixin before its own."""
+    return type(f"Pat{kind.__name__}", (mixin, kind), {})
+
+
+def can_become(instance: Any, kind: type) -> bool:
+    """Return True if Python lets the object change to a subclass of its class."""
+    before = type(instance)
+    try:
+        instance.__class__ = kind
+    except TypeError:  # the layouts of the objects differ
+        return False
+    instance.__class__ = before
+    return True

@@ -17,11 +17,12 @@ from typing import Any
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.sglang.channel import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
 from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import VERIFY_HOOKS, StepRequests, install_hooks
+from sglang_pat.sglang.hooks import install_hooks
 from sglang_pat.sglang.kinds import Decode, DraftExtend, Place, StepKind, Verify
-from sglang_pat.sglang.microbatches import Microbatch, Microbatches, StepPlans
+from sglang_pat.sglang.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.options import batch_invariant, drafts_of
 from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
@@ -30,6 +31,7 @@ from sglang_pat.sglang.reuse import Reason, Reuse
 from sglang_pat.sglang.routes import Routes, Shape
 from sglang_pat.sglang.rows import RowShape
 from sglang_pat.sglang.self_test import check_version
+from sglang_pat.sglang.step_plans import StepPlans
 from sglang_pat.sglang.view import host_lengths
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
@@ -264,7 +266,7 @@ class ServedDecoder(Decoder):
     """
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
-        install_hooks()
+        install_hooks(CHANNEL_HOOKS)
         self.decode = Decode()
         self.verify: Verify | None = None
         drafts = drafts_of(model_runner.server_args)

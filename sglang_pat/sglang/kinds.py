@@ -23,10 +23,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.plan import KvTokens
+from sglang_pat.sglang.channel import CHANNEL, StepRequests, requests_of, step_of_extend
 from sglang_pat.sglang.draft_trees import DraftTrees
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests, requests_of, step_of_extend
-from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.rows import DECODE_ROWS, RowShape, RowTensors
+from sglang_pat.sglang.step_plans import StepPlans
 from sglang_pat.sglang.view import StepView
 
 

@@ -13,8 +13,8 @@ from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.draft_trees import DraftTrees
 from sglang_pat.sglang.kv_scales import read_scales
 from sglang_pat.sglang.kv_writes import KvWrites
-from sglang_pat.sglang.microbatches import StepPlans
 from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.step_plans import StepPlans
 
 
 class LayerAttention:

@@ -57,7 +57,7 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
         backend = factory(model_runner)
         if not _decodes(model_runner, name):
             return backend
-        from sglang_pat.sglang.backend import with_pat
+        from sglang_pat.sglang.attach import with_pat
 
         return with_pat(backend, name, model_runner)
 

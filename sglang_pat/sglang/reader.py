@@ -16,8 +16,8 @@ import numpy as np
 
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.sglang.channel import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.events import RadixEvents
-from sglang_pat.sglang.hooks import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.radix import (
     PathMismatchError,
     RadixSource,

@@ -15,7 +15,7 @@ import torch
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import IntArray
-from sglang_pat.sglang.hooks import StepRequests
+from sglang_pat.sglang.channel import StepRequests
 from sglang_pat.sglang.radix import Request, RequestFields
 from sglang_pat.sglang.rows import DECODE_ROWS, RowShape
 

@@ -26,7 +26,8 @@ from sglang_fakes import (
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import DecodePlan
-from sglang_pat.sglang.backend import PatMixin, with_pat
+from sglang_pat.sglang.attach import with_pat
+from sglang_pat.sglang.backend import PatMixin
 from sglang_pat.sglang.reader import OVERFLOW
 
 pytestmark = pytest.mark.usefixtures("server_context")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sglang_trees import TREE_KINDS, Tree
 
+from sglang_pat.sglang.channel import StepChannel
 from sglang_pat.sglang.debug import StepChecker
-from sglang_pat.sglang.hooks import StepChannel
 from sglang_pat.sglang.radix import radix_source
 from sglang_pat.sglang.reader import BatchReader
 from sglang_pat.sglang.reuse import Reason, Reuse

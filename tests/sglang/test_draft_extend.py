@@ -33,9 +33,9 @@ from sglang_fakes import (
 )
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import draft_backend, hooks, route_reports
+from sglang_pat.sglang import attach, channel, route_reports
+from sglang_pat.sglang.channel import CHANNEL
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.hooks import CHANNEL
 from sglang_pat.sglang.options import Reason
 
 DRAFTS = 3
@@ -62,7 +62,7 @@ class Extending(DraftScene):
         self.runner = self.new_runner(**(fields | change))
         self.backend: Any = DefaultBackend() if default is None else default
         factory = SimpleNamespace(draft_model_runner=self.runner)
-        assert draft_backend._after_create_extend_backend(self.backend, factory) is self.backend
+        assert attach._after_create_extend_backend(self.backend, factory) is self.backend
         if not graphs_first:
             self.reserve()
 
@@ -85,7 +85,7 @@ class Extending(DraftScene):
         else:
             view = decode_batch(list(ROWS), lens, self.slots(lens), **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
-        hooks._after_init_new(view, object, self.scheduled, self.target)
+        channel._after_init_new(view, object, self.scheduled, self.target)
         outer = CHANNEL.enter(view)
         if more_rows:
             view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
@@ -107,7 +107,7 @@ class Extending(DraftScene):
         }
         made = decode_batch(list(ROWS), ends, self.slots(lens), **more)
         made.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-        hooks._after_init_new(made, object, self.scheduled, self.runner)
+        channel._after_init_new(made, object, self.scheduled, self.runner)
         if not size:
             return made
         # Another object, whose tensors are as large as the largest graph.
@@ -167,7 +167,7 @@ class Extending(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     monkeypatch.setattr(CHANNEL, "_last_reqs", [])
-    monkeypatch.setattr(draft_backend._Served, "decoder", None)
+    monkeypatch.setattr(attach._Served, "decoder", None)
 
 
 # Sizes of the graphs that verify and that read; 0: without one.
@@ -331,7 +331,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     extending = Extending()  # with hooks on the class
     monkeypatch.setattr(module, "EAGLEDraftExtendCudaGraphRunner", Captured)
     monkeypatch.setattr(Captured, "warm_up", None)
-    monkeypatch.setattr(draft_backend, "_captures_extends", lambda: True)
+    monkeypatch.setattr(attach, "_captures_extends", lambda: True)
     return SimpleNamespace(
         device="cuda",
         extending=extending,
@@ -350,13 +350,13 @@ def test_captured_steps_return_hidden_states_where_prompts_do(
     if is_captured:  # 0.5.23 does over FA3, 0.5.17 does not
         worker.cuda_graph_runner_for_draft_extend = Captured(worker)
     worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
-    draft_backend._after_capture(None, worker)
+    attach._after_capture(None, worker)
     out = worker.cuda_graph_runner_for_draft_extend.execute(None, None)
     assert (out.next_token_logits, out.hidden_states) == (1, hidden_states)
 
 
 def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
-    draft_backend._after_capture(None, worker)
+    attach._after_capture(None, worker)
     assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
 
 
@@ -373,7 +373,7 @@ def test_what_is_read_is_not_captured(
     elif why == "cpu":
         worker.device = "cpu"
     elif why == "off":
-        monkeypatch.setattr(draft_backend, "_captures_extends", lambda: False)
+        monkeypatch.setattr(attach, "_captures_extends", lambda: False)
     elif why == "default":
         worker.draft_extend_attn_backend = DefaultBackend()
     elif why == "layers":
@@ -382,7 +382,7 @@ def test_what_is_read_is_not_captured(
         monkeypatch.setattr(Captured, "warm_up", leave)
     elif why == "others":  # of another kind, which have no such steps
         worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
-    draft_backend._after_capture(None, worker)
+    attach._after_capture(None, worker)
     assert worker.cuda_graph_runner_for_draft_extend is before
 
 
@@ -473,9 +473,9 @@ def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> Non
     pat_backend(runner())  # another one, built later in the process
     backend = DefaultBackend()
     factory = SimpleNamespace(draft_model_runner=extending.runner)
-    assert draft_backend._after_create_extend_backend(backend, factory) is backend
+    assert attach._after_create_extend_backend(backend, factory) is backend
     assert type(backend) is DefaultBackend
-    assert draft_backend._after_create_extend_backend(None, factory) is None
+    assert attach._after_create_extend_backend(None, factory) is None
 
 
 def test_no_lengths_are_asked_for_on_the_host() -> None:

@@ -33,9 +33,9 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import draft_backend, hooks, route_reports
+from sglang_pat.sglang import attach, backend, channel, hooks, route_reports
+from sglang_pat.sglang.channel import CHANNEL
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.hooks import CHANNEL
 
 STEPS = 3
 
@@ -78,8 +78,8 @@ class Drafting(DraftScene):
         self.runner = self.new_runner(**(fields | change))
         self.steps: Any = DefaultSteps() if steps is None else steps
         factory = SimpleNamespace(draft_model_runner=self.runner)
-        assert draft_backend._after_create_decode_backend(self.steps, factory) is self.steps
-        if isinstance(self.steps, draft_backend.PatDraftSteps):
+        assert attach._after_create_decode_backend(self.steps, factory) is self.steps
+        if isinstance(self.steps, backend.PatDraftSteps):
             self.decoder._checks = DebugChecks(RankChecker(None))
 
     @property
@@ -99,7 +99,7 @@ class Drafting(DraftScene):
             view = replay_view(list(ROWS), lens, slots, size)
         else:
             view = decode_batch(list(ROWS), lens, slots)
-        hooks._after_init_new(view, object, self.scheduled, self.runner)
+        channel._after_init_new(view, object, self.scheduled, self.runner)
         return view
 
     def capture(self, size: int) -> None:
@@ -152,7 +152,7 @@ class Drafting(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     monkeypatch.setattr(CHANNEL, "_last_drafting", [])
-    monkeypatch.setattr(draft_backend._Served, "decoder", None)
+    monkeypatch.setattr(attach._Served, "decoder", None)
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
@@ -318,7 +318,7 @@ def test_other_requests_are_planned_anew() -> None:
     drafting.steps.init_forward_metadata(view)
     drafting.scheduled.reqs = drafting.reqs[1:]
     view = decode_batch([2], [33], [int(drafting.table[2, 33])])
-    hooks._after_init_new(view, object, drafting.scheduled, drafting.runner)
+    channel._after_init_new(view, object, drafting.scheduled, drafting.runner)
     drafting.steps.init_forward_metadata(view)
     q, out = drafting.attend(view, 1)
     slots = drafting.table[2, :35].long()
@@ -482,13 +482,13 @@ def test_whole_draft_models_that_are_left_to_the_default_backend(
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:
     pat_backend(runner())
-    assert draft_backend._Served.decoder is None
+    assert attach._Served.decoder is None
     drafting = Drafting()
-    assert draft_backend._Served.decoder is drafting.served._pat
+    assert attach._Served.decoder is drafting.served._pat
     pat_backend(runner())  # another one, built later in the process
     steps = DefaultSteps()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
-    draft_backend._after_create_decode_backend(steps, factory)
+    attach._after_create_decode_backend(steps, factory)
     assert type(steps) is DefaultSteps
 
 
@@ -497,20 +497,20 @@ def test_a_model_that_pat_does_not_decode_has_drafts_of_the_default_backend() ->
         speculative_algorithm="STANDALONE", speculative_num_draft_tokens=4, enable_mis=True
     )
     pat_backend(runner(server_args=arguments))
-    assert draft_backend._Served.decoder is None
+    assert attach._Served.decoder is None
 
 
 def test_one_step_needs_no_backend() -> None:
     drafting = Drafting()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
-    assert draft_backend._after_create_decode_backend(None, factory) is None
+    assert attach._after_create_decode_backend(None, factory) is None
 
 
 def test_the_hook_is_on_the_factory_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     drafting = Drafting()
-    hooks.check_hooks(draft_backend._HOOKS)
+    hooks.check_hooks(attach._HOOKS)
     factory = copy.copy(SimpleNamespace(draft_model_runner=drafting.runner))
     factory.speculative_num_steps = 1
     assert DraftBackendFactory.create_decode_backend(factory) is None
@@ -600,14 +600,14 @@ def test_a_round_does_with_lengths_that_the_host_learns_late(size: int) -> None:
 def test_a_draft_models_batches_are_noted_apart() -> None:
     drafting = Drafting()
     first, second = drafting.view([25, 31]), drafting.view([26, 32])
-    step = hooks.requests_of(first)
+    step = channel.requests_of(first)
     assert step is not None
     assert step.reqs == drafting.reqs
-    again = hooks.requests_of(second)
+    again = channel.requests_of(second)
     assert again is not None
     assert again.reqs is step.reqs
     # Nobody is told that anybody has moved, or which step is being run.
     assert not CHANNEL.is_within_step
     extend = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-    hooks._after_init_new(extend, object, drafting.scheduled, drafting.runner)
-    assert hooks.requests_of(extend) is None
+    channel._after_init_new(extend, object, drafting.scheduled, drafting.runner)
+    assert channel.requests_of(extend) is None

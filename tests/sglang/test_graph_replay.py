@@ -26,8 +26,8 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.executors.reference import ReferenceExecutor, gather_slots
+from sglang_pat.sglang.channel import CHANNEL, StepRequests
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests
 from sglang_pat.sglang.reader import NO_REQUESTS
 
 GRAPH_ROWS = 4

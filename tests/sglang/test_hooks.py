@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_pat.sglang import hooks
+from sglang_pat.sglang import channel, hooks
+from sglang_pat.sglang.channel import CHANNEL_HOOKS
+from sglang_pat.sglang.hooks import Hook
 
 
 @pytest.fixture
@@ -34,22 +36,21 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return Owner
 
 
-def use_hooks(monkeypatch: pytest.MonkeyPatch, *methods: str) -> list[str]:
-    """Let the side channel hook these methods of `owner`; the names of those called."""
+def hooks_on(*methods: str) -> tuple[list[Hook], list[str]]:
+    """Hooks on these methods of `owner`, and the names of those called."""
     called: list[str] = []
 
     def hook_for(name: str) -> Callable[..., None]:
         return lambda result, *args: called.append(name)
 
-    made = [("module_to_hook:Owner", name, hook_for(name), HookType.AFTER) for name in methods]
-    monkeypatch.setattr(hooks, "_HOOKS", tuple(made))
-    return called
+    made = [Hook("module_to_hook:Owner", name, hook_for(name), HookType.AFTER) for name in methods]
+    return made, called
 
 
 def test_hooks_are_installed_once(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = use_hooks(monkeypatch, "make", "run")
+    made, called = hooks_on("make", "run")
     for _ in range(2):
-        hooks.install_hooks()
+        hooks.install_hooks(made)
     assert owner.make() == "made"
     assert owner().run() == "ran"
     assert called == ["make", "run"]
@@ -58,52 +59,52 @@ def test_hooks_are_installed_once(owner: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_a_hook_that_finds_no_target_is_an_error(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_hooks(monkeypatch, "run", "gone")
+    made, _ = hooks_on("run", "gone")
     with pytest.raises(RuntimeError, match=r"could not hook module_to_hook:Owner\.gone"):
-        hooks.install_hooks()
+        hooks.install_hooks(made)
 
 
 def test_a_hook_that_was_not_applied_is_an_error(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_hooks(monkeypatch, "run")
+    made, _ = hooks_on("run")
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     with pytest.raises(RuntimeError, match=r"could not hook module_to_hook:Owner\.run"):
-        hooks.install_hooks()
+        hooks.install_hooks(made)
 
 
 def test_a_hook_that_another_plug_in_replaced_is_an_error(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_hooks(monkeypatch, "run")
-    hooks.install_hooks()
+    made, _ = hooks_on("run")
+    hooks.install_hooks(made)
     owner.run = lambda self: "something else"
     with pytest.raises(RuntimeError, match=r"could not hook module_to_hook:Owner\.run"):
-        hooks.check_hooks()
+        hooks.check_hooks(made)
 
 
 def test_hooks_of_other_plug_ins_on_the_same_method_stay(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = use_hooks(monkeypatch, "run")
+    made, called = hooks_on("run")
     HookRegistry.register(
         "module_to_hook.Owner.run", lambda result, *args: called.append("theirs"), HookType.AFTER
     )
     HookRegistry.apply_hooks()
-    hooks.install_hooks()
+    hooks.install_hooks(made)
     owner().run()
     assert called == ["theirs", "run"]
 
 
 def test_the_hooks_take_hold_in_this_sglang() -> None:
-    hooks.install_hooks()
-    hooks.check_hooks()
-    hooked = {f"{owner}.{method}": hook for owner, method, hook, _ in hooks._HOOKS}
+    hooks.install_hooks(CHANNEL_HOOKS)
+    hooks.check_hooks(CHANNEL_HOOKS)
+    hooked = {hook: (owner.partition(":")[2], method) for owner, method, hook, _ in CHANNEL_HOOKS}
     assert hooked == {
-        "sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new": hooks._after_init_new,
-        "sglang.srt.model_executor.model_runner:ModelRunner._forward_raw": hooks._around_forward,
-        "sglang.srt.managers.schedule_batch:Req.reset_for_retract": hooks._after_retraction,
+        channel._after_init_new: ("ForwardBatch", "init_new"),
+        channel._around_forward: ("ModelRunner", "_forward_raw"),
+        channel._after_retraction: ("Req", "reset_for_retract"),
     }
-    for owner, method, hook, _ in hooks._HOOKS:
+    for owner, method, hook, _ in CHANNEL_HOOKS:
         assert hooks._is_hooked(owner, method, hook)
         assert not hooks._is_hooked(owner, method, lambda: None)

@@ -53,7 +53,7 @@ def test_a_scheduler_imports_pat_in_a_fraction_of_a_second() -> None:
 import sys, time
 import sglang.srt.managers.scheduler
 before, begun = set(sys.modules), time.perf_counter()
-import sglang_pat.sglang.substitution, sglang_pat.sglang.backend
+import sglang_pat.sglang.substitution, sglang_pat.sglang.attach
 seconds = time.perf_counter() - begun
 print(seconds, *sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
@@ -224,7 +224,7 @@ def test_the_factory_of_pat_says_that_it_was_not_substituted() -> None:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
     """The backends that were given to pat, and their names."""
-    from sglang_pat.sglang import backend
+    from sglang_pat.sglang import attach
 
     given: list[tuple[Any, str]] = []
 
@@ -232,7 +232,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
         given.append((default, name))
         return "with pat"
 
-    monkeypatch.setattr(backend, "with_pat", with_pat)
+    monkeypatch.setattr(attach, "with_pat", with_pat)
     return given
 
 

@@ -14,8 +14,8 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
-from sglang_pat.sglang import hooks, reader
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests
+from sglang_pat.sglang import channel, reader
+from sglang_pat.sglang.channel import CHANNEL, StepRequests
 from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
 from sglang_pat.sglang.reuse import Reason, Reuse
 from sglang_pat.sglang.rows import RowShape
@@ -43,8 +43,8 @@ def read(
     """What the reader makes of `view` while SGLang runs a batch of `reqs`."""
     launched = batch_of([1] * len(reqs))
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
-    hooks._after_init_new(launched, object, scheduled, RUNNER)
-    result: DecodeBatch = hooks._around_forward(
+    channel._after_init_new(launched, object, scheduled, RUNNER)
+    result: DecodeBatch = channel._around_forward(
         lambda runner, forward_batch: reader.read(StepView.of(view, CHANNEL.acknowledge())),
         RUNNER,
         launched,
@@ -188,8 +188,8 @@ def moves(reads: Reads, req: Any) -> dict[str, Callable[[], object]]:
 
     return {
         "checkpoint": fail_a_checkpoint,
-        "extend": lambda: hooks._after_init_new(launched, object, extend, RUNNER),
-        "retraction": lambda: hooks._after_retraction(None, req),
+        "extend": lambda: channel._after_init_new(launched, object, extend, RUNNER),
+        "retraction": lambda: channel._after_retraction(None, req),
     }
 
 
@@ -230,7 +230,7 @@ def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
     reads.step([a])
     mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
     launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
-    hooks._after_init_new(launched, object, mixed, RUNNER)
+    channel._after_init_new(launched, object, mixed, RUNNER)
     assert reads.step([a]) == []
 
 
@@ -259,8 +259,8 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reqs = [chunk, a] if mode.is_mixed() else [a]
     between = SimpleNamespace(reqs=reqs, tree_cache=reads.tree.cache, decoding_reqs=[a])
     launched = batch_of([3] * len(reqs), forward_mode=mode)
-    hooks._after_init_new(launched, object, between, RUNNER)
-    hooks._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
+    channel._after_init_new(launched, object, between, RUNNER)
+    channel._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
     assert reasons == [Reason.FIRST, None, Reason.REQUESTS, None]
 
@@ -459,7 +459,7 @@ def test_lengths_that_are_none() -> None:
 
 def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: list[Any]) -> None:
     launched = batch_of([6, 5])
-    hooks._after_init_new(
+    channel._after_init_new(
         launched, object, SimpleNamespace(reqs=reqs, tree_cache=tree.cache), RUNNER
     )
 
@@ -468,18 +468,18 @@ def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: li
         raise KeyError("from the model")
 
     with pytest.raises(KeyError, match="from the model"):
-        hooks._around_forward(fail, RUNNER, launched)
+        channel._around_forward(fail, RUNNER, launched)
     assert CHANNEL._step is None
 
     draft = SimpleNamespace(is_draft_worker=True)
-    seen = hooks._around_forward(lambda *args: CHANNEL._step, draft, launched)
+    seen = channel._around_forward(lambda *args: CHANNEL._step, draft, launched)
     assert seen is None
 
 
 def test_extends_are_not_noted(reqs: list[Any]) -> None:
     launched = batch_of([6, 5], forward_mode=ForwardMode.EXTEND)
-    hooks._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=None), RUNNER)
-    assert not hasattr(launched, hooks._NOTE)
+    channel._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=None), RUNNER)
+    assert not hasattr(launched, channel._NOTE)
 
 
 def test_session_requests_do_not_stop_their_neighbours_from_sharing(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_pat._scheduler import growth_of
-from sglang_pat.sglang.hooks import StepChannel
+from sglang_pat.sglang.channel import StepChannel
 from sglang_pat.sglang.reuse import Reason, Reuse
 
 DECODE: Any = SimpleNamespace(name="decode")

@@ -31,10 +31,10 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import hooks, routes
+from sglang_pat.sglang import channel, routes
+from sglang_pat.sglang.channel import CHANNEL, StepRequests
 from sglang_pat.sglang.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.draft_trees import square_masks
-from sglang_pat.sglang.hooks import CHANNEL, StepRequests
 from sglang_pat.sglang.rows import MAX_READ_APART, RowShape
 
 DRAFTS = 3
@@ -684,14 +684,14 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(
     seen: list[Any] = []
     for _ in range(2):
         batch = server.view([25, 31], 0)
-        hooks._after_init_new(batch, object, scheduled, target)
+        channel._after_init_new(batch, object, scheduled, target)
         # A draft model's batch of the same requests, in which they do not move.
         draft = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-        hooks._after_init_new(draft, object, scheduled, SimpleNamespace(is_draft_worker=True))
-        hooks._around_load_batch(
+        channel._after_init_new(draft, object, scheduled, SimpleNamespace(is_draft_worker=True))
+        channel._around_load_batch(
             lambda runner, batch: seen.append(CHANNEL.acknowledge()), graphs, batch
         )
-        hooks._around_forward(lambda runner, batch: None, target, batch)
+        channel._around_forward(lambda runner, batch: None, target, batch)
     assert seen[0] is not None
     assert seen[0].reqs is seen[1].reqs
     assert place(seen[0].reqs[0]).req_pool_idx == ROWS[0]

@@ -25,9 +25,8 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 
 from sglang_pat import PackAttention
 from sglang_pat.sglang import decoder
-from sglang_pat.sglang.backend import with_pat
+from sglang_pat.sglang.attach import with_pat, with_pat_drafts, with_pat_extend
 from sglang_pat.sglang.decoder import ServedDecoder
-from sglang_pat.sglang.draft_backend import with_pat_drafts, with_pat_extend
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.routes import Routes
 

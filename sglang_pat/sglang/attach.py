@@ -1,33 +1,99 @@
-"""Gives the steps of a draft model the decode attention of pat.
+"""Gives SGLang's default backends the decode attention of pat.
 
-SGLang has an attention backend for each step of a round, and a container that prepares them all
-together. As in `backend.py`, each becomes an instance of a subclass of its own class. So does the
-backend with which a draft model reads verified drafts, and its prompts: these fall back.
+A backend that SGLang has built becomes an instance of a subclass of its own class (`backend.py`).
+Prefill, layers that pat does not decode and everything else that SGLang asks of a backend stay what
+they were; where pat decodes nothing, so does the backend.
+
+A draft model has an attention backend for each step of a round, a container that prepares them all
+together, and one with which it reads verified drafts, and its prompts: these fall back.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_pat.sglang.backend import PatDraftStep, PatDraftSteps, PatMixin, can_become, with_mixin
 from sglang_pat.sglang.decoder import Decoder, ServedDecoder
+from sglang_pat.sglang.draft_trees import choose_masks
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.hooks import Hook, install_hooks
 from sglang_pat.sglang.kinds import DraftRound
 from sglang_pat.sglang.layer_attention import LayerAttention
-from sglang_pat.sglang.microbatches import StepPlans
-from sglang_pat.sglang.mixins import can_become, with_mixin
-from sglang_pat.sglang.options import Reason, attention_backends, resolved
-from sglang_pat.sglang.pat_mixin import PatMixin
-from sglang_pat.sglang.route_reports import report_draft_routes, report_extend_routes
+from sglang_pat.sglang.options import Reason, attention_backends, batch_invariant, resolved
+from sglang_pat.sglang.route_reports import (
+    report_draft_routes,
+    report_extend_routes,
+    report_routes,
+)
 from sglang_pat.sglang.routes import Routes
 from sglang_pat.sglang.substitution import is_asked_for
+
+logger = logging.getLogger(__name__)
+
+
+def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
+    """The backend `default`, which from now on decodes by pat where it can.
+
+    Parameters
+    ----------
+    default
+        SGLang's backend. Its class is changed.
+    name
+        Its name in SGLang.
+    model_runner
+        SGLang's, with the model and the KV pool.
+
+    Returns
+    -------
+    AttentionBackend
+        `default` itself.
+
+    Raises
+    ------
+    ValueError
+        In strict mode, if pat does not decode all layers. Names the reason.
+    RuntimeError
+        If SGLang cannot be hooked.
+    """
+    environment = Environment.read()
+    routes = Routes.of_runner(model_runner, name)
+    arguments = model_runner.server_args
+    routes.prefill, _ = attention_backends(arguments)
+    routes.batch_invariant = batch_invariant(arguments, environment)
+    pat_class = with_mixin(PatMixin, type(default))
+    if routes.shapes and not can_become(default, pat_class):
+        routes.delegate_all(Reason("default backend", f"{type(default).__name__}, which is closed"))
+    if environment.strict:
+        routes.check_strict()
+    decoder = None
+    if routes.shapes:
+        decoder = ServedDecoder(model_runner, environment, routes)
+        layers = LayerAttention(model_runner, routes)
+        default.__class__ = pat_class
+        default.take(
+            decoder, layers, decoder.kinds, report=report_routes, strict=environment.strict
+        )
+        if decoder.needs_lengths:  # of the object: some classes set it
+            default.needs_cpu_seq_lens = True
+    if decoder is not None and decoder.verifies_trees:
+        choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
+    await_draft_model(decoder if decoder is not None and decoder.verify is not None else None)
+    report_routes(routes, model_runner)
+    if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
+        logger.warning(
+            "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the "
+            "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
+        )
+    return default
+
+
+# --- draft models ---
 
 _NAMED = "speculative_draft_attention_backend"
 
@@ -212,136 +278,3 @@ def _routes(model_runner: Any) -> Routes:
         flag = _NAMED.replace("_", "-")
         routes.delegate_all(Reason("speculative decoding", f"--{flag} {named}"))
     return routes
-
-
-class PatDraftSteps:
-    """What the container of all steps does otherwise with pat. Before its class in the order of
-    methods.
-
-    Where pat attends in all layers, the default backend is not prepared for the steps.
-    """
-
-    _pat: Decoder
-    _pat_round: DraftRound
-    _pat_layers: LayerAttention
-    _pat_plans: StepPlans | None  # of the last round
-    _pat_seen: set[int]  # layers that have run
-    _pat_has_default: bool  # whether the default backend has been prepared for this round
-
-    def take(self, decoder: Decoder, kind: DraftRound, layers: LayerAttention) -> None:
-        """Decode by pat from now on.
-
-        Parameters
-        ----------
-        decoder
-            Plans the rounds.
-        kind
-            The rounds.
-        layers
-            The draft model's.
-        """
-        self._pat = decoder
-        self._pat_round = kind
-        self._pat_layers = layers
-        self._pat_plans = None
-        self._pat_seen = set()
-        self._pat_has_default = False
-
-    def _takes_default(self) -> bool:
-        """Return True if the default backend is prepared for the next round too: for its layers,
-        and as long as a layer may turn out to be one of them."""
-        routes = self._pat_layers.routes
-        self._pat_has_default = bool(routes.delegated) or not self._pat_seen >= routes.shapes.keys()
-        return self._pat_has_default
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a round without a graph."""
-        if self._takes_default():
-            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        if self._pat_layers.routes.shapes:
-            self._pat_plans = self._pat.plan_eager(self._pat_round, forward_batch)
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a round whose CUDA graph is captured or replayed next."""
-        if self._takes_default():
-            super().init_forward_metadata_out_graph(  # type: ignore[misc]
-                forward_batch, in_capture=in_capture
-            )
-        if self._pat_layers.routes.shapes:
-            self._pat_plans = self._pat.plan_captured(self._pat_round, forward_batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what the graph does before its layers."""
-        if self._takes_default():
-            super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
-        self._pat_round.record_in_graph(forward_batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs capture, before the first one."""
-        super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
-        self._pat.reserve(max_bs)
-
-    def attends(self, layer_id: int, arguments: dict[str, Any]) -> bool:
-        """Return True if pat attends in a layer.
-
-        A layer that it cannot decode goes to the default backend, which is prepared for the round
-        in which each layer runs first.
-        """
-        routes = self._pat_layers.routes
-        reason = routes.reason_to_leave(layer_id, arguments)
-        if reason is not None:
-            if not self._pat_has_default:
-                raise RuntimeError(
-                    f"layer {layer_id} of the draft model came too late: {reason}; use "
-                    "--speculative-draft-attention-backend to leave the draft model to another "
-                    "backend"
-                )
-            routes.delegate(layer_id, reason)
-            report_draft_routes(routes)
-        return layer_id in routes.shapes
-
-    def attend(
-        self, step: int, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any
-    ) -> torch.Tensor:
-        """Attend in a step of the round. See `LayerAttention.attend`."""
-        self._pat_seen.add(layer.layer_id)
-        if self._pat_plans is not None:
-            self._pat_round.go_to(step, self._pat_plans)
-        return self._pat_layers.attend(self._pat_plans, q, k, v, layer, *rest)
-
-
-class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """What the backend of one step does otherwise with pat."""
-
-    _pat_steps: PatDraftSteps
-    _pat_step: int
-
-    def take(self, steps: PatDraftSteps, step: int) -> None:
-        """Decode by pat from now on. step: counted from 0."""
-        self._pat_steps = steps
-        self._pat_step = step
-
-    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself; None: nowhere. Not asked for in
-        0.5.17."""
-        if layer.layer_id in self._pat_steps._pat_layers.routes.shapes:
-            return None
-        return super().get_fused_kv_write_buffers(layer, forward_batch)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
-        `sinks`."""
-        steps = self._pat_steps
-        if not steps.attends(layer.layer_id, kwargs):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = kwargs.get("sinks")
-        return steps.attend(self._pat_step, q, k, v, layer, forward_batch, save_kv_cache, sinks)

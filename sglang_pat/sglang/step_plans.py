@@ -1,0 +1,91 @@
+"""StepPlans: the plans of one step, under which its layers attend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sglang_pat.attention import PackAttention
+from sglang_pat.batch import DecodeBatch, IntArray
+from sglang_pat.plan import DecodePlan, KvTokens
+from sglang_pat.sglang.draft_trees import DraftTrees
+from sglang_pat.sglang.routes import Shape
+from sglang_pat.stats import PlanningTime, PlanStats
+
+
+class StepPlans:
+    """The plans of one step: a PackAttention for each shape of layers.
+
+    They are made of the same batch one after the other. The last one's statistics are the step's:
+    its time begins where the step's does.
+
+    trees: what the rows of the step read beside the plans, drafts that branch.
+    """
+
+    trees: DraftTrees | None = None
+
+    def __init__(self, attentions: Mapping[Shape, PackAttention]):
+        self._set(attentions)
+
+    def _set(self, attentions: Mapping[Shape, PackAttention]) -> None:
+        self.of_shape = attentions
+        self._attentions = tuple(attentions.values())
+        self._last = self._attentions[-1]
+
+    def add(self, more: StepPlans) -> None:
+        """Plan for more shapes, too."""
+        self._set({**more.of_shape, **self.of_shape})  # before the others: the last one counts
+
+    def plan(
+        self, batch: DecodeBatch, **tensors: torch.Tensor
+    ) -> list[tuple[PackAttention, DecodePlan]]:
+        """Prepare the step: see `PackAttention.plan`."""
+        return [(attention, attention.plan(batch, **tensors)) for attention in self._attentions]
+
+    def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
+        """Let the plans serve a later step: see `PackAttention.advance`."""
+        for attention in self._attentions:
+            attention.advance(seq_lens, tokens)
+
+    def steps_left(self) -> int:
+        """How many more steps all plans serve: see `PackAttention.steps_left`."""
+        return min(attention.steps_left() for attention in self._attentions)
+
+    def sibling(self) -> StepPlans:
+        """For other batches, in the buffers of this one: see `PackAttention.sibling`."""
+        return StepPlans({shape: each.sibling() for shape, each in self.of_shape.items()})
+
+    @property
+    def num_rows(self) -> int:
+        """Of the last step, padding included."""
+        return len(self._last.seq_lens)
+
+    @property
+    def seq_lens(self) -> IntArray:
+        """Lengths of these rows as they were planned, 0 for padding."""
+        return self._last.seq_lens
+
+    @property
+    def executor(self) -> str:
+        """What runs the plans."""
+        return self._last.executor
+
+    @property
+    def step_time(self) -> PlanningTime:
+        """The host time of the last step."""
+        return self._last.step_time
+
+    @property
+    def step_tokens(self) -> KvTokens:
+        """The KV tokens of the last step."""
+        return self._last.step_tokens
+
+    @property
+    def stats(self) -> PlanStats:
+        """The statistics of all steps."""
+        return self._last.stats
+
+    @stats.setter
+    def stats(self, stats: PlanStats) -> None:
+        self._last.stats = stats
