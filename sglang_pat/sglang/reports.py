@@ -5,6 +5,7 @@ SGLang's configuration says which of them are wanted, and how the metrics are la
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +21,14 @@ from sglang.srt.runtime_context import (
     get_serving,
 )
 
-from sglang_pat.sglang.cache_options import warn_without_prefix_cache
 from sglang_pat.sglang.env import Environment
 from sglang_pat.sglang.log_line import StepLog
 from sglang_pat.sglang.metrics import MetricClasses, StepMetrics
 from sglang_pat.sglang.stats_file import StatsFile
 from sglang_pat.stats import Counters, PlanningTime
+
+
+logger = logging.getLogger(__name__)
 
 
 class StepReports:
@@ -87,6 +90,22 @@ class StepReports:
     def steps_left(self) -> int:
         """How many steps may be repeated before add_step() must be called for the log."""
         return sys.maxsize if self._log is None else self._log.steps_left
+
+
+def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
+    """Log a warning that names the option, if SGLang was told to keep no prefixes.
+
+    Takes what SGLang has published of its options: `get_memory()` and `get_disagg()`.
+    """
+    if not memory.disable_radix_cache:
+        return
+    if disaggregation.disaggregation_mode == "decode":
+        cause = "a server with --disaggregation-mode decode keeps no prefixes by default"
+        remedy = "start it with --disaggregation-decode-enable-radix-cache"
+    else:
+        cause = "--disable-radix-cache was given, or SGLang has set it for another option"
+        remedy = "start SGLang without it"
+    logger.warning("pat finds no KV to share between requests: %s; to share, %s", cause, remedy)
 
 
 def rank_speaks() -> bool:
