@@ -132,7 +132,7 @@ class Steps:
     def __init__(self, cache: str, num_requests: int, *, varied: bool) -> None:
         from sglang_trees import Tree
 
-        from sglang_pat.sglang import channel, reader, view
+        from sglang_pat.sglang.tree import channel, reader, view
 
         self._channel, self._view_of = channel, view.StepView.of
         self.reader = reader.BatchReader()

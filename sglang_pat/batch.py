@@ -1,6 +1,6 @@
 """What one decode step asks for: DecodeBatch on the host, Step on the device.
 
-First stage of the Python side: adapters (`sglang/radix.py`, or a user's own code) produce the
+First stage of the Python side: adapters (`sglang/tree/radix.py`, or a user's own code) produce the
 batch, `PackAttention.plan` consumes it and hands the step to its executor.
 """
 

@@ -1,7 +1,7 @@
 """PlanStats: counts and planning times of decode steps.
 
 `PackAttention` counts the steps that it plans. SGLang's log line, metrics and stats file
-(`sglang/reports.py`) read them through `read_counters()`.
+(`sglang/report/reports.py`) read them through `read_counters()`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import orjson
 import requests
 
 from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_all
-from sglang_pat.sglang.stats_file import read_stats
+from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
 ANSWER_SECONDS = 600  # and when it meets a new shape

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
-from sglang_pat.sglang.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
+from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
 from sglang_pat.workload.models import MODEL_NAMES, config_file, read_whole_config
 
 if TYPE_CHECKING:

@@ -19,20 +19,20 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.backend import PatDraftStep, PatDraftSteps, PatMixin, can_become, with_mixin
-from sglang_pat.sglang.decoder import Decoder, ServedDecoder
-from sglang_pat.sglang.draft_trees import choose_masks
-from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import Hook, install_hooks
-from sglang_pat.sglang.kinds import DraftRound
-from sglang_pat.sglang.layer_attention import LayerAttention
-from sglang_pat.sglang.options import Reason, attention_backends, batch_invariant, resolved
-from sglang_pat.sglang.route_reports import (
+from sglang_pat.sglang.layer.attention import LayerAttention
+from sglang_pat.sglang.layer.draft_trees import choose_masks
+from sglang_pat.sglang.report.route_reports import (
     report_draft_routes,
     report_extend_routes,
     report_routes,
 )
-from sglang_pat.sglang.routes import Routes
-from sglang_pat.sglang.substitution import is_asked_for
+from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.start.options import Reason, attention_backends, batch_invariant, resolved
+from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.start.substitution import is_asked_for
+from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
+from sglang_pat.sglang.step.kinds import DraftRound
 
 logger = logging.getLogger(__name__)
 

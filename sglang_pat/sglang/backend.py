@@ -15,15 +15,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.sglang.channel import CHANNEL
-from sglang_pat.sglang.decoder import Decoder, ServedDecoder
-from sglang_pat.sglang.draft_trees import undo_square_masks
-from sglang_pat.sglang.kinds import DraftRound, StepKind
-from sglang_pat.sglang.layer_attention import LayerAttention
-from sglang_pat.sglang.options import Reason
-from sglang_pat.sglang.route_reports import report_draft_routes
-from sglang_pat.sglang.routes import Routes
-from sglang_pat.sglang.step_plans import StepPlans
+from sglang_pat.sglang.layer.attention import LayerAttention
+from sglang_pat.sglang.layer.draft_trees import undo_square_masks
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.report.route_reports import report_draft_routes
+from sglang_pat.sglang.start.options import Reason
+from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
+from sglang_pat.sglang.step.kinds import DraftRound, StepKind
+from sglang_pat.sglang.tree.channel import CHANNEL
 
 _VERIFY = ForwardMode.TARGET_VERIFY
 

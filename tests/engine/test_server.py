@@ -24,7 +24,7 @@ from sglang_engines import (
 )
 
 from sglang_pat.cli.demo.tiny_model import TinyModel
-from sglang_pat.sglang.stats_file import read_stats
+from sglang_pat.sglang.report.stats_file import read_stats
 
 pytestmark = pytest.mark.engine
 

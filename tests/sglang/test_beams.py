@@ -9,13 +9,13 @@ import pytest
 import torch
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang.channel import StepChannel
-from sglang_pat.sglang.debug import StepChecker
-from sglang_pat.sglang.radix import radix_source
-from sglang_pat.sglang.reader import BatchReader
-from sglang_pat.sglang.reuse import Reason, Reuse
-from sglang_pat.sglang.rows import GroupSource, Row, batch_with_beams
-from sglang_pat.sglang.view import StepView
+from sglang_pat.sglang.step.debug import StepChecker
+from sglang_pat.sglang.step.reuse import Reason, Reuse
+from sglang_pat.sglang.tree.channel import StepChannel
+from sglang_pat.sglang.tree.radix import radix_source
+from sglang_pat.sglang.tree.reader import BatchReader
+from sglang_pat.sglang.tree.rows import GroupSource, Row, batch_with_beams
+from sglang_pat.sglang.tree.view import StepView
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
 

@@ -10,8 +10,8 @@ import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.sglang.debug import StepChecker, check_growth
-from sglang_pat.sglang.radix import RadixSource, radix_source
+from sglang_pat.sglang.step.debug import StepChecker, check_growth
+from sglang_pat.sglang.tree.radix import RadixSource, radix_source
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

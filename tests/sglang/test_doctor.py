@@ -17,7 +17,7 @@ from sglang.srt.layers.attention import attention_registry
 
 from sglang_pat import support
 from sglang_pat.cli import doctor
-from sglang_pat.sglang import hooks
+from sglang_pat.sglang.start import hooks
 
 
 def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:

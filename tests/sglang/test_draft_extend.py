@@ -33,10 +33,12 @@ from sglang_fakes import (
 )
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach, channel, route_reports
-from sglang_pat.sglang.channel import CHANNEL
-from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.options import Reason
+from sglang_pat.sglang import attach
+from sglang_pat.sglang.report import route_reports
+from sglang_pat.sglang.start.options import Reason
+from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.tree import channel
+from sglang_pat.sglang.tree.channel import CHANNEL
 
 DRAFTS = 3
 

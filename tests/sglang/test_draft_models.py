@@ -33,9 +33,12 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach, backend, channel, hooks, route_reports
-from sglang_pat.sglang.channel import CHANNEL
-from sglang_pat.sglang.debug import DebugChecks, RankChecker
+from sglang_pat.sglang import attach, backend
+from sglang_pat.sglang.report import route_reports
+from sglang_pat.sglang.start import hooks
+from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.tree import channel
+from sglang_pat.sglang.tree.channel import CHANNEL
 
 STEPS = 3
 

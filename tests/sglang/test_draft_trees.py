@@ -13,8 +13,8 @@ import pytest
 import torch
 from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
-from sglang_pat.sglang import draft_tree_kernel
-from sglang_pat.sglang.draft_trees import DraftTrees
+from sglang_pat.sglang.layer import draft_tree_kernel
+from sglang_pat.sglang.layer.draft_trees import DraftTrees
 
 SCRIPT = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
 

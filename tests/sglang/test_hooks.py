@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_pat.sglang import channel, hooks
-from sglang_pat.sglang.channel import CHANNEL_HOOKS
-from sglang_pat.sglang.hooks import Hook
+from sglang_pat.sglang.start import hooks
+from sglang_pat.sglang.start.hooks import Hook
+from sglang_pat.sglang.tree import channel
+from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS
 
 
 @pytest.fixture

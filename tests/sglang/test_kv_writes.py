@@ -16,10 +16,10 @@ from sglang_fakes import HEAD_DIM, KV_HEADS, QO_HEADS, SLOTS, decode_batch, laye
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
-from sglang_pat.sglang import kv_writes
-from sglang_pat.sglang.kv_scales import are_scaled
-from sglang_pat.sglang.kv_writes import KvWrites, pool_reason
-from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.layer import kv_writes
+from sglang_pat.sglang.layer.kv_writes import KvWrites, pool_reason
+from sglang_pat.sglang.start.kv_scales import are_scaled
+from sglang_pat.sglang.start.routes import Routes
 
 pytestmark = pytest.mark.usefixtures("server_context")
 

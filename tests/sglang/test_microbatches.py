@@ -9,11 +9,11 @@ import torch
 from sglang_trees import Tree
 
 from sglang_pat import PackAttention
-from sglang_pat.sglang.channel import StepRequests
-from sglang_pat.sglang.microbatches import Microbatches
-from sglang_pat.sglang.routes import Shape
-from sglang_pat.sglang.step_plans import StepPlans
-from sglang_pat.sglang.view import StepView
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.start.routes import Shape
+from sglang_pat.sglang.step.microbatches import Microbatches
+from sglang_pat.sglang.tree.channel import StepRequests
+from sglang_pat.sglang.tree.view import StepView
 
 SHAPE = Shape(4, 2, 64, 64)
 

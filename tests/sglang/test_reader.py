@@ -14,12 +14,12 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
-from sglang_pat.sglang import channel, reader
-from sglang_pat.sglang.channel import CHANNEL, StepRequests
-from sglang_pat.sglang.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
-from sglang_pat.sglang.reuse import Reason, Reuse
-from sglang_pat.sglang.rows import RowShape
-from sglang_pat.sglang.view import StepView
+from sglang_pat.sglang.step.reuse import Reason, Reuse
+from sglang_pat.sglang.tree import channel, reader
+from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
+from sglang_pat.sglang.tree.rows import RowShape
+from sglang_pat.sglang.tree.view import StepView
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 

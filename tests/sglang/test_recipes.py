@@ -11,8 +11,8 @@ import yaml
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.cli.main import build_parser
-from sglang_pat.sglang.options import Reason
-from sglang_pat.sglang.routes import Routes, Shape
+from sglang_pat.sglang.start.options import Reason
+from sglang_pat.sglang.start.routes import Routes, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

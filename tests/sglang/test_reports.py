@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from sglang_fakes import decode_batch, pat_backend, runner
 
-from sglang_pat.sglang import reports
-from sglang_pat.sglang.log_line import StepLog, log_line
-from sglang_pat.sglang.reader import NO_REQUESTS
-from sglang_pat.sglang.reports import scheduler_labels
-from sglang_pat.sglang.stats_file import read_stats
+from sglang_pat.sglang.report import reports
+from sglang_pat.sglang.report.log_line import StepLog, log_line
+from sglang_pat.sglang.report.reports import scheduler_labels
+from sglang_pat.sglang.report.stats_file import read_stats
+from sglang_pat.sglang.tree.reader import NO_REQUESTS
 from sglang_pat.stats import PlanningTime, PlanningTimes, PlanStats, read_counters
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sglang_pat._scheduler import growth_of
-from sglang_pat.sglang.channel import StepChannel
-from sglang_pat.sglang.reuse import Reason, Reuse
+from sglang_pat.sglang.step.reuse import Reason, Reuse
+from sglang_pat.sglang.tree.channel import StepChannel
 
 DECODE: Any = SimpleNamespace(name="decode")
 VERIFY: Any = SimpleNamespace(name="verify")

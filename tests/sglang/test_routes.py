@@ -26,10 +26,10 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
-from sglang_pat.sglang import route_reports
-from sglang_pat.sglang.kv_scales import read_scales
-from sglang_pat.sglang.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
-from sglang_pat.sglang.routes import Routes, attention_layers, window_reason
+from sglang_pat.sglang.report import route_reports
+from sglang_pat.sglang.start.kv_scales import read_scales
+from sglang_pat.sglang.start.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
+from sglang_pat.sglang.start.routes import Routes, attention_layers, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
 

@@ -12,7 +12,8 @@ from sglang.srt.mem_cache import radix_cache
 from sglang_fakes import pat_backend, runner
 
 from sglang_pat.cli import doctor
-from sglang_pat.sglang import radix, reports, self_test
+from sglang_pat.sglang.report import reports
+from sglang_pat.sglang.tree import radix, self_test
 
 
 @pytest.fixture

@@ -31,11 +31,12 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import channel, routes
-from sglang_pat.sglang.channel import CHANNEL, StepRequests
-from sglang_pat.sglang.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.draft_trees import square_masks
-from sglang_pat.sglang.rows import MAX_READ_APART, RowShape
+from sglang_pat.sglang.layer.draft_trees import square_masks
+from sglang_pat.sglang.start import routes
+from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.tree import channel
+from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.rows import MAX_READ_APART, RowShape
 
 DRAFTS = 3
 WIDTH = 128

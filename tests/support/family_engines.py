@@ -282,7 +282,7 @@ def _record_calls() -> None:
     import sglang_speculation
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from sglang_pat.sglang.layer_attention import LayerAttention
+    from sglang_pat.sglang.layer.attention import LayerAttention
 
     init, attend = LayerAttention.__init__, LayerAttention.attend
     forward_decode = TorchNativeAttnBackend.forward_decode
@@ -337,7 +337,7 @@ def _answer_prompts(
 ) -> None:
     import sglang
 
-    from sglang_pat.sglang.stats_file import read_stats
+    from sglang_pat.sglang.report.stats_file import read_stats
 
     os.environ[_CALLS] = str(folder / "calls")
     os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")

@@ -24,11 +24,11 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 )
 
 from sglang_pat import PackAttention
-from sglang_pat.sglang import decoder
 from sglang_pat.sglang.attach import with_pat, with_pat_drafts, with_pat_extend
-from sglang_pat.sglang.decoder import ServedDecoder
-from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.routes import Routes
+from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.step import decoder
+from sglang_pat.sglang.step.decoder import ServedDecoder
 
 # Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1

@@ -10,7 +10,7 @@ import torch
 from sglang_fakes import HEAD_DIM, KV_HEADS, KVPool, dense, runner, server_arguments
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang import route_reports
+from sglang_pat.sglang.report import route_reports
 
 WIDTH, SLOTS = 300, 900
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))

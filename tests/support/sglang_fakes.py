@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pat.sglang.attach import with_pat
-from sglang_pat.sglang.options import DELEGATED_ARGUMENTS
+from sglang_pat.sglang.start.options import DELEGATED_ARGUMENTS
 
 QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
 

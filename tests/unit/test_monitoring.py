@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import yaml
 
-from sglang_pat.sglang import metrics as ours
+from sglang_pat.sglang.report import metrics as ours
 from sglang_pat.stats import StepKind
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"

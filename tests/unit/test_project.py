@@ -27,7 +27,7 @@ import yaml
 import sglang_pat
 from sglang_pat import _scheduler, support
 from sglang_pat.plan import BufferSizes
-from sglang_pat.sglang.env import Environment
+from sglang_pat.sglang.start.env import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -316,7 +316,7 @@ def test_support_agrees_with_the_scheduler() -> None:
 
 
 def test_support_names_every_server_option_that_delegates_the_model() -> None:
-    options = (ROOT / "sglang_pat/sglang/options.py").read_text()
+    options = (ROOT / "sglang_pat/sglang/start/options.py").read_text()
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", options))
     flags.remove("--kv-cache-dtype")  # under another topic
     topics = ("server options", "speculative decoding")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.sglang.stats_file import StatsFile, read_stats
+from sglang_pat.sglang.report.stats_file import StatsFile, read_stats
 
 
 @pytest.fixture

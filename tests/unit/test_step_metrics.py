@@ -15,9 +15,9 @@ from sglang_pat.stats import read_counters
 PUBLISH = """
 import logging, sys, time
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from sglang_pat.sglang import metrics as published
+from sglang_pat.sglang.report import metrics as published
 from sglang_pat.stats import PlanningTime
-from sglang_pat.sglang.metrics import StepMetrics
+from sglang_pat.sglang.report.metrics import StepMetrics
 
 logging.basicConfig(stream=sys.stderr)
 published.PUBLISH_SECONDS = 0.05

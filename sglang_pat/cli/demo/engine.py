@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_pat.cli.demo.report import console
 from sglang_pat.cli.demo.workload import Request
-from sglang_pat.sglang.stats_file import read_stats
+from sglang_pat.sglang.report.stats_file import read_stats
 
 MAX_RUNNING_REQUESTS = 32
 

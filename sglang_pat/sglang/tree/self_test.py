@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_pat import support
-from sglang_pat.sglang import reports
-from sglang_pat.sglang.events import RadixEvents
-from sglang_pat.sglang.radix import radix_source
+from sglang_pat.sglang.report import reports
+from sglang_pat.sglang.tree.events import RadixEvents
+from sglang_pat.sglang.tree.radix import radix_source
 
 logger = logging.getLogger(__name__)
 

@@ -17,22 +17,22 @@ from typing import Any
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
-from sglang_pat.sglang.channel import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
-from sglang_pat.sglang.debug import DebugChecks
-from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.hooks import install_hooks
-from sglang_pat.sglang.kinds import Decode, DraftExtend, Place, StepKind, Verify
-from sglang_pat.sglang.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.options import batch_invariant, drafts_of
-from sglang_pat.sglang.reader import OVERFLOW, BatchReader
-from sglang_pat.sglang.repeats import RepeatedSteps
-from sglang_pat.sglang.reports import StepReports
-from sglang_pat.sglang.reuse import Reason, Reuse
-from sglang_pat.sglang.routes import Routes, Shape
-from sglang_pat.sglang.rows import RowShape
-from sglang_pat.sglang.self_test import check_version
-from sglang_pat.sglang.step_plans import StepPlans
-from sglang_pat.sglang.view import host_lengths
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.report.reports import StepReports
+from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.hooks import install_hooks
+from sglang_pat.sglang.start.options import batch_invariant, drafts_of
+from sglang_pat.sglang.start.routes import Routes, Shape
+from sglang_pat.sglang.step.debug import DebugChecks
+from sglang_pat.sglang.step.kinds import Decode, DraftExtend, Place, StepKind, Verify
+from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
+from sglang_pat.sglang.step.repeats import RepeatedSteps
+from sglang_pat.sglang.step.reuse import Reason, Reuse
+from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
+from sglang_pat.sglang.tree.reader import OVERFLOW, BatchReader
+from sglang_pat.sglang.tree.rows import RowShape
+from sglang_pat.sglang.tree.self_test import check_version
+from sglang_pat.sglang.tree.view import host_lengths
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
 # Where a step is planned as if it followed the last one, though it may not be repeated.

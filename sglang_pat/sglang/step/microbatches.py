@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sglang_pat.sglang.channel import StepRequests
-from sglang_pat.sglang.reader import BatchReader
-from sglang_pat.sglang.step_plans import StepPlans
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.tree.channel import StepRequests
+from sglang_pat.sglang.tree.reader import BatchReader
 
 
 @dataclass(eq=False, slots=True)

@@ -21,12 +21,11 @@ from sglang.srt.runtime_context import (
     get_serving,
 )
 
-from sglang_pat.sglang.env import Environment
-from sglang_pat.sglang.log_line import StepLog
-from sglang_pat.sglang.metrics import MetricClasses, StepMetrics
-from sglang_pat.sglang.stats_file import StatsFile
+from sglang_pat.sglang.report.log_line import StepLog
+from sglang_pat.sglang.report.metrics import MetricClasses, StepMetrics
+from sglang_pat.sglang.report.stats_file import StatsFile
+from sglang_pat.sglang.start.env import Environment
 from sglang_pat.stats import Counters, PlanningTime
-
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import torch
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import IntArray
-from sglang_pat.sglang.channel import StepRequests
-from sglang_pat.sglang.radix import Request, RequestFields
-from sglang_pat.sglang.rows import DECODE_ROWS, RowShape
+from sglang_pat.sglang.tree.channel import StepRequests
+from sglang_pat.sglang.tree.radix import Request, RequestFields
+from sglang_pat.sglang.tree.rows import DECODE_ROWS, RowShape
 
 
 class StepView(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
-from sglang_pat.sglang.draft_trees import DraftTrees
-from sglang_pat.sglang.kv_scales import read_scales
-from sglang_pat.sglang.kv_writes import KvWrites
-from sglang_pat.sglang.routes import Routes
-from sglang_pat.sglang.step_plans import StepPlans
+from sglang_pat.sglang.layer.draft_trees import DraftTrees
+from sglang_pat.sglang.layer.kv_writes import KvWrites
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.start.kv_scales import read_scales
+from sglang_pat.sglang.start.routes import Routes
 
 
 class LayerAttention:

@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat import support
 from sglang_pat.executors.layer import Scale
-from sglang_pat.sglang.options import Reason
+from sglang_pat.sglang.start.options import Reason
 
 # Stores and reads the numbers as they are, whatever scales a layer has.
 _UNSCALED = ("torch_native",)

@@ -80,7 +80,7 @@ class DraftTrees:
         """
         scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
         if q.is_cuda:
-            from sglang_pat.sglang import draft_tree_kernel  # needs Triton
+            from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
 
             if draft_tree_kernel.reads(caches[0].dtype, q.device):
                 return draft_tree_kernel.merge_drafts(

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from sglang_pat import support
-from sglang_pat.sglang.radix import Request, unwrapped
+from sglang_pat.sglang.tree.radix import Request, unwrapped
 
 _EVENTS = "_sglang_pat_events"  # attribute of a watched cache
 

@@ -22,8 +22,8 @@ from sglang_pat._scheduler import PLAN_SECTIONS, PrefixForest
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
-from sglang_pat.sglang.radix import RadixSource, Request, RequestFields
-from sglang_pat.sglang.reader import BatchReader
+from sglang_pat.sglang.tree.radix import RadixSource, Request, RequestFields
+from sglang_pat.sglang.tree.reader import BatchReader
 
 
 class DebugChecks:
@@ -137,7 +137,7 @@ class StepChecker:
 
 def check_growth(before: IntArray, now: IntArray) -> None:
     """Raises RuntimeError unless each length, 0 of padding aside, is one more than before: what
-    repeated steps rely on (`sglang/reuse.py`). int32 `[num_rows]`, of one batch in two steps.
+    repeated steps rely on (`sglang/step/reuse.py`). int32 `[num_rows]`, of one batch in two steps.
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(

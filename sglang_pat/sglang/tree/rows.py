@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sglang_pat.batch import IntArray, PrefixPaths
-from sglang_pat.sglang.radix import (
+from sglang_pat.sglang.tree.radix import (
     Path,
     RadixSource,
     Request,

@@ -16,17 +16,17 @@ import numpy as np
 
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
-from sglang_pat.sglang.channel import CHANNEL, StepChannel, StepRequests
-from sglang_pat.sglang.events import RadixEvents
-from sglang_pat.sglang.radix import (
+from sglang_pat.sglang.tree.channel import CHANNEL, StepChannel, StepRequests
+from sglang_pat.sglang.tree.events import RadixEvents
+from sglang_pat.sglang.tree.radix import (
     PathMismatchError,
     RadixSource,
     Request,
     radix_source,
     unwrapped,
 )
-from sglang_pat.sglang.rows import DECODE_ROWS, DraftGroups, GroupSource
-from sglang_pat.sglang.view import StepView
+from sglang_pat.sglang.tree.rows import DECODE_ROWS, DraftGroups, GroupSource
+from sglang_pat.sglang.tree.view import StepView
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.channel import CHANNEL, StepRequests, requests_of, step_of_extend
-from sglang_pat.sglang.draft_trees import DraftTrees
-from sglang_pat.sglang.rows import DECODE_ROWS, RowShape, RowTensors
-from sglang_pat.sglang.step_plans import StepPlans
-from sglang_pat.sglang.view import StepView
+from sglang_pat.sglang.layer.draft_trees import DraftTrees
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests, requests_of, step_of_extend
+from sglang_pat.sglang.tree.rows import DECODE_ROWS, RowShape, RowTensors
+from sglang_pat.sglang.tree.view import StepView
 
 
 class Place(Enum):

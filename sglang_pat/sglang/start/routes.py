@@ -15,8 +15,8 @@ from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
-from sglang_pat.sglang.kv_scales import are_scaled, is_converted, scales_reason
-from sglang_pat.sglang.options import Reason, server_reason
+from sglang_pat.sglang.start.kv_scales import are_scaled, is_converted, scales_reason
+from sglang_pat.sglang.start.options import Reason, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
 # What SGLang's models call the sinks that they pass to their attention layers. For the log alone:

@@ -1,7 +1,7 @@
 """RadixSource: the root-to-leaf paths of running requests, read from SGLang's prefix cache.
 
 One adapter per kind of tree, chosen by type and capability. Reads only: no tree is changed, nor the
-recency of its nodes. `sglang/reader.py` makes a DecodeBatch of it.
+recency of its nodes. `sglang/tree/reader.py` makes a DecodeBatch of it.
 """
 
 from __future__ import annotations

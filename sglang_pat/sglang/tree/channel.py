@@ -14,9 +14,9 @@ from weakref import WeakSet
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat._scheduler import same_objects
-from sglang_pat.sglang.hooks import Hook
-from sglang_pat.sglang.radix import Request
-from sglang_pat.sglang.rows import batch_with_beams
+from sglang_pat.sglang.start.hooks import Hook
+from sglang_pat.sglang.tree.radix import Request
+from sglang_pat.sglang.tree.rows import batch_with_beams
 
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 

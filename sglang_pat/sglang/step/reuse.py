@@ -14,9 +14,9 @@ from typing import Any
 
 from sglang_pat._scheduler import growth_of
 from sglang_pat.batch import IntArray
-from sglang_pat.sglang.channel import CHANNEL, StepChannel
-from sglang_pat.sglang.radix import Request
-from sglang_pat.sglang.step_plans import StepPlans
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.tree.channel import CHANNEL, StepChannel
+from sglang_pat.sglang.tree.radix import Request
 
 
 class Reason(StrEnum):

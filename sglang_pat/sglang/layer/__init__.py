@@ -1,0 +1,1 @@
+"""What runs once per layer: KV writes, attention under the plans of a step, trees of drafts."""
