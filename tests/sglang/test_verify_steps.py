@@ -31,9 +31,10 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang.layer.draft_trees import square_masks
+from sglang_pat.sglang.layer.draft_trees import DraftTrees, square_masks
 from sglang_pat.sglang.start import routes
 from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
 from sglang_pat.sglang.tree.rows import MAX_READ_APART, RowShape
@@ -446,6 +447,29 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
 
 def test_trees_ask_for_lengths_on_the_host(branching: Server) -> None:
     assert branching.backend.needs_cpu_seq_lens
+
+
+def test_masks_of_trees_are_computed_once_per_step(
+    branching: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a step that is planned because the log wants a line."""
+    branching.backend._pat._checks = None
+    branching.backend._pat._reports._log._interval = 3
+    branching.capture(2)
+    taken: list[int] = []
+    take = DraftTrees.take
+    monkeypatch.setattr(
+        DraftTrees, "take", lambda self, *args, **more: taken.append(1) or take(self, *args, **more)
+    )
+    masks = []
+    for lens in ([25, 31], [26, 33], [29, 34], [30, 35], [31, 36], [32, 37], [33, 38]):
+        taken.clear()
+        mask = torch.cat([BRANCHES.flatten(), CHAIN.flatten()])
+        branching.replay(branching.view(lens, 2, mask))
+        masks.append(len(taken))
+    assert masks == [1] * 7
+    reasons = branching.backend._pat.counters()["steps_planned"]
+    assert reasons[Reason.DUE] == 2
 
 
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:

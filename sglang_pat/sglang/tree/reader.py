@@ -196,7 +196,6 @@ class BatchReader:
     def forget(self) -> None:
         """Read all paths anew in the next step that may share."""
         self._reqs = []
-        self._drafts = None
         self._moved.clear()
 
     def _source_of_rows(self) -> RadixSource:
