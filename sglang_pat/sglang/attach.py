@@ -79,7 +79,9 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         default.take(
             decoder, layers, decoder.kinds, report=report_routes, strict=environment.strict
         )
-        if decoder.needs_lengths:  # of the object: some classes set it
+        if decoder.verify is None:
+            # Of the object: some classes set it. In speculative decoding a step would wait for the
+            # verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
     if decoder is not None and decoder.verifies_trees:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)

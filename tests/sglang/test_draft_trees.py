@@ -14,7 +14,7 @@ import torch
 from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
 from sglang_pat.sglang.layer import draft_tree_kernel
-from sglang_pat.sglang.layer.draft_trees import DraftTrees
+from sglang_pat.sglang.layer.draft_trees import DraftTrees, merge_drafts
 
 SCRIPT = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
 
@@ -58,27 +58,36 @@ def test_a_kernel_merges_trees_where_it_reads_the_caches(
 
 def test_rows_that_are_no_trees_are_an_error() -> None:
     trees = make_trees(CASES[1], torch.bfloat16)
-    with pytest.raises(ValueError, match="q must have 4 rows for each of 3 requests, got 11"):
+    with pytest.raises(ValueError, match="q must have 4 rows for each of 3 groups, got 11"):
         draft_tree_kernel.merge_drafts(
             trees.q[1:], trees.caches, trees.slots, trees.biases, trees.before, trees.scaling
         )
+    with pytest.raises(ValueError, match="slots must be 4 for each of 3 groups, got 11"):
+        draft_tree_kernel.merge_drafts(
+            trees.q, trees.caches, trees.slots[1:], trees.biases, trees.before, trees.scaling
+        )
+
+
+def test_the_plan_has_the_root() -> None:
+    """So each row has a token that it reads live, and none of it is read twice."""
+    masks = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
+    trees = DraftTrees(3, torch.device("cpu"))
+    batch = SimpleNamespace(
+        batch_size=3,
+        spec_info=SimpleNamespace(custom_mask=masks.flatten()),
+        seq_lens=torch.full((2,), 9),
+    )
+    trees.take(batch, 2, in_capture=False)
+    expected = masks.clone()
+    expected[:, :, 0] = False
+    assert torch.equal(trees._biases[:2].exp().bool(), expected)
+    assert trees._biases[2, :, 0].eq(-torch.inf).all()  # padding, too
 
 
 def merged(trees: Trees) -> torch.Tensor:
-    """By the trees of a step."""
-    q, caches, slots, masks, before, scaling, logit_cap, scales = trees.to("cpu")
-    step = DraftTrees(masks.shape[-1], q.device)
-    step.take(
-        SimpleNamespace(
-            batch_size=len(masks),
-            spec_info=SimpleNamespace(custom_mask=masks.flatten()),
-            seq_lens=torch.full((len(masks),), 9),
-        ),
-        len(masks),
-        in_capture=False,
-    )
+    q, caches, slots, _, before, scaling, logit_cap, scales = there = trees.to("cpu")
     layer: Any = SimpleNamespace(scaling=scaling, logit_cap=logit_cap)
-    return step.merge(q, caches, slots, layer, before, scales)
+    return merge_drafts(q, caches, slots, there.biases, layer, before, scales)
 
 
 @pytest.mark.nightly

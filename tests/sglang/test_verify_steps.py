@@ -445,8 +445,8 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
     assert server.num_repeated == (3 if size and not is_checked else 0)
 
 
-def test_trees_ask_for_lengths_on_the_host(branching: Server) -> None:
-    assert branching.backend.needs_cpu_seq_lens
+def test_trees_ask_for_no_lengths_on_the_host(branching: Server) -> None:
+    assert not branching.backend.needs_cpu_seq_lens
 
 
 def test_masks_of_trees_are_computed_once_per_step(
@@ -694,7 +694,7 @@ def test_masks_over_all_that_a_request_has(monkeypatch: pytest.MonkeyPatch) -> N
 def test_lengths_of_rows() -> None:
     lens = np.array([5, 0, 7], dtype=np.int32)
     assert RowShape.of_drafts(2, are_chains=True).lengths(lens).tolist() == [6, 7, 0, 0, 8, 9]
-    assert RowShape.of_drafts(2, are_chains=False).lengths(lens).tolist() == [5, 5, 0, 0, 7, 7]
+    assert RowShape.of_drafts(2, are_chains=False).lengths(lens).tolist() == [6, 6, 0, 0, 8, 8]
 
 
 def test_a_batch_that_is_planned_before_its_forward_is_one_step(

@@ -13,8 +13,9 @@ import torch
 
 
 class TreeCase(NamedTuple):
-    """drafts: of each request. logit_cap: 0 for none. kv_dtype: as the queries' if None; if not,
-    with scales, of which that of the keys lies on the device for e5m2."""
+    """drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
+    kv_dtype: as the queries' if None; if not, with scales, of which that of the keys lies on the
+    device for e5m2."""
 
     heads: int
     kv_heads: int
@@ -23,6 +24,7 @@ class TreeCase(NamedTuple):
     drafts: int
     logit_cap: float = 0.0
     kv_dtype: torch.dtype | None = None
+    keys: int | None = None
 
 
 CASES = [
@@ -32,6 +34,9 @@ CASES = [
     TreeCase(12, 4, 192, 128, 7, logit_cap=0.5),
     TreeCase(14, 2, 128, 128, 6, kv_dtype=torch.float8_e4m3fn),
     TreeCase(16, 1, 256, 256, 16, kv_dtype=torch.float8_e5m2),
+    # Branches of a draft model: each row has keys of its own.
+    TreeCase(8, 2, 64, 64, 1, keys=3),
+    TreeCase(14, 2, 128, 128, 4, keys=7),
 ]
 REQUESTS, SLOTS = 3, 60
 # A step of the dtype, and what the order of sums is about.
@@ -70,19 +75,24 @@ class Trees(NamedTuple):
 
 
 def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
-    """On the CPU. Some rows had nothing before; the last request is padding, in one slot."""
+    """On the CPU. Some rows had nothing before; the last group is padding, in one slot."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    count, rows = case.drafts, REQUESTS * case.drafts
-    masks = torch.rand(REQUESTS, count, count, generator=generator) < 0.5
-    masks = masks.tril() | torch.eye(count, dtype=torch.bool)
-    slots = torch.randperm(SLOTS, generator=generator)[:rows]
-    slots[-count:] = 0
+    keys = case.keys or case.drafts
+    rows = REQUESTS * case.drafts
+    masks = torch.rand(REQUESTS, case.drafts, keys, generator=generator) < 0.5
+    if case.keys is None:
+        masks = masks.tril() | torch.eye(keys, dtype=torch.bool)
+    slots = torch.randperm(SLOTS, generator=generator)[: REQUESTS * keys]
+    slots[-keys:] = 0
     out, lse = some(rows, case.heads, case.v_head_dim), 3 * some(rows, case.heads)
     out[1::3], lse[1::3] = 0, float("-inf")
+    masks[-1, -1] = False  # nothing is read beside the plan
+    if rows > REQUESTS:
+        out[-1], lse[-1] = 0, float("-inf")  # nor by it
     stored = case.kv_dtype or dtype
     k_scale = torch.tensor(0.75) if case.kv_dtype is torch.float8_e5m2 else 0.75
     return Trees(
@@ -103,11 +113,12 @@ def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
 def exact(trees: Trees) -> torch.Tensor:
     """In float64, of trees on the CPU."""
     q, (out, lse) = trees.q.double(), trees.before
-    count = trees.masks.shape[-1]
+    _, rows, keys_each = trees.masks.shape
     result = torch.empty_like(out, dtype=torch.float64)
     for row in range(len(q)):
-        request, draft = divmod(row, count)
-        read = trees.slots[request * count : (request + 1) * count][trees.masks[request, draft]]
+        group_of_rows, draft = divmod(row, rows)
+        own = trees.slots[group_of_rows * keys_each : (group_of_rows + 1) * keys_each]
+        read = own[trees.masks[group_of_rows, draft]]
         group = q.shape[1] // trees.caches[0].shape[1]
         keys, values = (
             cache[read].double().repeat_interleave(group, dim=1) * scale
@@ -117,6 +128,7 @@ def exact(trees: Trees) -> torch.Tensor:
         if trees.logit_cap:
             logits = trees.logit_cap * torch.tanh(logits / trees.logit_cap)
         weights = torch.cat([lse[row].double()[:, None], logits], dim=1).softmax(dim=1)
+        weights = weights.nan_to_num(nan=0.0)  # where nothing is read
         result[row] = weights[:, :1] * out[row].double()
         result[row] += torch.einsum("hk,khd->hd", weights[:, 1:], values)
     return result

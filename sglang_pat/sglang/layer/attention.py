@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_pat.executors.layer import Scale
-from sglang_pat.sglang.layer.draft_trees import DraftTrees
 from sglang_pat.sglang.layer.kv_writes import KvWrites
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.kv_scales import read_scales
@@ -80,25 +78,21 @@ class LayerAttention:
             v_scale=scales[1],
         )
         if plans.trees is not None:
-            slots = forward_batch.out_cache_loc
-            run = partial(_run_trees, run, plans.trees, (keys, values), layer, slots, scales)
+            rest = (plans.trees, (keys, values), forward_batch, layer, scales)
+            run = partial(_run_trees, run, rest)
         return _run_planned(run, q, plans, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
-def _run_trees(
-    run: Callable[..., Any],
-    trees: DraftTrees,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    layer: RadixAttention,
-    slots: torch.Tensor,
-    scales: tuple[Scale, Scale],
-    q: torch.Tensor,
-) -> torch.Tensor:
-    """Attend to what the requests had before the step, and to the drafts that each row reads.
+def _run_trees(run: Callable[..., Any], rest: tuple[Any, ...], q: torch.Tensor) -> torch.Tensor:
+    """Attend under the plans, and to the drafts that each row reads beside them.
 
     The drafts are read from the caches: the pool may have rounded them to a smaller type.
     """
-    return trees.merge(q, caches, slots[: len(q)], layer, run(q, return_lse=True), scales)
+    trees, caches, forward_batch, layer, scales = rest
+    out: torch.Tensor = trees.merge(
+        q, caches, forward_batch, layer, run(q, return_lse=True), scales
+    )
+    return out
 
 
 def _run_planned(

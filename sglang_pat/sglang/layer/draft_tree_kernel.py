@@ -31,15 +31,15 @@ def reads(dtype: torch.dtype, device: torch.device) -> bool:
 def _merge_drafts(
     q, k_cache, v_cache, slots, biases, out, lse, scale, logit_cap, k_scale, v_scale,
     q_row, q_head, k_slot, k_head, v_slot, v_head,
-    NUM_DRAFTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
     HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """A program has a draft token and a KV head: it computes that head's group of query heads."""
+    """A program has a row and a KV head: it computes that head's group of query heads."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
-    first = row // NUM_DRAFTS * NUM_DRAFTS  # row of the request
+    first = row // NUM_ROWS * NUM_KEYS  # key of the row's group
     member = tl.arange(0, GROUP_PADDED)
     dim, v_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED)
     in_group, in_key, in_value = member < GROUP, dim < DIM, v_dim < V_DIM
@@ -60,8 +60,8 @@ def _merge_drafts(
     places = out + (row * num_heads + head[:, None]) * V_DIM + v_dim[None, :]
     in_out = in_group[:, None] & in_value[None, :]
     result = tl.load(places, mask=in_out, other=0.0).to(tl.float32)
-    for j in tl.range(NUM_DRAFTS, loop_unroll_factor=STEPS_AT_ONCE):
-        bias = tl.load(biases + row * NUM_DRAFTS + j)
+    for j in tl.range(NUM_KEYS, loop_unroll_factor=STEPS_AT_ONCE):
+        bias = tl.load(biases + row * NUM_KEYS + j)
         slot = tl.load(slots + first + j).to(tl.int64)
         key = tl.load(k_cache + slot * k_slot + kv_head * k_head + dim, mask=in_key, other=0.0)
         value = tl.load(
@@ -79,6 +79,7 @@ def _merge_drafts(
         result = result * kept[:, None] + weight[:, None] * v[None, :]
         total = total * kept + weight
         most = larger
+    total = tl.where(total == 0.0, 1.0, total)  # of padding, which reads nothing
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
@@ -92,26 +93,18 @@ def merge_drafts(
     logit_cap: float = 0.0,
     scales: tuple[Scale, Scale] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """Attention over what was before the step, and over the draft tokens that each one reads.
+    """Attend as `draft_trees.merge_drafts` says.
 
     Parameters
     ----------
-    q : torch.Tensor
-        Of the draft tokens: `[rows, heads, head_dim]`.
     caches : tuple of torch.Tensor
-        Keys and values: `[slots, KV heads, ...]`, of a type that `reads()` allows.
-    slots : torch.Tensor
-        Where the draft token of each row is.
-    biases : torch.Tensor
-        float32 `[requests, draft tokens, draft tokens]`, contiguous: 0 for one that is read, else
-        -inf.
+        Of a type that `reads()` allows.
     before : tuple of torch.Tensor
-        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` over what was before, contiguous.
-        The output is overwritten.
+        Contiguous. The output is overwritten.
     scaling, logit_cap : float
         Of the layer. A soft-cap of 0 is none.
-    scales : tuple of float or torch.Tensor
-        What the keys and the values in the caches are multiplied with.
+    q, slots, biases, scales
+        See there.
 
     Returns
     -------
@@ -121,11 +114,11 @@ def merge_drafts(
     (k_cache, v_cache), (out, lse) = caches, before
     num_rows, num_heads, dim = q.shape
     num_kv_heads, v_dim = v_cache.shape[1:]
-    requests, num_drafts, _ = biases.shape
-    if num_rows != requests * num_drafts:
-        raise ValueError(
-            f"q must have {num_drafts} rows for each of {requests} requests, got {num_rows}"
-        )
+    groups, rows, keys = biases.shape
+    if num_rows != groups * rows:
+        raise ValueError(f"q must have {rows} rows for each of {groups} groups, got {num_rows}")
+    if len(slots) != groups * keys:
+        raise ValueError(f"slots must be {keys} for each of {groups} groups, got {len(slots)}")
     group = num_heads // num_kv_heads
     group_padded, dim_padded = triton.next_power_of_2(group), triton.next_power_of_2(dim)
     _merge_drafts[(num_rows, num_kv_heads)](
@@ -133,7 +126,7 @@ def merge_drafts(
         scaling, logit_cap, *scales,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
         v_cache.stride(0), v_cache.stride(1),
-        NUM_DRAFTS=num_drafts, GROUP=group, GROUP_PADDED=group_padded,
+        NUM_ROWS=rows, NUM_KEYS=keys, GROUP=group, GROUP_PADDED=group_padded,
         DIM=dim, DIM_PADDED=dim_padded, V_DIM=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
         HAS_CAP=logit_cap > 0, STEPS_AT_ONCE=_STEPS_AT_ONCE,
         K_SCALE_ON_DEVICE=isinstance(scales[0], torch.Tensor),

@@ -1,8 +1,12 @@
 """Drafts that are trees: what a draft token reads of the draft tokens of its step.
 
-A plan covers what a request had before the step. Its draft tokens are few, and each reads those
-before it on its own branch: that attention is computed apart, of the keys and values that the layer
-has just stored, and merged with the plan's by LSE. On a GPU one kernel does both.
+A plan covers what a request had before the step, and the root of its tree, which is the first draft
+token and which all of them read. The others are few, and each reads those before it on its own
+branch: that attention is computed apart, of the keys and values that the layer has just stored, and
+merged with the plan's by LSE. On a GPU one kernel does both.
+
+So each row has an open tail, and plans serve requests that have grown by what the host does not
+know yet.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ class DraftTrees:
     def __init__(self, num_drafts: int, device: torch.device, reserved: int | None = None) -> None:
         self._num_drafts = num_drafts
         self._chain = torch.ones(num_drafts, num_drafts, device=device).tril().log()
+        self._chain[:, 0] = -torch.inf  # the plan has the root
         self._reserved = None
         if reserved is not None:
             self._reserved = self._chain.expand(reserved, -1, -1).clone()
@@ -44,52 +49,70 @@ class DraftTrees:
         seq_lens = forward_batch.seq_lens[:num_known]
         masks = square_masks(forward_batch.spec_info.custom_mask, seq_lens, self._num_drafts)
         torch.log(masks, out=self._biases[:num_known])
+        self._biases[:num_known, :, 0] = -torch.inf
 
     def merge(
         self,
         q: torch.Tensor,
         caches: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
+        forward_batch: Any,
         layer: RadixAttention,
         before: tuple[torch.Tensor, torch.Tensor],
         scales: tuple[Scale, Scale] = (1.0, 1.0),
     ) -> torch.Tensor:
-        """Attention over all that each draft token reads.
+        """Attend to all that each draft token reads. See `merge_drafts`.
 
-        Parameters
-        ----------
-        q : torch.Tensor
-            Of the draft tokens: `[rows, heads, head_dim]`.
-        caches : tuple of torch.Tensor
-            Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
-        slots : torch.Tensor
-            Where the draft token of each row is.
-        layer : RadixAttention
-            Its scale and soft-cap.
-        before : tuple of torch.Tensor
-            Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` over what the requests had
-            before the step. An attention sink has been counted there. The output may be
-            overwritten.
-        scales : tuple of float or torch.Tensor
-            What the keys and the values in the caches are multiplied with.
-
-        Returns
-        -------
-        torch.Tensor
-            As the output.
+        forward_batch: SGLang's, with the slot of each draft token.
         """
-        scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
-        if q.is_cuda:
-            from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
+        slots = forward_batch.out_cache_loc[: len(q)]
+        return merge_drafts(q, caches, slots, self._biases, layer, before, scales)
 
-            if draft_tree_kernel.reads(caches[0].dtype, q.device):
-                return draft_tree_kernel.merge_drafts(
-                    q, caches, slots, self._biases, before, scaling, logit_cap, scales
-                )
-        k, v = (
-            cache[slots].float().mul_(scale) for cache, scale in zip(caches, scales, strict=True)
-        )
-        return _merge_in_torch(q, k, v, self._biases, before, scaling, logit_cap)
+
+def merge_drafts(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    biases: torch.Tensor,
+    layer: RadixAttention,
+    before: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[Scale, Scale] = (1.0, 1.0),
+) -> torch.Tensor:
+    """Attend to what rows read under their plan, and to a few keys that groups of rows have apart.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        Of the rows, group by group: `[rows, heads, head_dim]`.
+    caches : tuple of torch.Tensor
+        Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
+    slots : torch.Tensor
+        Where the keys of each group are: `[groups * keys]`.
+    biases : torch.Tensor
+        float32 `[groups, rows of a group, keys of a group]`, contiguous: 0 for a key that is read,
+        else -inf.
+    layer : RadixAttention
+        Its scale and soft-cap.
+    before : tuple of torch.Tensor
+        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` under the plan. An attention sink
+        has been counted there. The output may be overwritten.
+    scales : tuple of float or torch.Tensor
+        What the keys and the values in the caches are multiplied with.
+
+    Returns
+    -------
+    torch.Tensor
+        As the output; 0 for rows that read nothing.
+    """
+    scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
+    if q.is_cuda:
+        from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
+
+        if draft_tree_kernel.reads(caches[0].dtype, q.device):
+            return draft_tree_kernel.merge_drafts(
+                q, caches, slots, biases, before, scaling, logit_cap, scales
+            )
+    k, v = (cache[slots].float().mul_(scale) for cache, scale in zip(caches, scales, strict=True))
+    return _merge_in_torch(q, k, v, biases, before, scaling, logit_cap)
 
 
 def _merge_in_torch(
@@ -101,23 +124,24 @@ def _merge_in_torch(
     scaling: float,
     logit_cap: float,
 ) -> torch.Tensor:
-    """See `DraftTrees.merge`. k, v: float32, of the draft tokens."""
+    """See `merge_drafts`. k, v: float32, of the keys."""
     out, lse = before
-    (count, drafts, _), kv_heads = biases.shape, k.shape[1]
+    (count, rows, num_keys), kv_heads = biases.shape, k.shape[1]
     group = q.shape[1] // kv_heads
-    # Rows are [request and KV head, draft token and query head].
-    queries = q.float().view(count, drafts, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
-    keys, values = (x.view(count, drafts, kv_heads, -1).transpose(1, 2) for x in (k, v))
+    # Rows are [group and KV head, row and query head].
+    queries = q.float().view(count, rows, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+    keys, values = (x.view(count, num_keys, kv_heads, -1).transpose(1, 2) for x in (k, v))
     queries, keys, values = (each.flatten(0, 1) for each in (queries, keys, values))
-    logits = torch.bmm(queries, keys.mT).view(count, kv_heads, drafts, group, drafts) * scaling
+    logits = torch.bmm(queries, keys.mT).view(count, kv_heads, rows, group, num_keys) * scaling
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # What was before the step is one more key: its logit is the LSE.
-    rest = lse.view(count, drafts, kv_heads, group, 1).transpose(1, 2)
+    # What was read before is one more key: its logit is the LSE.
+    rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
-    tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, drafts), values)
-    before_tree = out.view(count, drafts, kv_heads, group, -1).transpose(1, 2)
+    weights = weights.nan_to_num_(nan=0.0)  # of padding, which reads nothing
+    tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, num_keys), values)
+    before_tree = out.view(count, rows, kv_heads, group, -1).transpose(1, 2)
     tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
     return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
 

@@ -291,12 +291,6 @@ class ServedDecoder(Decoder):
         """Whether steps verify drafts that may branch."""
         return self.verify is not None and self.verify.shape.is_tree
 
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether plans are made from lengths that SGLang copies to the host in each step: a step
-        then waits for the verify step before. Chains do with those that the host knows anyway."""
-        return self.verify is None or self.verifies_trees
-
     def new_extend(self, routes: Routes) -> DraftExtend:
         """Return the kind of step in which a draft model with these layers reads drafts. Plans are
         made for the shapes of its layers, too."""

@@ -33,7 +33,7 @@ from sglang_pat.sglang.tree.radix import (
     prefix_paths,
 )
 
-_GROUP = "_sglang_pat_rows"  # attribute of a Req, or of a BeamGroup
+_GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 
 # Committed tokens that the rows of a request may read one by one. Then all paths are read again,
 # and the step is planned: a fraction of a millisecond, every ten verify steps or so.
@@ -70,10 +70,10 @@ class RowShape:
     def of_drafts(cls, count: int, *, are_chains: bool) -> RowShape:
         """Return the rows of `count` draft tokens per request.
 
-        In a chain each reads all before it, and itself. In a tree rows end before the drafts, whose
-        attention is added (`draft_trees.py`).
+        In a chain each reads all before it, and itself. In a tree each row reads the root, which is
+        the first draft token; the attention to its branch is added (`draft_trees.py`).
         """
-        return cls(count, 1, 1, True) if are_chains else cls(count, 0, 0, True)
+        return cls(count, 1, int(are_chains), True)
 
     @property
     def is_tree(self) -> bool:
@@ -134,16 +134,16 @@ class RowTensors:
 class Row:
     """A row of a request, in place of a Req. What it has not itself, the request has."""
 
-    __slots__ = ("kv", "req", "rid")
+    __slots__ = ("group", "kv", "rid")
 
     kv: Any
     rid: str
 
-    def __init__(self, req: Request) -> None:
-        self.req = req
+    def __init__(self, group: RowGroup) -> None:
+        self.group = group
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.req, name)
+        return getattr(self.group.req, name)
 
 
 class _BeamKv:
@@ -180,20 +180,11 @@ class RowGroup:
 
     def __init__(self, req: Request, count: int, end: int = -1) -> None:
         self.req = req
-        self.rows = [Row(req) for _ in range(count)]
+        self.rows = [Row(self) for _ in range(count)]
         self.ids = tuple(map(id, self.rows))
         self.end = end
         self._node_id = -1
         self._span = (-1, -1)
-
-    @classmethod
-    def of_drafts(cls, req: Request, count: int) -> RowGroup:
-        """Return the rows of the draft tokens of a request: the same ones in each step."""
-        group: RowGroup | None = getattr(req, _GROUP, None)
-        if group is None or len(group.rows) != count:
-            group = cls(req, count)
-            setattr(req, _GROUP, group)
-        return group
 
     @classmethod
     def of_beams(cls, leader: Request, rows: Sequence[int]) -> RowGroup:
@@ -214,18 +205,12 @@ class RowGroup:
         return extended_path(path, self._node_id, self.end)
 
 
-def _group_of(req: Request) -> RowGroup | None:
-    """Return the rows of a request: its draft tokens, or the beams that it leads."""
-    for owner in (req, getattr(req, "beam_group", None)):
-        group: RowGroup | None = getattr(owner, _GROUP, None)
-        if group is not None:
-            return group
-    return None
-
-
-def _owner(req: Request | Row) -> Request:
-    """Return the request of a row, or the request itself."""
-    return req.req if isinstance(req, Row) else req
+def _with_group(req: Request | Row) -> tuple[Request, RowGroup | None]:
+    """Return the request of a row, or the request itself, and the group; a leader of beams has one,
+    too."""
+    if isinstance(req, Row):
+        return req.group.req, req.group
+    return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
 
 
 class GroupSource:
@@ -247,20 +232,20 @@ class GroupSource:
         return self._source.key(reqs)
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
-        owners = [_owner(req) for req in reqs]
-        once = {id(owner): owner for owner in owners}  # the path of all rows of a request is one
-        paths = dict(zip(once, self._source.read(list(once.values())), strict=True))
-        for key, owner in once.items():
-            if (group := _group_of(owner)) is not None:
-                paths[key] = group.extended(paths[key])
-        return [paths[id(owner)] for owner in owners]
+        owners = [_with_group(req) for req in reqs]
+        once = {id(owner): (owner, group) for owner, group in owners}  # its rows have one path
+        found = self._source.read([owner for owner, _ in once.values()])
+        paths = {
+            key: path if group is None else group.extended(path)
+            for (key, (_, group)), path in zip(once.items(), found, strict=True)
+        }
+        return [paths[id(owner)] for owner, _ in owners]
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
         return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
-        owner = _owner(req)
-        group = _group_of(owner)
+        owner, group = _with_group(req)
         in_tree = self._source.shared_slots(owner)
         if group is None:
             return in_tree
@@ -302,8 +287,10 @@ class DraftGroups:
             `id()` of the rows whose paths are to be read again.
         """
         if reqs is not self.reqs or len(self.rows) != len(reqs) * count:
+            # Requests that stay keep their rows.
+            kept = {id(each.req): each for each in self._groups if len(each.rows) == count}
             self.reqs = reqs
-            self._groups = [RowGroup.of_drafts(req, count) for req in reqs]
+            self._groups = [kept.get(id(req)) or RowGroup(req, count) for req in reqs]
             self.rows = [row for each in self._groups for row in each.rows]
             self._ends = np.array([each.end for each in self._groups], dtype=np.int32)
         apart = committed - self._ends
