@@ -28,11 +28,18 @@ from sglang_pat.sglang.report.route_reports import (
 )
 from sglang_pat.sglang.start.env import Environment
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
-from sglang_pat.sglang.start.options import Reason, attention_backends, batch_invariant, resolved
+from sglang_pat.sglang.start.options import (
+    TREES,
+    Reason,
+    attention_backends,
+    batch_invariant,
+    branches_of,
+    resolved,
+)
 from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.start.substitution import is_asked_for
 from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
-from sglang_pat.sglang.step.kinds import DraftRound
+from sglang_pat.sglang.step.kinds import BranchRound, DraftRound
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +90,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
             # Of the object: some classes set it. In speculative decoding a step would wait for the
             # verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
-    if decoder is not None and decoder.verifies_trees:
+    if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
     await_draft_model(decoder if decoder is not None and decoder.verify is not None else None)
     report_routes(routes, model_runner)
@@ -217,7 +224,12 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> No
         routes.delegate_all(Reason("default backend", f"{name}, which is closed"))
     if routes.shapes:
         device = model_runner.req_to_token_pool.req_to_token.device
-        drafting = DraftRound(len(backends), device)
+        topk = branches_of(model_runner.server_args)
+        drafting = (
+            DraftRound(len(backends), device)
+            if topk == 1
+            else BranchRound(len(backends), topk, device)
+        )
         planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
         layers = LayerAttention(model_runner, routes)
         for step, (backend, kind) in enumerate(kinds[:-1]):
@@ -262,8 +274,6 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
 
 def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
     """Why the plans of the model that is served do not serve a draft model."""
-    if decoder.verifies_trees:
-        return Reason("speculative decoding", "drafts that branch")
     if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
         return Reason("speculative decoding", "--enable-multi-layer-eagle")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)

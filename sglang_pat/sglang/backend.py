@@ -40,6 +40,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     _pat_routes: Routes  # of these layers
     _pat_kinds: dict[ForwardMode, StepKind]  # the steps that pat plans
     _pat_plans: StepPlans | None  # of the last step
+    _pat_kind: StepKind  # of the last step
     _pat_report: Callable[[Routes], None]
     _pat_is_strict: bool
     # Whether steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
@@ -80,6 +81,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         self._pat_routes = layers.routes
         self._pat_kinds = {kind.mode: kind for kind in kinds}
         self._pat_plans = None
+        self._pat_kind = kinds[0]
         self._pat_report = report
         self._pat_is_strict = strict
         self._pat_speculates = any(kind.shape.speculates for kind in kinds)
@@ -100,6 +102,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if kind is None:
             super().init_forward_metadata(forward_batch)
             return
+        self._pat_kind = kind
         self._pat_is_captured = False
         routes = self._pat_routes
         if routes.delegated:
@@ -120,6 +123,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if kind is None or self._pat_in_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
+        self._pat_kind = kind
         self._pat_is_captured = True
         routes = self._pat_routes
         if routes.delegated:
@@ -181,8 +185,17 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
         `sinks`."""
         if self._pat_attends(layer, forward_batch, kwargs):
+            sinks = kwargs.get("sinks")
             return self._pat_layers.attend(
-                self._pat_plans, q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+                self._pat_plans,
+                self._pat_kind.apart,
+                q,
+                k,
+                v,
+                layer,
+                forward_batch,
+                save_kv_cache,
+                sinks,
             )
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
@@ -200,8 +213,17 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if forward_batch.forward_mode in self._pat_kinds and self._pat_attends(
             layer, forward_batch, kwargs
         ):
+            sinks = kwargs.get("sinks")
             return self._pat_layers.attend(
-                self._pat_plans, q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+                self._pat_plans,
+                self._pat_kind.apart,
+                q,
+                k,
+                v,
+                layer,
+                forward_batch,
+                save_kv_cache,
+                sinks,
             )
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
@@ -336,7 +358,8 @@ class PatDraftSteps:
         self._pat_seen.add(layer.layer_id)
         if self._pat_plans is not None:
             self._pat_round.go_to(step, self._pat_plans)
-        return self._pat_layers.attend(self._pat_plans, q, k, v, layer, *rest)
+        apart = self._pat_round.apart
+        return self._pat_layers.attend(self._pat_plans, apart, q, k, v, layer, *rest)
 
 
 class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types

@@ -64,6 +64,12 @@ CHAINS = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+BRANCHES = {
+    "speculative_algorithm": "STANDALONE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 2,
+    "speculative_num_draft_tokens": 6,
+}
 TREES = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_draft_tokens": 6,
@@ -88,6 +94,22 @@ def run_with_drafts(
     ("family", "speculation"),
     [
         pytest.param("llama", CHAINS, id="chains"),
+        pytest.param("llama", BRANCHES, id="branches"),
+        # SGLang's own numbers for a Llama.
+        pytest.param(
+            "llama",
+            BRANCHES
+            | {
+                "speculative_num_steps": 5,
+                "speculative_eagle_topk": 4,
+                "speculative_num_draft_tokens": 8,
+            },
+            id="branches of a Llama",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "llama", BRANCHES | {"page_size": 4}, id="branches, pages", marks=pytest.mark.nightly
+        ),
         pytest.param("llama", TREES, id="trees", marks=pytest.mark.nightly),
         # Pages; and window layers, which the default backend verifies.
         pytest.param("llama", CHAINS | {"page_size": 4}, id="pages", marks=pytest.mark.nightly),
@@ -243,7 +265,7 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
     assert expected.draft_calls.keys() == {("default", layer) for layer in layers}
     assert drafted["steps"] == steps * verified["steps"]
     rows = verified["rows"] // speculation["speculative_num_draft_tokens"]
-    assert drafted["rows"] == steps * rows
+    assert drafted["rows"] == steps * rows * speculation["speculative_eagle_topk"]
     assert drafted["plans_built"] + drafted["plans_reused"] == verified["steps"]
     assert drafted["plans_reused"] > drafted["plans_built"]
     tokens = found.stats["draft_kv_tokens"]

@@ -188,10 +188,12 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "speculation of trees": (
         lambda: runner(
-            server_args=server_arguments(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
+            server_args=server_arguments(
+                speculative_algorithm="EAGLE", speculative_eagle_topk=4, device="cuda"
+            )
         ),
-        "--speculative-eagle-topk 4",
-        "speculative decoding = --speculative-eagle-topk 4; supported: --speculative-algorithm",
+        "--speculative-eagle-topk 4 on a GPU",
+        "speculative decoding = --speculative-eagle-topk 4 on a GPU; supported: --speculative-",
     ),
     "adaptive speculation": (
         lambda: runner(

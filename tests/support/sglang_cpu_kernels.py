@@ -119,10 +119,38 @@ def forward_decode(
     """`TorchNativeAttnBackend.forward_decode`."""
     q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim) if not more else q
     starts = forward_batch.seq_lens - 1
+    if getattr(self, "branches", None) is not None:
+        return _forward_branches(self, q, k, v, layer, forward_batch, save_kv_cache, sinks)
     if is_draft_step(self):  # one of several with the same lengths
         starts = forward_batch.positions
     counts = torch.ones_like(starts)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)
+
+
+def _forward_branches(
+    self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool, sinks: Any
+) -> torch.Tensor:
+    """Each row reads its request's KV, and the slots of its branch."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool = self.token_to_kv_pool
+    if save_kv_cache and k is not None:
+        pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+    out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
+    table = self.req_to_token_pool.req_to_token
+    requests, topk, _ = self.branches.shape
+    for i in range(requests):
+        before = table[batch.req_pool_indices[i], : int(batch.seq_lens[i])].long()
+        for t in range(topk):
+            row = i * topk + t
+            slots = torch.cat([before, self.branches[i, t].long()])
+            seen = torch.ones(1, len(slots), dtype=torch.bool)
+            position = batch.positions[row : row + 1][:, None]
+            own = (each[slots].to(q.dtype) for each in (keys, values))
+            out[row : row + 1] = _attend(queries[row : row + 1], *own, seen, layer, sinks, position)
+    return out.view(len(q), -1)
 
 
 def _forward(

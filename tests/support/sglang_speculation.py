@@ -41,6 +41,18 @@ def install() -> None:
     # and no backend asks for lengths there.
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
+    view = speculative_hook.resolved_view
+
+    class View:
+        """Trees over pages: SGLang lists the backends by name."""
+
+        def __init__(self, arguments: Any) -> None:
+            self._view = view(arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return "triton" if name == "attention_backend" else getattr(self._view, name)
+
+    speculative_hook.resolved_view = View
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
     DraftBackendFactory.create_decode_backend = _decode_backend
@@ -53,7 +65,7 @@ def _decode_backend(factory: Any) -> Any:
     # As SGLang's: the step that reads what was accepted is the only one of its round.
     if factory.speculative_num_steps <= 1:
         return None
-    return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps)
+    return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps, factory.topk)
 
 
 def _torch_native(model_runner: Any) -> Any:
@@ -72,13 +84,19 @@ class DraftSteps:
 
     needs_cpu_seq_lens = False
 
-    def __init__(self, model_runner: Any, num_steps: int) -> None:
+    def __init__(self, model_runner: Any, num_steps: int, topk: int = 1) -> None:
+        self._topk = topk
         self.attn_backends = [_torch_native(model_runner) for _ in range(num_steps - 1)]
         for backend in self.attn_backends:
             backend.is_draft_step = True
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        for backend in self.attn_backends:
+        for step, backend in enumerate(self.attn_backends):
+            if self._topk > 1:
+                slots = forward_batch.out_cache_loc.view(
+                    len(forward_batch.seq_lens), self._topk, -1
+                )
+                backend.branches = slots[..., : step + 1]
             backend.init_forward_metadata(forward_batch)
 
 
@@ -149,8 +167,28 @@ def build_tree_kernel_efficient_cpu(
     retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor, topk: int, depth: int,
     num_drafts: int, tree_mask_mode: int,
 ) -> None:  # fmt: skip
-    """Chains alone."""
-    assert topk == 1
+    """Chains, and trees as `organize_draft_results` chooses them."""
+    if topk > 1:
+        assert int(tree_mask_mode) == 1
+        trees = torch.zeros(len(seq_lens), num_drafts, num_drafts, dtype=torch.bool)
+        retrieve_index.copy_(torch.arange(len(seq_lens) * num_drafts).view(retrieve_index.shape))
+        for b, (chosen, parents) in enumerate(
+            zip(selected_index.tolist(), parent_list.tolist(), strict=True)
+        ):
+            above = [-1]
+            trees[b, 0, 0] = True
+            for i in range(1, num_drafts):
+                group = chosen[i - 1] // topk
+                above.append(0 if group == 0 else chosen.index(parents[group]) + 1)
+                trees[b, i] = trees[b, above[i]]
+                trees[b, i, i] = True
+            for i in reversed(range(1, num_drafts)):
+                retrieve_next_sibling[b, i] = retrieve_next_token[b, above[i]]
+                retrieve_next_token[b, above[i]] = i
+        depths = trees.sum(-1) - 1
+        positions.copy_((seq_lens[:, None] + depths).flatten())
+        tree_mask.view(-1)[: trees.numel()] = trees.flatten()
+        return
     assert int(tree_mask_mode) == 1  # one square of the draft tokens per request
     chain = torch.ones(num_drafts, num_drafts, dtype=torch.bool).tril()
     tree_mask.view(-1)[: len(seq_lens) * num_drafts**2] = chain.flatten().repeat(len(seq_lens))

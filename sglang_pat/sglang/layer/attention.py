@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.sglang.layer.draft_trees import ReadApart
 from sglang_pat.sglang.layer.kv_writes import KvWrites
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.kv_scales import read_scales
@@ -27,6 +28,7 @@ class LayerAttention:
     def attend(
         self,
         plans: StepPlans | None,
+        apart: ReadApart | None,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
@@ -41,6 +43,8 @@ class LayerAttention:
         ----------
         plans : StepPlans or None
             The plans of the step. None: an idle rank's, which has no rows.
+        apart : ReadApart or None
+            What its rows read beside the plans.
         q : torch.Tensor
             `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
         k, v : torch.Tensor or None
@@ -77,19 +81,18 @@ class LayerAttention:
             k_scale=scales[0],
             v_scale=scales[1],
         )
-        if plans.trees is not None:
-            rest = (plans.trees, (keys, values), forward_batch, layer, scales)
-            run = partial(_run_trees, run, rest)
+        if apart is not None:
+            run = partial(_merged, run, (apart, (keys, values), forward_batch, layer, scales))
         return _run_planned(run, q, plans, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
-def _run_trees(run: Callable[..., Any], rest: tuple[Any, ...], q: torch.Tensor) -> torch.Tensor:
-    """Attend under the plans, and to the drafts that each row reads beside them.
+def _merged(run: Callable[..., Any], rest: tuple[Any, ...], q: torch.Tensor) -> torch.Tensor:
+    """Attend under the plans, and to what each row reads beside them.
 
-    The drafts are read from the caches: the pool may have rounded them to a smaller type.
+    Drafts are read from the caches: the pool may have rounded them to a smaller type.
     """
-    trees, caches, forward_batch, layer, scales = rest
-    out: torch.Tensor = trees.merge(
+    apart, caches, forward_batch, layer, scales = rest
+    out: torch.Tensor = apart.merge(
         q, caches, forward_batch, layer, run(q, return_lse=True), scales
     )
     return out

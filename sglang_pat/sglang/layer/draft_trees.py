@@ -11,12 +11,26 @@ know yet.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
+
+
+class ReadApart(Protocol):
+    """What rows read beside their plan."""
+
+    def merge(
+        self,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        forward_batch: Any,
+        layer: RadixAttention,
+        before: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[Scale, Scale] = (1.0, 1.0),
+    ) -> torch.Tensor: ...
 
 
 class DraftTrees:
@@ -66,6 +80,85 @@ class DraftTrees:
         """
         slots = forward_batch.out_cache_loc[: len(q)]
         return merge_drafts(q, caches, slots, self._biases, layer, before, scales)
+
+
+class DraftPaths:
+    """The draft tokens of a step in which a draft model reads what was verified, tree or not.
+
+    SGLang has moved the accepted path to the front: each row reads those before it. The plan of the
+    verify step has the root.
+    """
+
+    def __init__(self, num_drafts: int, device: torch.device) -> None:
+        self._num_drafts = num_drafts
+        self._path = torch.ones(num_drafts, num_drafts, device=device).tril().log()
+        self._path[:, 0] = -torch.inf
+        self._biases = self._path[None]
+
+    def reserve(self, max_requests: int) -> None:
+        """Allocate what captured graphs of up to so many requests read."""
+        self._biases = self._path.expand(max_requests, -1, -1).contiguous()
+
+    def merge(
+        self,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        forward_batch: Any,
+        layer: RadixAttention,
+        before: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[Scale, Scale] = (1.0, 1.0),
+    ) -> torch.Tensor:
+        """Attend to all that each row reads. See `DraftTrees.merge`."""
+        groups = len(q) // self._num_drafts
+        biases = self._biases[:groups]
+        if len(biases) < groups:
+            biases = self._path.expand(groups, -1, -1).contiguous()
+        slots = forward_batch.out_cache_loc[: len(q)]
+        if len(slots) < len(q):  # the verify step had padding
+            slots = torch.cat((slots, slots.new_zeros(len(q) - len(slots))))
+        return merge_drafts(q, caches, slots, biases, layer, before, scales)
+
+
+class DraftBranches:
+    """The draft tokens of a draft model that branches: each row reads those of its own branch.
+
+    SGLang does not move them when branches change parents: row `i` reads its own slots.
+    """
+
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        self._biases = torch.zeros(0, device=device)  # all are read
+        self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
+        self._num_read = 0
+
+    def take(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
+        """Go to the next round. out_cache_loc: SGLang's slots, `[rows * steps]`. A captured graph
+        reads them where they lie."""
+        self._slots = out_cache_loc.view(num_rows, -1)
+        if len(self._biases) < self._slots.numel():
+            self._biases = self._biases.new_zeros(self._slots.numel())
+
+    def reserve(self, max_rows: int) -> None:
+        """Allocate what captured graphs of up to so many rows read."""
+        self._biases = self._biases.new_zeros(max_rows * self._slots.shape[1])
+
+    def go_to(self, step: int) -> None:
+        """Let rows read the drafts up to this step, counted from 0."""
+        self._num_read = step + 1
+
+    def merge(
+        self,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        forward_batch: Any,
+        layer: RadixAttention,
+        before: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[Scale, Scale] = (1.0, 1.0),
+    ) -> torch.Tensor:
+        """Attend to all that each row reads. See `DraftTrees.merge`."""
+        count = self._num_read
+        slots = self._slots[: len(q), :count].reshape(-1)
+        biases = self._biases[: len(q) * count].view(len(q), 1, count)
+        return merge_drafts(q, caches, slots, biases, layer, before, scales)
 
 
 def merge_drafts(

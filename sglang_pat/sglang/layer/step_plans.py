@@ -9,7 +9,6 @@ import torch
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch, IntArray
 from sglang_pat.plan import DecodePlan, KvTokens
-from sglang_pat.sglang.layer.draft_trees import DraftTrees
 from sglang_pat.sglang.start.routes import Shape
 from sglang_pat.stats import PlanningTime, PlanStats
 
@@ -19,11 +18,7 @@ class StepPlans:
 
     They are made of the same batch one after the other. The last one's statistics are the step's:
     its time begins where the step's does.
-
-    trees: what the rows of the step read beside the plans, drafts that branch.
     """
-
-    trees: DraftTrees | None = None
 
     def __init__(self, attentions: Mapping[Shape, PackAttention]):
         self._set(attentions)

@@ -19,7 +19,8 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# How drafts are made where pat verifies them: chains, with --speculative-eagle-topk 1, or trees.
+# Where drafts come from: a model, in chains or, with --speculative-eagle-topk above 1, in trees; or
+# what was said before, in trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 TREES = ("NGRAM",)
 # Prepares verify steps on a stream of its own.
@@ -103,9 +104,14 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         return None
     if algorithm not in CHAINS + TREES:
         return Reason("speculative decoding", f"--speculative-algorithm {algorithm}")
-    topk = resolved(arguments, "speculative_eagle_topk")
-    if algorithm in CHAINS and topk != 1:
-        return Reason("speculative decoding", f"--speculative-eagle-topk {topk}")
+    if (
+        algorithm in CHAINS
+        and branches_of(arguments) > 1
+        and resolved(arguments, "device") != "cpu"
+    ):
+        # No GPU has run it yet.
+        topk = branches_of(arguments)
+        return Reason("speculative decoding", f"--speculative-eagle-topk {topk} on a GPU")
     if batch_invariant(arguments, environment):
         return Reason("speculative decoding", "in batch-invariant mode")
     if resolved(arguments, "speculative_adaptive"):
@@ -121,12 +127,18 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
 
 
 def drafts_of(arguments: Any) -> tuple[int, bool] | None:
-    """Draft tokens of a request in a verify step, and whether they are a chain. None without
-    speculative decoding."""
+    """Return the draft tokens of a request in a verify step, and whether they are a chain. None
+    without speculative decoding."""
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
-    return int(resolved(arguments, "speculative_num_draft_tokens")), algorithm in CHAINS
+    is_chain = algorithm in CHAINS and branches_of(arguments) == 1
+    return int(resolved(arguments, "speculative_num_draft_tokens")), is_chain
+
+
+def branches_of(arguments: Any) -> int:
+    """Return the branches of a request in a decode step of a draft model."""
+    return int(resolved(arguments, "speculative_eagle_topk") or 1)
 
 
 def early_reason(arguments: Any) -> Reason | None:

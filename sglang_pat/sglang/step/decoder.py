@@ -155,7 +155,7 @@ class Decoder:
             num_rows = forward_batch.batch_size * kind.shape.per_request
             if plans is not microbatch.captured or plans.num_rows != num_rows:
                 return None
-        kind.count_followed(forward_batch)
+        kind.follow(forward_batch)
         return plans
 
     def _plan(
@@ -181,7 +181,7 @@ class Decoder:
         self._reuse.hold(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
         req_pool_indices, seq_lens = kind.rows(view, place)
-        plans.trees = kind.trees(forward_batch, view.num_known, place)
+        kind.take_apart(forward_batch, view.num_known, place)
         batch = reader.read(view)
         table = self._req_to_token_pool.req_to_token
         tensors = {

@@ -6,6 +6,7 @@
 | Verify | draft tokens | and the drafts before it | what was accepted | verify |
 | DraftExtend | as Verify, in its plan | as Verify, of the draft model | - | draft_extend |
 | DraftRound | 1, in each of its steps | one token more in each | what was accepted | draft |
+| BranchRound | 1 per branch | the KV, and its branch apart | what was accepted | draft |
 
 `Decoder` plans them all alike. What differs is a class attribute or a method here.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.layer.draft_trees import DraftTrees
+from sglang_pat.sglang.layer.draft_trees import DraftBranches, DraftPaths, DraftTrees, ReadApart
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests, requests_of, step_of_extend
 from sglang_pat.sglang.tree.rows import DECODE_ROWS, RowShape, RowTensors
@@ -52,12 +54,15 @@ class StepKind:
     graphs_are_complete
         Whether captured graphs write by themselves what their rows read. Otherwise no step repeats
         another.
+    apart
+        What the rows of the last step read beside their plan: drafts that branch.
     """
 
     mode: ClassVar[ForwardMode]
     shape: RowShape = DECODE_ROWS
     follows: StepKind | None = None
     graphs_are_complete = True
+    apart: ReadApart | None = None
 
     # --- what SGLang shows ---
 
@@ -74,9 +79,8 @@ class StepKind:
         """Return `req_pool_indices` and `seq_lens` of the rows."""
         return view.req_pool_indices, view.seq_lens
 
-    def trees(self, forward_batch: Any, num_known: int, place: Place) -> DraftTrees | None:
-        """Return what rows read beside their plan: drafts of their step that branch."""
-        return None
+    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
+        """Let `apart` be that of a step, of so many requests and padding."""
 
     def record_in_graph(self, forward_batch: Any) -> None:
         """While a graph is captured: let it write what its rows read, of the lengths that SGLang
@@ -91,7 +95,7 @@ class StepKind:
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         """Count a step that was planned, of known requests."""
 
-    def count_followed(self, forward_batch: Any) -> None:
+    def follow(self, forward_batch: Any) -> None:
         """Count a step that the plan of the step before serves."""
 
     def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
@@ -124,6 +128,7 @@ class Verify(StepKind):
         self._eager = self._new_place(None)
         self._captured, self._reserved_for = self._eager, 0
         self.graphs_are_complete = False  # until one has been captured
+        self.paths = DraftPaths(shape.per_request, device)
 
     def _new_place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
         count, device = self.shape.per_request, self._device
@@ -137,6 +142,7 @@ class Verify(StepKind):
         if max_requests != self._reserved_for:  # what is reserved stays, as in `Microbatches`
             self._captured = self._new_place(max_requests)
             self._reserved_for = max_requests
+            self.paths.reserve(max_requests)
         self.graphs_are_complete = False
         return super().reserve(max_requests)
 
@@ -148,19 +154,18 @@ class Verify(StepKind):
         rows, _ = self._eager if place is Place.EAGER else self._captured
         return rows.of(view.req_pool_indices, view.seq_lens)
 
-    def trees(self, forward_batch: Any, num_known: int, place: Place) -> DraftTrees | None:
-        if not self.shape.is_tree:
-            return None
-        _, trees = self._eager if place is Place.EAGER else self._captured
-        trees.take(forward_batch, num_known, in_capture=place is Place.CAPTURE)
-        return trees
+    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
+        if self.shape.is_tree:
+            _, trees = self._eager if place is Place.EAGER else self._captured
+            trees.take(forward_batch, num_known, in_capture=place is Place.CAPTURE)
+            self.apart = trees
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         self._count(int(np.count_nonzero(batch.seq_lens)))
 
     def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         num_requests, count = len(requests.reqs), self.shape.per_request
-        self.trees(forward_batch, num_requests, Place.REPLAY)
+        self.take_apart(forward_batch, num_requests, Place.REPLAY)
         self._count(num_requests * count)
         return growth * count
 
@@ -186,6 +191,7 @@ class DraftExtend(StepKind):
     def __init__(self, verify: Verify) -> None:
         self.shape = verify.shape
         self.follows = verify
+        self.apart = verify.paths if verify.shape.is_tree else None
         self._verify = verify
         self._counts = Counter({"steps": 0, "rows": 0})
 
@@ -207,9 +213,9 @@ class DraftExtend(StepKind):
         return self._verify.rows(view, place)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        self.count_followed(forward_batch)
+        self.follow(forward_batch)
 
-    def count_followed(self, forward_batch: Any) -> None:
+    def follow(self, forward_batch: Any) -> None:
         self._counts["steps"] += 1
         self._counts["rows"] += len(forward_batch.input_ids)
 
@@ -284,9 +290,52 @@ class DraftRound(StepKind):
         steps, num_rows = self._num_steps, self._num_rows
         self._counts["steps"] += steps
         self._counts["rows"] += steps * num_rows
-        more = steps * growth + num_rows * steps * (steps - 1) // 2
+        more = steps * growth
+        if self.apart is None:  # each step reads one token more
+            more += num_rows * steps * (steps - 1) // 2
         for name, tokens in self._tokens._asdict().items():
             self._kv_tokens[name] += steps * tokens + more
 
     def counters(self) -> dict[str, Counter[str]]:
         return {"draft": self._counts, "draft_kv_tokens": self._kv_tokens}
+
+
+class BranchRound(DraftRound):
+    """The steps of a draft model that branches: `topk` rows per request.
+
+    All rows end where the round's drafts begin, so one plan serves all steps as it is. Each row
+    reads its own branch apart.
+    """
+
+    def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
+        super().__init__(num_steps, device)
+        # On the host rows are a token longer than on the device: so each has an open tail.
+        self.shape = RowShape(topk, first=1, are_drafts=True)
+        self.apart: DraftBranches = DraftBranches(num_steps, device)
+        self._rows = partial(RowTensors, RowShape(topk, are_drafts=True), device)
+        self._eager_rows = self._captured_rows = self._rows()
+
+    def reserve(self, max_requests: int) -> int:
+        self.graphs_are_complete = False
+        num_rows = StepKind.reserve(self, max_requests)
+        self._captured_rows = self._rows(num_rows)
+        self.apart.reserve(num_rows)
+        return num_rows
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        self._captured_rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self.graphs_are_complete = True
+
+    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._eager_rows if place is Place.EAGER else self._captured_rows
+        return rows.of(view.req_pool_indices, view.seq_lens)
+
+    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
+        num_rows = forward_batch.batch_size * self.shape.per_request
+        self.apart.take(forward_batch.out_cache_loc, num_rows)
+
+    def go_to(self, step: int, plans: StepPlans) -> None:
+        self.apart.go_to(step)
+
+    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+        return super().repeat(forward_batch, requests, growth * self.shape.per_request)
