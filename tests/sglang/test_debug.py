@@ -10,7 +10,7 @@ import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.sglang.step.debug import StepChecker, check_growth
+from sglang_pat.sglang.step.debug import StepChecker, check_growth, check_host_lengths
 from sglang_pat.sglang.tree.radix import RadixSource, radix_source
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -53,6 +53,14 @@ def step(request: pytest.FixtureRequest) -> Step:
     step.read_paths()
     step.check(plan_is_new=True)
     return step
+
+
+def test_a_request_that_the_host_takes_for_longer_than_it_is() -> None:
+    """Some ways of drafting publish bounds instead of lengths."""
+    on_host = np.array([7, 9], dtype=np.int32)
+    check_host_lengths(on_host, torch.tensor([7, 30, 1]))  # what was accepted since, and padding
+    with pytest.raises(RuntimeError, match="request 1 has 8 tokens, and 9 on the host"):
+        check_host_lengths(on_host, torch.tensor([7, 8, 1]))
 
 
 def test_an_unchanged_step_passes(step: Step) -> None:

@@ -200,20 +200,20 @@ def test_importing_is_light(module: str) -> None:
 
 def test_a_server_imports_little_that_sglang_does_not() -> None:
     """Every process of a server imports the plug-in, and a scheduler imports the backend: neither
-    the command line nor replay, nor a package that SGLang or torch does without. What that costs is
-    measured in tests/sglang/test_plugin.py."""
+    the command line nor the simulation, nor a package that SGLang or torch does without. What that
+    costs is measured in tests/sglang/test_plugin.py."""
     graph = grimp.build_graph(
         "sglang_pat", include_external_packages=True, exclude_type_checking_imports=True
     )
     modules: set[str] = set()
-    for entry in ("plugin", "substitution", "backend"):
+    for entry in ("plugin", "start.substitution", "attach"):
         modules |= graph.find_upstream_modules(f"sglang_pat.sglang.{entry}")
     outer = {name for name in modules if not name.startswith("sglang_pat")}
     outer -= {*sys.stdlib_module_names}
     known = {"cuda", "filelock", "numpy", "prometheus_client", "sglang", "torch", "triton"}
     assert outer - known == {"platformdirs"}
     ours = {name for name in modules if name.startswith("sglang_pat.")}
-    assert not [name for name in ours if name.split(".")[1] in ("bench", "cli", "replay")]
+    assert not [name for name in ours if name.split(".")[1] in ("bench", "cli", "workload")]
 
 
 def test_advice_needs_no_torch() -> None:

@@ -52,6 +52,7 @@ class DebugChecks:
         reader: BatchReader,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
+        *,
         follows: bool,
     ) -> None:
         """Raise RuntimeError, naming the request, if anything is not as it must be.
@@ -144,6 +145,26 @@ def check_growth(before: IntArray, now: IntArray) -> None:
             f"the same requests had lengths {before.tolist()} in the last step and have "
             f"{now.tolist()} in this one"
         )
+
+
+def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
+    """Raise RuntimeError if the host takes a request for longer than it is.
+
+    A plan then shares KV that has not been written. Requests that are longer on the device are
+    right: each row has a tail that is read live.
+
+    Parameters
+    ----------
+    on_host : int32 array
+        Lengths of the requests on the host: `[requests]`.
+    seq_lens : torch.Tensor
+        Lengths on the device, with padding behind.
+    """
+    lens = seq_lens[: len(on_host)].cpu().numpy()
+    wrong = np.flatnonzero(on_host > lens)
+    if len(wrong):
+        row = wrong[0]
+        raise RuntimeError(f"request {row} has {lens[row]} tokens, and {on_host[row]} on the host")
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:

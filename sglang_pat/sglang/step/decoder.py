@@ -23,7 +23,7 @@ from sglang_pat.sglang.start.env import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.options import batch_invariant, drafts_of
 from sglang_pat.sglang.start.routes import Routes, Shape
-from sglang_pat.sglang.step.debug import DebugChecks
+from sglang_pat.sglang.step.debug import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.kinds import Decode, DraftExtend, Place, StepKind, Verify
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.repeats import RepeatedSteps
@@ -195,7 +195,11 @@ class Decoder:
             made = plans.plan(reader.without_sharing(batch, OVERFLOW), **tensors)
         if self._checks is not None:
             for attention, plan in made:
-                self._checks.check(attention, plan, reader, table, req_pool_indices, follows)
+                self._checks.check(
+                    attention, plan, reader, table, req_pool_indices, follows=follows
+                )
+            if reader.last_shared is not None:
+                check_host_lengths(reader.lens, view.seq_lens)
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
             self._reasons[why or Reason.FIRST] += 1
