@@ -275,8 +275,7 @@ class Server:
 
         if self._chunked is not None:
             request, rest = self._chunked, self._chunked.wanted - self._chunked.kv_len
-            room = min(tokens_left, int(tree.reachable - reserved))
-            new = min(rest, room if room > 0 else tokens_left)
+            new = min(rest, tokens_left)  # there was room for all of it when it was admitted
             admit(request, new, is_whole=new == rest)
             self._chunked = None if new == rest else request
         while self._waiting and tokens_left > 0:
