@@ -245,7 +245,8 @@ class PackAttention:
             int64 or int32 `[num_requests]`: the row of each request.
         seq_lens : torch.Tensor
             int64 or int32 `[num_requests]`: `batch.seq_lens`, or a few tokens more, of which the
-            host need not know: no plan depends on them, but in batch-invariant mode. Read in each
+            host need not know: no plan depends on them, but in batch-invariant mode. Or one token
+            less, where KV behind the path is read live. Read in each
             run(), so that a captured graph sees the lengths of its replay. Plain torch refuses
             others there; the kernels do not look, since that would wait for the device.
 

@@ -59,7 +59,7 @@ def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> Non
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("more", [-1, 400])
+@pytest.mark.parametrize("more", [-2, 400])
 def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
     more: int, batch_invariant: bool
 ) -> None:
@@ -74,8 +74,27 @@ def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
         message = f"request 1 has {lens[1]}, and {steps.lens[1]} on the host"
         with pytest.raises(ValueError, match=message):
             steps.attention.run(q, *caches)
-        lens[1] += 3 - more
-        steps.attention.run(q, *caches)
+        for right in (3, -1):  # the last token may not be there yet
+            lens[1] = int(steps.lens[1]) + right
+            steps.attention.plan(batch, seq_lens=lens, **steps.tables)
+            steps.attention.run(q, *caches)
+
+
+def test_a_request_without_a_tail_is_never_shorter_than_on_the_host() -> None:
+    """A range that it shares ends where it ends."""
+    attention = PackAttention(4, 2, 64, dtype=torch.float32, device="cpu")
+    lens = np.array([20, 30], dtype=np.int32)
+    paths = PrefixPaths.from_lists([[(1, 0, 20)], [(1, 0, 20)]])
+    seq_lens = torch.tensor([19, 30])
+    attention.plan(
+        DecodeBatch(lens, paths),
+        req_to_token=torch.zeros(2, 40, dtype=torch.int32),
+        req_pool_indices=torch.arange(2),
+        seq_lens=seq_lens,
+    )
+    caches = [torch.zeros(50, 2, 64)] * 2
+    with pytest.raises(ValueError, match="request 0 has 19, and 20 on the host"):
+        attention.run(torch.zeros(2, 4, 64), *caches)
 
 
 def test_another_number_of_rows_is_another_batch() -> None:

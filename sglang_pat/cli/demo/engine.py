@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_pat.cli.demo.report import console
+from sglang_pat.cli.demo.report import Candidate, Served, console
 from sglang_pat.cli.demo.workload import Request
 from sglang_pat.sglang.report.stats_file import read_stats
 
@@ -47,36 +47,6 @@ class Machine:
             "cuda_graph_backend_prefill": "disabled",  # half of the time that an engine starts
         }
         return cls(None, False, {"device": "cuda", "dtype": "float16", **graphs})
-
-
-class Candidate(NamedTuple):
-    """One of the most probable tokens at a position."""
-
-    logprob: float
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What one run gave.
-
-    Attributes
-    ----------
-    tokens
-        The new tokens of every request, in the order of the workload.
-    seconds
-        How long the run took, without the start of the engine.
-    candidates
-        The two most probable tokens at every position of every request, best first. None if the run
-        is exact.
-    stats
-        The counters of pat. Empty for other backends.
-    """
-
-    tokens: list[list[int]]
-    seconds: float
-    candidates: list[list[list[Candidate]]] | None = None
-    stats: dict[str, Any] = field(default_factory=dict)
 
 
 def serve(

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from sglang_pat.cli.demo.engine import Served
 
 # Two tokens tie if their log-probabilities are this close: some ten times the rounding of float16
 # in the demo's model.
 TIE_LOGPROB = 0.02
 
 console = Console(highlight=False)
+
+
+class Candidate(NamedTuple):
+    """One of the most probable tokens at a position."""
+
+    logprob: float
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one run gave.
+
+    Attributes
+    ----------
+    tokens
+        The new tokens of every request, in the order of the workload.
+    seconds
+        How long the run took, without the start of the engine.
+    candidates
+        The two most probable tokens at every position of every request, best first. None if the run
+        is exact.
+    stats
+        The counters of pat. Empty for other backends.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    candidates: list[list[list[Candidate]]] | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
