@@ -28,6 +28,7 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
+from serving.counters import difference, with_ratio
 from serving.fleet import (
     Member,
     answers_equal,
@@ -40,7 +41,6 @@ from serving.fleet import (
 )
 from serving.hybrids import HYBRIDS, HybridModel
 from serving.kernel_times import kernel_times, trace
-from serving.latency import difference, read_ratio
 from serving.models import TINY
 from serving.results import earlier, write
 from serving.tables import console, show_failure
@@ -119,7 +119,7 @@ class Served:
             "prefix": case.prefix,
             "private": case.private,
             "tokens": case.generated,
-            "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
+            "pat_stats": with_ratio(counted),
             "gpu": {"before": state, "after": gpu_state()},
         }
         self.measured.append(found)

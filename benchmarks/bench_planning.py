@@ -24,7 +24,7 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.latency import difference
+from serving.counters import difference
 from serving.models import MODELS, TINY, ModelShape
 from serving.tables import console
 

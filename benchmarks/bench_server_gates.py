@@ -34,6 +34,7 @@ from bench_sharing import Cell
 from bench_sharing import show as show_sharing
 from metadata import gpu_state, metadata
 from rich.table import Table
+from serving.counters import difference, with_ratio
 from serving.fleet import (
     SHARED_GPU,
     Member,
@@ -47,7 +48,6 @@ from serving.fleet import (
     watched,
 )
 from serving.kernel_times import kernel_times, layer_us, trace
-from serving.latency import difference, read_ratio
 from serving.models import MODELS, TINY, ModelShape
 from serving.results import write
 from serving.tables import console, show_failure
@@ -243,7 +243,7 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
         "share_of_prompts_cached": {
             name: min(run.cached for run in passes) for name, passes in by_backend.items()
         },
-        "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
+        "pat_stats": with_ratio(counted),
         "gpu": {"before": state, "after": gpu_state()},
     }
     if question.whole_ms is not None and layers == _WHOLE.get(question.model):

@@ -1,13 +1,11 @@
-"""When it pays: time per output token of SGLang's backend over pat's, by batch and shared KV.
+"""When it pays: time per output token of the best other kernel over pat's, by batch and shared KV.
+
+    python benchmarks/bench_sharing.py [--json FILE]
 
 All requests of a batch have contexts of one length; a part of it is a prefix that they share.
-
-    python benchmarks/bench_sharing.py --by kernels --json FILE
-    python benchmarks/bench_sharing.py --by server [--json FILE]
-
-By kernels: attention of a layer is timed beside FlashInfer and FA3, and the rest of a step comes
-from the time model of `sglang-pat advise`. Half a minute. By server: two servers, one after the
-other, of the Llama-3-8B shape with random weights; three minutes. plot_sharing.py draws either.
+Attention of a layer is timed beside FlashInfer and FA3, and the rest of a step comes from the time
+model of `sglang-pat advise`. Half a minute. plot_sharing.py draws the result; bench_server_gates.py
+measures both in a server.
 """
 
 from __future__ import annotations
@@ -16,18 +14,15 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.models import MODELS, TINY, ModelShape
+from serving.models import MODELS, ModelShape
 from serving.tables import console
 
-from sglang_pat.bench.cases import Case
 from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.output_file import output_file
 from sglang_pat.workload.cost import StepTime
@@ -36,7 +31,6 @@ from sglang_pat.workload.models import GPUS, Gpu
 BATCHES = (1, 8, 32, 128)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 CONTEXT = 2048
-TOKENS = 72  # of an answer, in the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +55,12 @@ class Cell:
             return f"{self.batch}_{self.context}"
         return f"1,{self.batch}_{self.prefix},{self.private}"
 
-    @property
-    def case(self) -> Case:
-        return Case(self.batch, self.prefix, self.private, TOKENS)
 
-
-def cells(context: int, batches: tuple[int, ...] = BATCHES) -> list[Cell]:
+def cells(context: int) -> list[Cell]:
     """A batch of one shares nothing."""
     return [
         Cell(batch, share, context)
-        for batch in batches
+        for batch in BATCHES
         for share in SHARES
         if batch > 1 or share == 0
     ]
@@ -129,46 +119,6 @@ def _best(us: Mapping[str, float]) -> float:
     return min(value for name, value in us.items() if name != "pat")
 
 
-def by_server(model: ModelShape, context: int) -> list[dict[str, Any]]:
-    """Both measured. A batch that the server does not hold is made smaller, and named as it was."""
-    from sglang_pat.bench import comparison
-
-    asked = {
-        f"{cell.batch} x {cell.share}": cell
-        for cell in cells(context, BATCHES if model.name != TINY else (1, 4))
-    }
-    cases = {name: cell.case for name, cell in asked.items()}
-    measured = {backend: comparison.Measured() for backend in ("default", "pat")}
-    with tempfile.TemporaryDirectory(prefix="bench-sharing-") as folder:
-        path = model.write(Path(folder))
-        served = comparison.Model(path, model.vocab_size, model.config["max_position_embeddings"])
-        for backend, into in measured.items():
-            comparison.measure(
-                backend,
-                served,
-                measured["default"].cases or cases,
-                path,
-                arguments={**model.arguments, "skip_tokenizer_init": True},
-                flags=(),
-                report=console.print,
-                into=into,
-                exactly=backend == "pat",
-                rounds=1,
-            )
-    compared = comparison.compare(measured["pat"], measured["default"])
-    return [
-        asdict(asked[each.name])
-        | {
-            "batch": each.case.batch,
-            "tpot_ms": {"pat": each.pat.median, "other": each.other.median},
-            "other": "default",
-            "gain": each.gain.median,
-            "gain_quartiles": [each.gain.low, each.gain.high],
-        }
-        for each in compared
-    ]
-
-
 def show(found: list[dict[str, Any]], by: str) -> None:
     """A row for each batch, a column for each share."""
     table = Table(title=f"time per output token, other / pat, by {by}")
@@ -183,7 +133,6 @@ def show(found: list[dict[str, Any]], by: str) -> None:
 
 def main() -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--by", choices=("kernels", "server"), required=True)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument(
         "--context",
@@ -195,18 +144,15 @@ def main() -> int:
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args()
     meta = metadata() | {
-        "by": args.by,
+        "by": "kernels",
         "model": args.model,
         "context": args.context,
         "clocks": {"before": gpu_state()},
     }
     model = MODELS[args.model]
-    if args.by == "kernels":
-        found = by_kernels(model, args.context, gpu_named(meta["gpu"]))
-    else:
-        found = by_server(model, args.context)
+    found = by_kernels(model, args.context, gpu_named(meta["gpu"]))
     meta["clocks"]["after"] = gpu_state()
-    show(found, args.by)
+    show(found, "kernels")
     if args.json:
         args.json.write_text(json.dumps({"meta": meta, "cells": found}, indent=1) + "\n")
     return 0

@@ -39,7 +39,7 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.latency import difference, read_ratio
+from serving.counters import difference, with_ratio
 from serving.models import MODELS, TINY, ModelShape
 from serving.nested_models import write_head, write_nested
 from serving.results import write
@@ -117,7 +117,7 @@ def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: 
         "private": case.private,
         "tokens": case.generated,
         "draft_tokens": DRAFT_TOKENS,
-        "pat_stats": counted | {"kv_read_ratio": read_ratio(counted)},
+        "pat_stats": with_ratio(counted),
         "gpu": {"before": state, "after": after},
     }
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from check_logits import LARGEST_RATIO, ON_CPU, ON_GPU, STRICT
 from metadata import gpu_state
-from serving.latency import read_ratio
+from serving.counters import read_ratio
 from serving.results import report
 from serving.tables import console
 

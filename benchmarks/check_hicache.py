@@ -33,7 +33,7 @@ from check_logits import (
     prompts,
 )
 from serving.answers import agreement
-from serving.latency import difference, read_ratio
+from serving.counters import difference, read_ratio
 from serving.results import report
 from serving.tables import console
 

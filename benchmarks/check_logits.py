@@ -34,7 +34,7 @@ import numpy as np
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.answers import Agreement, Answer, agreement, with_candidates
-from serving.latency import read_ratio
+from serving.counters import read_ratio
 from serving.tables import console
 
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of

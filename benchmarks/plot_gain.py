@@ -18,7 +18,6 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from pat_trees import PrefixTree
-from plot_serving import COLORS, LABELS
 
 from sglang_pat.cli.arguments import Parser, input_file
 from sglang_pat.output_file import output_file
@@ -26,7 +25,8 @@ from sglang_pat.output_file import output_file
 MODEL = "llama-3-8b"
 SUITE = "pat-20"  # of the kernel benchmark
 LAYERS = 32  # of the whole model
-BACKENDS = ("pat", "fa3")
+COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d"}
+LABELS = {"pat": "sglang-pat", "fa3": "FA3"}
 QUESTIONS = {
     "128 x 1,024": "128 requests\nnothing shared",
     "256 x (32 x 1,024 shared) + 0": "256 requests\n32 x 1,024 tokens shared",
@@ -73,8 +73,8 @@ def speedup(case: dict[str, Any]) -> float:
 
 def _draw_serving(axis: Axes, cases: list[dict[str, Any]]) -> None:
     cases = sorted(cases, key=lambda case: float(case["tpot_ms"]["fa3"] / case["tpot_ms"]["pat"]))
-    height = 0.8 / len(BACKENDS)
-    for offset, name in enumerate(BACKENDS):
+    height = 0.8 / len(LABELS)
+    for offset, name in enumerate(LABELS):
         places = [index + (0.5 - offset) * height for index in range(len(cases))]
         times = [case["tpot_ms"][name] for case in cases]
         bars = axis.barh(places, times, height, label=LABELS[name], color=COLORS[name])

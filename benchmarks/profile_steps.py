@@ -21,9 +21,8 @@ from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
-from serving.cases import cases_of
 from serving.kernel_times import GRAPH_LAUNCHES, trace
-from serving.models import MODELS, ModelShape
+from serving.models import MODELS, TINY, ModelShape
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
@@ -33,6 +32,7 @@ from sglang_pat.output_file import output_file
 
 STEPS = 24
 TRACE_SECONDS = 120
+CASE, TINY_CASE = Case(128, 8192, 256, 128), Case(6, 100, 10, 48)
 # Starting and ending the profiler waits now and then.
 TOLERANCE = 0.1
 _WAITING = (
@@ -86,7 +86,9 @@ def profile_backend(model: ModelShape, backend: str) -> dict[str, float]:
         console.print(f"{model.name}: starting the server with {backend}")
         path = model.write(folder)
         with running_server(contender(backend), path, folder, **model.arguments) as server:
-            return per_step(profile(server, cases_of(model)[0], model.vocab_size, folder))
+            return per_step(
+                profile(server, TINY_CASE if model.name == TINY else CASE, model.vocab_size, folder)
+            )
 
 
 def main() -> int:

@@ -1,5 +1,4 @@
-"""The models that are served: shapes of well-known ones with random weights, and what a decode step
-of them has to move at least.
+"""The models that are served: shapes of well-known ones with random weights.
 
 A folder with config.json and a word-level tokenizer of the model's vocabulary is all that SGLang
 needs: weights are drawn by `load_format=dummy`, and nothing is downloaded.
@@ -14,9 +13,6 @@ from typing import Any
 
 from sglang_pat.cli.demo.tiny_model import TinyModel
 
-BANDWIDTH = 3.0e12  # bytes per second: what an H100 80GB reads at best
-BYTES_PER_ELEMENT = 2
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -30,23 +26,6 @@ class ModelShape:
     def vocab_size(self) -> int:
         size: int = self.config["vocab_size"]
         return size
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of all matrices, the embedding included."""
-        config = self.config
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        query = config["num_attention_heads"] * config["head_dim"]
-        key_value = config["num_key_value_heads"] * config["head_dim"]
-        layer = 2 * hidden * query + 2 * hidden * key_value + 3 * hidden * inner
-        elements = config["num_hidden_layers"] * layer + 2 * self.vocab_size * hidden
-        return BYTES_PER_ELEMENT * elements
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        config = self.config
-        per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
-        return BYTES_PER_ELEMENT * config["num_hidden_layers"] * per_layer
 
     def write(self, folder: Path) -> Path:
         """Write all that SGLang reads of the model to `folder`, which exists."""

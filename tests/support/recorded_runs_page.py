@@ -26,6 +26,7 @@ PAGE = ROOT / "docs/recorded-runs.md"
 COMMAND = "python tests/support/recorded_runs_page.py"
 NO_GPU = "none"
 WITHOUT_GPU = ("bench_scheduler.py", "compare_routing.py")  # scripts that need none
+RENAMED = {"bench_serving.py": "bench_traffic.py"}  # since they were recorded
 # Of these GPUs the wheels hold kernels (.ci/wheels.py). By compute capability, the names to expect.
 ARCHITECTURES = {
     "8.0": ("A100",),
@@ -67,7 +68,7 @@ class Run:
     def script(self) -> str | None:
         """Its file in benchmarks/, which may be gone."""
         found = re.search(r"\b(\w+\.py)\b", self.command)
-        return found[1] if found else None
+        return RENAMED.get(found[1], found[1]) if found else None
 
     @property
     def gpu(self) -> str:

@@ -30,6 +30,11 @@ def test_a_command_names_no_folder_of_its_machine() -> None:
     assert made().script == "soak.py"
 
 
+def test_a_script_that_was_renamed_is_known() -> None:
+    command = {"command": "python bench_serving.py --rates 8 --json serving.json"}
+    assert Run("h100/serving.json", {"meta": command}).script == "bench_traffic.py"
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
