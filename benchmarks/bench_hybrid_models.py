@@ -201,13 +201,11 @@ def run(args: argparse.Namespace, save: Save) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="bench-hybrid-") as name:
         starts = {}
         for chosen in args.models:
-            path = Path(name, chosen)
-            path.mkdir()
             shape = HYBRIDS[chosen].shape
-            shape.write(path)
+            path = shape.write(Path(name, chosen))
             for backend in BACKENDS:
-                start = Start(contender(backend), shape.arguments, {})
-                starts[f"{chosen} {backend}"] = (path, start)
+                start = Start(contender(backend), path, shape.arguments, {})
+                starts[f"{chosen} {backend}"] = start
         with fleet(starts, Path(name)) as members:
             models = [
                 Served(HYBRIDS[each], {name: members[f"{each} {name}"] for name in BACKENDS})

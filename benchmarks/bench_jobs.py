@@ -191,8 +191,8 @@ def show(data: Mapping[str, Any]) -> None:
             show_failure(f"{name}: {gate['value']:.2f}, allowed 1 +- {gate['limit']}")
 
 
-def starts(shape: ModelShape, pool: int) -> dict[str, Start]:
-    """Arguments of the servers, by backend."""
+def starts(shape: ModelShape, folder: Path, pool: int) -> dict[str, Start]:
+    """How the servers are started, by backend. folder: of the model."""
     if shape.name == TINY:
         arguments = shape.arguments | {"skip_tokenizer_init": True}
         names = {"pat": "pat", "default": "torch_native"}
@@ -205,7 +205,9 @@ def starts(shape: ModelShape, pool: int) -> dict[str, Start]:
             "cuda_graph_bs_decode": [1, 2, 4, 8, *range(16, MAX_RUNNING + 1, 16)],
         }
         names = {"pat": "pat", "default": "default"}
-    return {name: Start(contender(backend), arguments, {}) for name, backend in names.items()}
+    return {
+        name: Start(contender(backend), folder, arguments, {}) for name, backend in names.items()
+    }
 
 
 def main() -> int:
@@ -231,11 +233,8 @@ def main() -> int:
             write(args.json, data)
 
     with tempfile.TemporaryDirectory(prefix="bench-jobs-") as name:
-        folder = Path(name, "model")
-        folder.mkdir()
-        shape.write(folder)
-        asked = {backend: (folder, start) for backend, start in starts(shape, pool).items()}
-        with fleet(asked, Path(name)) as members:
+        model = shape.write(Path(name, "model"))
+        with fleet(starts(shape, model, pool), Path(name)) as members:
             prepared = {}
             for job in args.jobs:
                 kind = JOBS[job] if has_gpu else JOBS[job].smaller()

@@ -49,7 +49,7 @@ from serving.fleet import (
 )
 from serving.kernel_times import kernel_times, layer_us, trace
 from serving.models import MODELS, TINY, ModelShape
-from serving.results import write
+from serving.results import at_least, at_most, write
 from serving.tables import console, show_failure
 
 from sglang_pat.bench.cases import Case
@@ -148,20 +148,20 @@ def models(whole: bool = False) -> dict[str, ModelShape]:
     return {shape.name: shape for shape in found}
 
 
-def starts(parts: Sequence[str]) -> dict[str, tuple[str, Start]]:
-    """The servers that parts need: model, and how it is started. By name: model, then backend."""
+def starts(parts: Sequence[str], folder: Path) -> dict[str, Start]:
+    """The servers that parts need, by model and backend. folder: has a folder of each model."""
     if not cuda_driver_is_present():
         arguments = MODELS[TINY].arguments | {"skip_tokenizer_init": True}
         return {
-            f"{TINY} {backend}": (TINY, Start(contender(backend), arguments, {}))
+            f"{TINY} {backend}": Start(contender(backend), folder / TINY, arguments, {})
             for backend in ("pat", "torch_native")
         }
     shapes = models()
-    found: dict[str, tuple[str, Start]] = {}
+    found: dict[str, Start] = {}
 
     def add(name: str, model: str, backend: str, tokens: int, **more: Any) -> None:
         arguments = shapes[model].arguments | {"max_total_tokens": tokens, **more}
-        found[f"{model} {name}"] = (model, Start(contender(backend), arguments, {}))
+        found[f"{model} {name}"] = Start(contender(backend), folder / model, arguments, {})
 
     if set(parts) != {"rank"}:
         add("pat", "llama-3-8b", "pat", 140_000)
@@ -291,44 +291,28 @@ def gates(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         name = f"{each['model']}, {each['question']}"
         ratios = each["over_pat"]
         for other in ratios.keys() - {"pat", "pat fp8"}:
-            value = ratios[other]
-            result[f"{name}: {other} / pat"] = {
-                "value": value,
-                "limit": 1.0,
-                "noise": NOISE,
-                "met": value >= 1.0 - NOISE,
-            }
+            result[f"{name}: {other} / pat"] = at_least(ratios[other], 1.0, noise=NOISE)
         if "pat fp8" in ratios and each["question"] in _FP8_QUESTIONS:
-            value = ratios["pat fp8"]
-            result[f"{name}: pat with e4m3 KV / pat"] = {
-                "value": value,
-                "limit": FP8_LIMIT,
-                "met": value <= FP8_LIMIT,
-            }
+            ratio = ratios["pat fp8"]
+            result[f"{name}: pat with e4m3 KV / pat"] = at_most(ratio, FP8_LIMIT)
         projected, limit = each.get("projected_ms"), each.get("whole_ms_limit")
-        if limit is not None and projected is None:
-            measured = each["tpot_ms"]["pat"]
-            result[f"{name}: ms"] = {"value": measured, "limit": limit, "met": measured <= limit}
         if projected is not None:
-            result[f"{name}: ms, projected to {each['whole_layers']} layers"] = {
-                "value": projected,
-                "limit": each["whole_ms_limit"],
-                "met": projected <= each["whole_ms_limit"],
-            }
+            layers = each["whole_layers"]
+            result[f"{name}: ms, projected to {layers} layers"] = at_most(projected, limit)
+        elif limit is not None:
+            result[f"{name}: ms"] = at_most(each["tpot_ms"]["pat"], limit)
     return result
 
 
 def route_gates(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """pat decodes all layers of its servers: what it delegates compares nothing."""
-    return {
-        f"{name}: layers that pat does not decode": {
-            "value": sum(about["pat"]["default_layers"].values()),
-            "limit": 0,
-            "met": about["pat"]["pat_layers"] > 0 and not about["pat"]["default_layers"],
-        }
-        for name, about in servers.items()
-        if "pat" in about
-    }
+    found = {}
+    for name, about in servers.items():
+        if "pat" in about:
+            gate = at_most(sum(about["pat"]["default_layers"].values()), 0)
+            gate["met"] &= about["pat"]["pat_layers"] > 0
+            found[f"{name}: layers that pat does not decode"] = gate
+    return found
 
 
 _FP8_QUESTIONS = ("128 x (8,192 shared) + 256", "128 x 1,024")
@@ -442,15 +426,9 @@ def main() -> int:
             write(args.json, data)
 
     with tempfile.TemporaryDirectory(prefix="bench-gates-") as name:
-        folders = {}
         for model, shape in shapes.items():
-            folders[model] = Path(name, model)
-            folders[model].mkdir()
-            shape.write(folders[model])
-        asked = starts(args.parts)
-        with fleet(
-            {each: (folders[model], start) for each, (model, start) in asked.items()}, Path(name)
-        ) as members:
+            shape.write(Path(name, model))
+        with fleet(starts(args.parts, Path(name)), Path(name)) as members:
             prepared = questions(args.parts)
             wait(members.values(), args.start_seconds)
             report_starts(members.values())
@@ -458,7 +436,7 @@ def main() -> int:
                 with watched([member], each):
                     data["servers"][each] = member.about()
             for question in prepared:
-                of_model = _alive(members, asked, question)
+                of_model = _alive(members, question)
                 if seconds_left() < 0 or len(of_model) < 2:
                     show_failure(f"{question.model}, {question.name}: not begun")
                     continue
@@ -475,7 +453,7 @@ def main() -> int:
             # At last: profilers have crashed.
             for question in prepared:
                 done = [each for each in data["cases"] if each["question"] == question.name]
-                of_model = _alive(members, asked, question)
+                of_model = _alive(members, question)
                 if question.whole_ms is None or not done or not of_model or seconds_left() < 0:
                     continue
                 with watched(of_model[:1], f"profile, {question.name}"):
@@ -486,14 +464,12 @@ def main() -> int:
     return 0 if data["gates"] and all(gate["met"] for gate in data["gates"].values()) else 1
 
 
-def _alive(
-    members: Mapping[str, Member], asked: Mapping[str, tuple[str, Start]], question: Question
-) -> list[Member]:
+def _alive(members: Mapping[str, Member], question: Question) -> list[Member]:
     """The servers that are asked a question: pat first. With e4m3 KV only some are."""
     return [
         member
         for name, member in members.items()
-        if asked[name][0] == question.model
+        if name.startswith(f"{question.model} ")
         and member.failure is None
         and (not name.endswith("fp8") or question.name in _FP8_QUESTIONS)
     ]

@@ -26,28 +26,26 @@ that everything else works.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from metadata import gpu_state, metadata
 from rich.table import Table
 from serving.counters import difference, with_ratio
+from serving.fleet import Member, ask_in_turn, fleet, report_starts, wait, watched
 from serving.models import MODELS, TINY, ModelShape
 from serving.nested_models import write_head, write_nested
-from serving.results import write
+from serving.results import at_most, write
 from serving.tables import console
 
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms
-from sglang_pat.bench.server import START_SECONDS, Server, contender, running_server, sampling_of
+from sglang_pat.bench.decoding import DecodeRun, held_up_ms
+from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.output_file import output_file
 
@@ -87,23 +85,19 @@ def speculation(drafts: str, draft: Path | None) -> dict[str, Any]:
     return {"speculative_num_draft_tokens": DRAFT_TOKENS, **more}
 
 
-def measure(servers: Mapping[str, Server], case: Case, vocab_size: int, rounds: int) -> Any:
-    """All servers in turn."""
+def measure(members: Mapping[str, Member], case: Case, vocab_size: int, rounds: int) -> Any:
+    """Both servers in turn, by backend."""
     prompts = case.prompts(vocab_size)
+    servers = {backend: member.server for backend, member in members.items()}
     for server in servers.values():
         server.flush()
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
         # Compiles what is compiled at first use; NGRAM hears what will be said.
         server.generate(prompts, sampling_of(case.generated))
     before, state = servers["pat"].stats(), gpu_state()
-    runs: dict[str, list[DecodeRun]] = {backend: [] for backend in servers}
-    for _ in range(rounds):
-        for backend, server in servers.items():
-            runs[backend].append(decode_run(server, prompts, case.generated))
+    asked = ask_in_turn(list(members.values()), prompts, case.generated, rounds)
+    runs = {backend: asked[member.name] for backend, member in members.items()}
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
-    for backend, server in servers.items():
-        ask = partial(decode_run, server, prompts, case.generated)
-        ask_again_if_held_up(runs[backend], ask, partial(console.print, f"{backend}:"))
     answers = {backend: passes[-1].answers for backend, passes in runs.items()}
     off = {
         backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])
@@ -214,109 +208,51 @@ def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -
 def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What has to hold."""
     found: dict[str, Any] = {}
-
-    def gate(name: str, value: float, limit: float) -> None:
-        found[name] = {"value": value, "limit": limit, "met": value <= limit}
-
     for case in cases:
         name, each = case["drafts"], case["accepted_per_step"]
-        gate(f"{name}: time per accepted token over FA3's", case["pat_over_default"], TIME_LIMIT)
         apart = abs(each["pat"] / each["default"] - 1)
-        gate(f"{name}: accepted tokens per step, apart from FA3's", apart, ACCEPTANCE_LIMIT)
         limit = max(OFF_RATIO * case["off"]["default"], OFF_STEP)
-        gate(f"{name}: least probable token, behind the best one", case["off"]["pat"], limit)
-        gate(f"{name}: the same of answers that were stopped", case["stops"]["off"], limit)
+        found |= {
+            f"{name}: time per accepted token over FA3's": at_most(
+                case["pat_over_default"], TIME_LIMIT
+            ),
+            f"{name}: accepted tokens per step, apart from FA3's": at_most(apart, ACCEPTANCE_LIMIT),
+            f"{name}: least probable token, behind the best one": at_most(
+                case["off"]["pat"], limit
+            ),
+            f"{name}: the same of answers that were stopped": at_most(case["stops"]["off"], limit),
+        }
     return found
 
 
-class Pair:
-    """The servers of one kind of drafts."""
-
-    def __init__(
-        self, drafts: str, target: Path, arguments: Mapping[str, Any], folder: Path
-    ) -> None:
-        """target: the folder of the model. folder: for logs."""
-        self.drafts = drafts
-        environment = {}
-        if drafts == "ngram":
-            paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self._up = contextlib.ExitStack()
-        self.servers = {
-            backend: self._up.enter_context(
-                running_server(
-                    contender(backend),
-                    target,
-                    folder,
-                    name=f"{drafts}-{backend}",
-                    wait=False,
-                    environment=environment,
-                    **(arguments | more),
-                )
-            )
-            for backend, more in BACKENDS.items()
-        }
-        self.ready: dict[str, float] = {}
-        self.failure: str | None = None
-
-    def is_waiting(self, seconds: float, patience: float) -> bool:
-        """Whether one of the servers, `seconds` after their start, is neither ready nor gone. It
-        has failed when `patience` is over."""
-        for backend, server in self.servers.items():
-            if backend in self.ready or self.failure is not None:
-                continue
-            try:
-                if server.process.is_ready():
-                    self.ready[backend] = seconds
-            except RuntimeError as error:
-                self.fail(f"{backend}: {error}")
-        late = sorted(self.servers.keys() - self.ready.keys())
-        if self.failure is None and late and seconds > patience:
-            tails = "\n".join(self.servers[backend].process.tail() for backend in late)
-            self.fail(f"{late}: no answer within {patience} s\n{tails}")
-        return self.failure is None and bool(late)
-
-    def fail(self, failure: str) -> None:
-        """Nothing more is asked of the servers."""
-        self.failure = failure
-        console.print(f"{self.drafts}: {failure}", markup=False)
-        self.end()
-
-    def end(self) -> None:
-        """Give back what the servers have."""
-        self._up.close()
-
-    def about(self) -> dict[str, Any]:
-        """What the servers say of themselves."""
-        return {
-            backend: {
-                "start_seconds": self.ready[backend],
-                **{k: v for k, v in server.info().items() if k.startswith("pat")},
-            }
-            for backend, server in self.servers.items()
-        }
+def starts(
+    drafts: str, target: Path, draft: Path | None, arguments: Mapping[str, Any]
+) -> dict[str, Start]:
+    """Both servers of one kind of drafts. target: the folder of the model. draft: as above."""
+    environment = {}
+    if drafts == "ngram":
+        paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    options = {**arguments, **speculation(drafts, draft)}
+    return {
+        f"{drafts} {backend}": Start(contender(backend), target, options | more, environment)
+        for backend, more in BACKENDS.items()
+    }
 
 
-def run(pair: Pair, case: Case, vocab_size: int, rounds: int, begun: float, patience: float) -> Any:
-    """What is measured of a pair of servers, started at `begun`; None if they fail."""
-    while pair.is_waiting(time.monotonic() - begun, patience):
-        time.sleep(0.5)
-    if pair.failure is not None:
-        return None
-    for backend, seconds in pair.ready.items():
-        console.print(f"{pair.drafts}, {backend}: ready after {seconds:.0f} s")
-    try:
-        about = pair.about()
-        measured = measure(pair.servers, case, vocab_size, rounds)
+def run(drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int) -> Any:
+    """What is measured of both servers of some drafts, or `failure`."""
+    down = [f"{name}: {each.failure}" for name, each in members.items() if each.failure]
+    if down:
+        return {"failure": "; ".join(down)}
+    with watched(list(members.values()), drafts) as failures:
+        about = {backend: member.about() for backend, member in members.items()}
+        measured = measure(members, case, vocab, rounds)
         stats = measured["pat_stats"]
         shown = ("verify", "draft", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
         console.print({name: stats[name] for name in shown if name in stats})
-    except Exception as error:  # the other drafts are measured all the same
-        tails = "\n".join(server.process.tail() for server in pair.servers.values())
-        pair.fail(f"{error!r}\n{tails}")
-        return None
-    pair.end()
-    return {"drafts": pair.drafts, "servers": about, **measured}
+        return {"drafts": drafts, "servers": about, **measured}
+    return {"failure": failures[0]}
 
 
 def show(data: Mapping[str, Any]) -> None:
@@ -377,27 +313,25 @@ def main() -> int:
         groups = [drafts] if args.quick else [[each] for each in drafts]
         patience = QUICK_START_SECONDS if args.quick else START_SECONDS
         for group in groups:
-            begun = time.monotonic()
-            pairs = []
-            try:
+            asked = {}
+            for each in group:
+                model = models[layers[each]]
+                draft = {"same": model, "small": small, "eagle": head}.get(each)
+                asked |= starts(each, model, draft, arguments)
+            with fleet(asked, folder) as members:
+                wait(members.values(), patience)
+                report_starts(members.values())
                 for each in group:
-                    model = models[layers[each]]
-                    draft = {"same": model, "small": small, "eagle": head}.get(each)
-                    more = speculation(each, draft)
-                    pairs.append(Pair(each, model, arguments | more, folder))
-                for pair in pairs:
-                    measured = run(pair, case, shape.vocab_size, rounds, begun, patience)
-                    if measured is None:
-                        data["failures"][pair.drafts] = pair.failure
+                    pair = {backend: members[f"{each} {backend}"] for backend in BACKENDS}
+                    measured = run(each, pair, case, shape.vocab_size, rounds)
+                    if "failure" in measured:
+                        data["failures"][each] = measured["failure"]
                     else:
                         data["cases"].append(measured)
                     data["gates"] = gates(data["cases"])
-                    show(data)
                     if args.json:
                         write(args.json, data)
-            finally:
-                for pair in pairs:
-                    pair.end()
+    show(data)
     is_met = all(gate["met"] for gate in data["gates"].values())
     return 0 if is_met and not data["failures"] else 1
 

@@ -134,9 +134,9 @@ def run_all(setup: Setup, backends: Sequence[str], folder: Path) -> dict[str, An
             environment = {"SGLANG_PAT_DEBUG": "1", **STRICT}
             if not cuda_driver_is_present():
                 arguments |= TIERS_ON_CPU
-        starts[name] = Start(contender(name), arguments, environment)
+        starts[name] = Start(contender(name), model, arguments, environment)
     console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
-    with running_servers(starts, model, folder) as servers:
+    with running_servers(starts, folder) as servers:
         server = servers["pat"]
         first = answer_all(server, setup)
         drive_out(server, setup)

@@ -283,9 +283,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="check-logits-") as folder:
         model = setup.model.write(Path(folder, "model"))
         arguments = COMMON | setup.arguments
-        starts = {name: Start(contender(name), arguments, STRICT) for name in args.backends}
+        starts = {name: Start(contender(name), model, arguments, STRICT) for name in args.backends}
         console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
-        with running_servers(starts, model, Path(folder)) as servers:
+        with running_servers(starts, Path(folder)) as servers:
             for name, server in servers.items():
                 runs[name] = answer_all(server, setup), answer_all(server, setup)
             stats = servers["pat"].stats()

@@ -129,9 +129,9 @@ def arguments_of(layout: str, ranks: int, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def starts_of(
-    setup: Setup, backends: Sequence[str], layouts: Sequence[str], ranks: int
+    setup: Setup, model: Path, backends: Sequence[str], layouts: Sequence[str], ranks: int
 ) -> dict[str, Start]:
-    """Every backend on one rank, and in every layout: `pat-one`, `pat-tp`."""
+    """Every backend on one rank, and in every layout: `pat-one`, `pat-tp`. model: its folder."""
     on_cpu = setup.arguments.get("device") == "cpu"
     starts = {}
     for layout in ("one", *layouts):
@@ -150,7 +150,8 @@ def starts_of(
                 }
                 environment |= environment_of_ranks(**sizes)
         starts |= {
-            f"{name}-{layout}": Start(contender(name), arguments, environment) for name in backends
+            f"{name}-{layout}": Start(contender(name), model, arguments, environment)
+            for name in backends
         }
     return starts
 
@@ -161,9 +162,9 @@ def run_all(
     """What `judge` judges, by layout."""
     write = write_qwen3 if "dp" in layouts else type(setup.model).write
     model = write(setup.model, folder / "model")
-    starts = starts_of(setup, backends, layouts, ranks)
+    starts = starts_of(setup, model, backends, layouts, ranks)
     console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
-    with running_servers(starts, model, folder) as servers, ThreadPoolExecutor() as pool:
+    with running_servers(starts, folder) as servers, ThreadPoolExecutor() as pool:
         asked = {name: pool.submit(answer_all, server, setup) for name, server in servers.items()}
         answers = {name: answer.result() for name, answer in asked.items()}
         plans = {layout: Plans.of(servers[f"pat-{layout}"].stats()) for layout in layouts}

@@ -7,8 +7,6 @@ start at once. One that fails leaves the others as they are.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ from typing import Any
 from serving.tables import console, show_failure
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
-from sglang_pat.bench.server import Server, Start, running_server, sampling_of
+from sglang_pat.bench.server import Server, Start, running_servers, sampling_of
 
 # Of the arguments of a server that is not alone on its GPU.
 SHARED_GPU = {
@@ -77,38 +75,10 @@ class Member:
 
 
 @contextlib.contextmanager
-def fleet(starts: Mapping[str, tuple[Path, Start]], folder: Path) -> Iterator[dict[str, Member]]:
-    """Start servers, until the block ends.
-
-    Parameters
-    ----------
-    starts
-        By name: the folder of the model, and how its server is started.
-    folder
-        For logs and pat's counters.
-    """
-    members: dict[str, Member] = {}
-    with contextlib.ExitStack() as up:
-        for name, (model, start) in starts.items():
-            server = running_server(
-                start.contender,
-                model,
-                folder,
-                environment=start.environment,
-                name=name,
-                wait=False,
-                **start.arguments,
-            )
-            members[name] = Member(name, up.enter_context(server))
-        up.callback(_end_all, members.values())  # before each is waited for
-        yield members
-
-
-def _end_all(members: Iterable[Member]) -> None:
-    """At once: each of them takes its time to give back the GPU's memory."""
-    for member in members:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(member.server.process.process.pid, signal.SIGKILL)
+def fleet(starts: Mapping[str, Start], folder: Path) -> Iterator[dict[str, Member]]:
+    """Start servers, until the block ends. folder: for logs and pat's counters."""
+    with running_servers(starts, folder, wait=False) as servers:
+        yield {name: Member(name, server) for name, server in servers.items()}
 
 
 def wait(members: Iterable[Member], seconds: float) -> None:
@@ -125,13 +95,15 @@ def wait(members: Iterable[Member], seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def watched(members: Sequence[Member], what: str) -> Iterator[None]:
-    """An error in the block is the failure of those members that do not answer any more, and is
-    shown. If all of them do, only what was being done is lost."""
+def watched(members: Sequence[Member], what: str) -> Iterator[list[str]]:
+    """Show an error of the block, and yield a list that gets it: the failure of those members that
+    do not answer any more. If all of them do, only what was being done is lost."""
+    failures: list[str] = []
     try:
-        yield
+        yield failures
     except Exception as error:
         message = f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        failures.append(message)
         show_failure(message)
         for member in members:
             with contextlib.suppress(RuntimeError):

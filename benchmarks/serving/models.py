@@ -28,7 +28,8 @@ class ModelShape:
         return size
 
     def write(self, folder: Path) -> Path:
-        """Write all that SGLang reads of the model to `folder`, which exists."""
+        """Write all that SGLang reads of the model to `folder`, and return it."""
+        folder.mkdir(parents=True, exist_ok=True)
         if self.name == TINY:
             TinyModel().write(folder)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")

@@ -39,6 +39,17 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
+def at_most(value: float, limit: float) -> dict[str, Any]:
+    """Return a gate: value, limit and whether it is met."""
+    return {"value": value, "limit": limit, "met": value <= limit}
+
+
+def at_least(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any]:
+    """Return a gate that `value` may miss by `noise`."""
+    more = {"noise": noise} if noise else {}
+    return {"value": value, "limit": limit, **more, "met": value >= limit - noise}
+
+
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:
     """Write what a check found to `path` if given, and print it, the verdict last. Returns the exit
     status: 1 if it names failures."""

@@ -73,8 +73,9 @@ def test_logits(name: str, tmp_path: Path) -> None:
     arguments = COMMON | SETUP.arguments | family.arguments
     if "max_mamba_cache_size" in arguments:
         arguments["max_mamba_cache_size"] = 8 * REQUESTS
-    starts = {each: Start(contender(each), arguments, environment) for each in BACKENDS}
-    with running_servers(starts, family.write(tmp_path / "model"), tmp_path) as servers:
+    model = family.write(tmp_path / "model")
+    starts = {each: Start(contender(each), model, arguments, environment) for each in BACKENDS}
+    with running_servers(starts, tmp_path) as servers:
         runs = {each: _answered(server) for each, server in servers.items()}
         stats, info = servers["pat"].stats(), servers["pat"].info()
     assert info["pat"]["pat_layers"] == len(family.pat)

@@ -146,7 +146,9 @@ def test_several_ranks_must_plan_as_their_layout_asks(
 
 
 def test_one_rank_serves_the_comparison_of_all_layouts() -> None:
-    starts = check_ranks.starts_of(check_logits.ON_GPU, ["pat", "fa3"], ["tp", "pp", "dp"], 2)
+    starts = check_ranks.starts_of(
+        check_logits.ON_GPU, Path(), ["pat", "fa3"], ["tp", "pp", "dp"], 2
+    )
     assert sorted(starts) == sorted(
         f"{name}-{layout}" for name in ("pat", "fa3") for layout in ("one", "tp", "pp", "dp")
     )
