@@ -19,6 +19,7 @@ from workloads import Workload, WorkloadTensors
 
 from sglang_pat.bench import peers
 from sglang_pat.bench.peers import Layer
+from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 
@@ -32,7 +33,8 @@ def pat(
     batch-invariant mode."""
 
     def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
-        config = KernelConfig.for_device(workload.dtype, workload.head_dim, tensors.q.device)
+        device, kv_dtype = tensors.q.device, workload.kv_dtype
+        config = KernelConfig.for_device(workload.dtype, workload.head_dim, device, 0, kv_dtype)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
             DecodeKernels(config),
@@ -40,6 +42,7 @@ def pat(
             workload.num_kv_heads,
             policy=policy,
             batch_invariant=batch_invariant,
+            cost=None if kv_dtype is None else costs_of(device),
             **options,
         )
         step.write(
@@ -70,6 +73,8 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
     if tensors.sinks is not None:
         raise ValueError("FlashInfer's cascade has no attention sinks")
+    if workload.kv_dtype is not None:
+        raise ValueError("FlashInfer's cascade is compared over 16-bit KV only")
     levels = [*_shared_levels(workload.forest), _private_level(workload.forest)]
     wrapper = MultiLevelCascadeAttentionWrapper(len(levels), _workspace(), "NHD")
     qo_indptr, kv_indptr, kv_indices, last_page = [], [], [], []
@@ -127,13 +132,18 @@ def _private_level(forest: Forest) -> list[_Group]:
 
 
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FA3 as SGLang calls it on Hopper."""
+    """FA3 as SGLang calls it on Hopper: over fp8 KV its queries are fp8 too."""
     return peers.fa3(_step(workload, tensors))
 
 
 def _step(workload: Workload, tensors: WorkloadTensors) -> peers.DecodeTensors:
     return peers.DecodeTensors(
-        tensors.q, workload.num_kv_heads, tensors.req_to_token, tensors.seq_lens, tensors.sinks
+        tensors.q,
+        workload.num_kv_heads,
+        tensors.req_to_token,
+        tensors.seq_lens,
+        tensors.sinks,
+        workload.kv_dtype,
     )
 
 

@@ -63,13 +63,13 @@ def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> 
     exact, in_torch = (
         _dense(tensors, *caches[0], rows, dtype) for dtype in (torch.float64, workload.dtype)
     )
-    layers, graphs, errors, failed = {}, {}, {}, {}
+    layers, graphs, errors, mean_errors, failed = {}, {}, {}, {}, {}
     for name in names:
         try:
             # Kept until all is timed: a graph does not own the memory that it reads and writes.
             layer = layers[name] = (CONTENDERS | ABLATIONS)[name](workload, tensors)
-            report = compare(layer(*caches[0])[rows], in_torch, exact)
-            errors[name] = report.max_error
+            report = compare(layer(*caches[0])[rows].to(workload.dtype), in_torch, exact)
+            errors[name], mean_errors[name] = report.max_error, report.mean_error
             # Split-KV kernels with 16-bit partials are a little worse than torch; wrong is far off.
             if not report.acceptable and (not is_peer(name) or report.max_error > 0.05):
                 failed[name] = str(report)
@@ -84,7 +84,9 @@ def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> 
             torch.cuda.synchronize()
     us = timing.interleaved_us({n: g.replay for n, g in graphs.items()}, rounds=rounds)
     us = {name: total / len(caches) for name, total in us.items()}
-    return {"layers": len(caches), "us": us, "error": errors, "failed": failed}
+    return {"layers": len(caches), "us": us, "error": errors, "mean_error": mean_errors} | {
+        "failed": failed
+    }
 
 
 def _dense(
@@ -149,6 +151,7 @@ def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
         "heads_kv": workload.num_kv_heads,
         "head_dim": workload.head_dim,
         "dtype": str(workload.dtype).removeprefix("torch."),
+        "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
         "sinks": workload.with_sinks,
         "shared": forest.is_shared,
         "requests": forest.num_requests,

@@ -89,9 +89,21 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
         _no_loss("rank", of("rank")),
         _rank_case(of("rank")),
         _floor("random", of("random"), 1.50),
+        *_fp8([case for case in cases if case["suite"] == "fp8"]),
         _bitwise(cases),
     ]
     return [gate for gate in found if gate is not None]
+
+
+def _fp8(cases: Sequence[Case]) -> Iterable[Gate]:
+    if not cases:
+        return
+    shared = [case for case in cases if case["shared"]]
+    yield _floor("fp8 shared", shared, 1.70)
+    yield _no_loss("fp8 shared", shared)
+    yield _least("fp8", [case for case in cases if not case["shared"]], 0.97)
+    yield _error("largest", "error", cases)
+    yield _error("mean", "mean_error", cases)
 
 
 def as_json(found: Iterable[Gate]) -> list[dict[str, Any]]:
@@ -142,6 +154,20 @@ def _least(kind: str, cases: Sequence[Case], limit: float) -> Gate:
     below = sum(ratio < limit for ratio in versus.values())
     text = f"least {versus[worst]:.3f} ({worst}), {below} of {len(versus)} below"
     return _judged(suite, rule, cases, text, not below)
+
+
+def _error(kind: str, key: str, cases: Sequence[Case]) -> Gate:
+    rule = f"{kind} error at most that of the best peer"
+    ratios = {}
+    for case in cases:
+        peers = [error for name, error in case[key].items() if is_peer(name)]
+        if peers and "pat" in case[key]:
+            ratios[case["name"]] = case[key]["pat"] / min(peers)
+    if not ratios:
+        return Gate("fp8", rule, "no peers", None)
+    worst = max(ratios, key=lambda name: ratios[name])
+    text = f"at most {ratios[worst]:.3f} of it ({worst})"
+    return _judged("fp8", rule, cases, text, ratios[worst] <= 1)
 
 
 def _unshared_geomean(cases: Sequence[Case]) -> Gate:

@@ -10,6 +10,7 @@ from pat_trees import PAT_TREES
 from request_forests import Forest, lognormal_lengths, random_forest
 
 HEAD_DIM = 128
+E4M3 = torch.float8_e4m3fn
 LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
 # What dense attention kernels reach on an H100 at best: the compute side of the floor.
 REFERENCE_FLOPS = 600e12
@@ -20,7 +21,7 @@ LONG_REQUESTS = 8
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One decode step of a forest. quick: the quick mode measures it too. slots: of `SLOTS`, how
-    its KV lies in the pool."""
+    its KV lies in the pool. kv_dtype: of the KV cache, if not that of the queries."""
 
     forest: Forest
     num_qo_heads: int
@@ -31,13 +32,18 @@ class Workload:
     suite: str = "tree"
     quick: bool = False
     slots: str = "scattered"
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
 
     @property
     def name(self) -> str:
         name = f"{self.forest.name} {self.heads}"
         if self.head_dim != HEAD_DIM:
             name += f" d{self.head_dim}"
-        return name + " sinks" * self.with_sinks
+        return name + " sinks" * self.with_sinks + " e4m3" * (self.kv_dtype == E4M3)
 
     @property
     def heads(self) -> str:
@@ -55,7 +61,8 @@ class Workload:
 
     @property
     def unique_kv_bytes(self) -> int:
-        return self.forest.num_tokens * self.num_kv_heads * self.head_dim * 2 * 2
+        numbers = 2 * self.forest.num_tokens * self.num_kv_heads * self.head_dim
+        return numbers * self.cache_dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -88,9 +95,9 @@ class KvPool:
         Layers of a case that is larger than the pool over `LAYERS` overlap, each shifted by far
         more than an L2 cache holds. ValueError if not even one fits.
         """
-        if self._k.dtype != workload.dtype:
-            for half in ("_k", "_v"):
-                setattr(self, half, getattr(self, half).view(workload.dtype).normal_())
+        dtype = workload.cache_dtype
+        if self._k.dtype != dtype:
+            self._k, self._v = _filled(self._k.view(dtype)), _filled(self._v.view(dtype))
         shape = (workload.forest.num_tokens + 1, workload.num_kv_heads, workload.head_dim)
         size = shape[0] * shape[1] * shape[2]
         stride = min(size, (len(self._k) - size) // (LAYERS - 1)) // HEAD_DIM * HEAD_DIM
@@ -103,6 +110,15 @@ class KvPool:
             (self._k[begin : begin + size].view(shape), self._v[begin : begin + size].view(shape))
             for begin in begins
         ]
+
+
+def _filled(numbers: torch.Tensor) -> torch.Tensor:
+    """Draw normally distributed numbers; fp8 ones are rounded from float16, part by part."""
+    if numbers.dtype.itemsize > 1:
+        return numbers.normal_()
+    for part in numbers.split(1 << 28):
+        part.copy_(torch.randn(len(part), device=part.device, dtype=torch.float16))
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +284,12 @@ def hybrid() -> list[Workload]:
     ]
 
 
+def fp8() -> list[Workload]:
+    """PAT's trees, and what shares nothing with as many heads, over a KV cache in e4m3."""
+    cases = pat_20() + [case for case in unshared() if case.heads == "32/8"]
+    return [replace(case, kv_dtype=E4M3) for case in cases]
+
+
 # In the order in which they are measured: the most telling ones first.
 SUITES: dict[str, Callable[[], list[Workload]]] = {
     "pat-20": pat_20,
@@ -276,8 +298,9 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "rank": rank,
     "random": random_forests,
     "hybrid": hybrid,
+    "fp8": fp8,
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name != "hybrid")
+DEFAULT_SUITES = ("pat-20", "unshared", "long-prefix", "rank", "random")
 
 
 def suite(name: str, *, quick: bool = False) -> list[Workload]:

@@ -26,7 +26,10 @@ PAGE = ROOT / "docs/recorded-runs.md"
 COMMAND = "python tests/support/recorded_runs_page.py"
 NO_GPU = "none"
 WITHOUT_GPU = ("bench_scheduler.py", "compare_routing.py")  # scripts that need none
-RENAMED = {"bench_serving.py": "bench_traffic.py"}  # since they were recorded
+RENAMED = {  # since they were recorded
+    "bench_serving.py": "bench_traffic.py",
+    "bench_fp8.py": "bench_kernels.py",
+}
 # Of these GPUs the wheels hold kernels (.ci/wheels.py). By compute capability, the names to expect.
 ARCHITECTURES = {
     "8.0": ("A100",),

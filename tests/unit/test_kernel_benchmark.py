@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,21 @@ def test_a_pool_is_filled_anew_for_another_type() -> None:
     assert not torch.equal(k, v)
 
 
+def test_an_fp8_cache_takes_half_of_the_bytes() -> None:
+    case = next(case for case in suite("fp8") if case.name == "1,10_4096,416 32/8 e4m3")
+    wide = replace(case, kv_dtype=None)
+    assert 2 * case.unique_kv_bytes == wide.unique_kv_bytes
+    assert case.floor_us(1e12) < wide.floor_us(1e12)
+    small = replace(case, forest=Forest.of_tree("1,4_100,28"))
+    pool = KvPool(KvPool.bytes_for(small), "cpu")
+    layers = pool.layers(small)
+    begins = [k.data_ptr() for k, _ in layers]
+    assert {b - a for a, b in pairwise(begins)} == {layers[0][0].nbytes}
+    for half in layers[-1]:
+        assert half.dtype == torch.float8_e4m3fn
+        assert 0.8 < float(half.float().std()) < 1.2
+
+
 def test_cascade_reads_every_token_of_a_request_once() -> None:
     for forest in (Forest.of_tree("1,2,6_10,5,3"), random_forest(1), Forest.of_tree("4_16")):
         levels = [*_shared_levels(forest), _private_level(forest)]
@@ -185,6 +201,22 @@ def test_a_slow_case_fails_its_gate(index: int, us: float, failing: set[str]) ->
     assert found - {"unshared, all: geomean best peer/pat >= 1.00"} == {
         rank if name == "rank: RANK" else name for name in failing
     }
+
+
+def test_an_fp8_cache_has_gates_of_its_own() -> None:
+    case = _case("fp8", "a", "shared", 15.0, 20.0)
+    case |= {"error": {"pat": 2.0, "fa3": 3.0}, "mean_error": {"pat": 2.0, "fa3": 1.0}}
+
+    def failed() -> list[str]:
+        return [gate.rule for gate in gates([case]) if gate.passed is False]
+
+    assert failed() == ["mean error at most that of the best peer"]
+    case["mean_error"]["fa3"] = 2.0
+    assert failed() == []
+    case["us"]["pat"] = 17.1
+    assert failed() == ["geomean time/floor <= 1.70"]
+    case["us"]["pat"] = 20.1
+    assert "pat is the fastest in all cases" in failed()
 
 
 def test_losses_where_nothing_is_shared_must_even_out() -> None:
