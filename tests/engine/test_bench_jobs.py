@@ -1,4 +1,4 @@
-"""`bench_jobs.py` from end to end, on the CPU with a toy model."""
+"""`benchmarks/server jobs` from end to end, on the CPU with a toy model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-import bench_jobs
 import pytest
+
+from server import jobs
 
 pytestmark = pytest.mark.engine
 
@@ -15,8 +16,8 @@ pytestmark = pytest.mark.engine
 def test_jobs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "jobs.json"
     words = ["--jobs", "rollouts", "chat", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["bench_jobs.py", *words])
-    assert bench_jobs.main() == 0
+    monkeypatch.setattr(sys, "argv", ["benchmarks/server jobs", *words])
+    assert jobs.main() == 0
     found = json.loads(file.read_text())
     assert set(found["jobs"]) == {"rollouts", "chat"}
     for job in found["jobs"].values():

@@ -19,9 +19,9 @@ from sglang_pat.output_file import output_file, output_or_stdout
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path
-    for folder in ("benchmarks", ".ci")
-    for path in (ROOT / folder).glob("*.py")
-    if "parse_args(" in path.read_text()
+    for pattern in ("benchmarks/*/*.py", ".ci/*.py")
+    for path in ROOT.glob(pattern)
+    if "parse_args(" in path.read_text() and "def main" in path.read_text()
 )
 NO_NUMBERS = ["1" + 30 * "0", "-1", "nan", "1e400", "-inf", "x", "", "9" * 5000]
 # Types of options that hold no number.
@@ -41,7 +41,7 @@ def parser_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
     if script.parent.name == ".ci":
         entry: Callable[[], object] = runpy.run_path(str(script))["main"]
     else:
-        entry = importlib.import_module(script.stem).main
+        entry = importlib.import_module(f"{script.parent.name}.{script.stem}").main
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
         with pytest.raises(_Defined) as defined:

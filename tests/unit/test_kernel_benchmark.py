@@ -8,14 +8,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import bench_kernels
 import pytest
 import torch
-from baselines import _private_level, _shared_levels
-from kernel_gates import gates, summary
-from pat_trees import PAT_TREES, PrefixTree
-from request_forests import SLOTS, Forest, lognormal_lengths, random_forest
-from workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
+
+from kernel import attention
+from kernel.contenders import _private_level, _shared_levels
+from kernel.gates import gates, summary
+from kernel.pat_trees import PAT_TREES, PrefixTree
+from kernel.request_forests import SLOTS, Forest, lognormal_lengths, random_forest
+from kernel.workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/h100"
 
@@ -50,9 +51,9 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
 
 def test_kv_lies_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*arguments: str) -> set[str]:
-        monkeypatch.setattr("sys.argv", ["bench_kernels.py", *arguments])
-        args = bench_kernels._arguments()
-        return {args.slots, *(workload.slots for workload in bench_kernels._workloads(args))}
+        monkeypatch.setattr("sys.argv", ["benchmarks/kernel attention", *arguments])
+        args = attention._arguments()
+        return {args.slots, *(workload.slots for workload in attention._workloads(args))}
 
     assert asked() == asked("--tree", "1,4_64,32") == {"scattered"}
     assert asked("--slots", "runs") == asked("--slots", "runs", "--tree", "1,4_64,32") == {"runs"}
@@ -259,7 +260,7 @@ def test_the_summary_counts_losses() -> None:
 
 def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import plot_kernels
+    from plot import kernels as plot_kernels
 
     result = json.loads((RESULTS / "kernels.json").read_text())
     plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
@@ -270,7 +271,7 @@ def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
 
 def test_only_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import plot_kernels
+    from plot import kernels as plot_kernels
 
     drawn: list[Any] = []
     monkeypatch.setattr(plot_kernels.plt, "close", drawn.append)

@@ -6,11 +6,11 @@ import itertools
 import re
 
 import pytest
-import sanitizer_grid
 import torch
-from check_sanitizers import KERNELS, TOOLS, Watched, reports, verdict
-from sanitizer_grid import GRID, HOPPER, Case, run
 
+from check import sanitizer_grid
+from check.sanitizer_grid import GRID, HOPPER, Case, run
+from check.sanitizers import KERNELS, TOOLS, Watched, reports, verdict
 from sglang_pat._scheduler import TILE_TABLE
 from sglang_pat.executors.jit import source_folder
 from sglang_pat.plan import BufferSizes

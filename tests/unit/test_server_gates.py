@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_server_gates as gates
-from serving.fleet import heads_of
-from serving.kernel_times import kernel_times, layer_us
-
+from server import gates
+from server.fleet import heads_of
+from server.kernel_times import kernel_times, layer_us
 from sglang_pat.bench.cases import Case
 
 

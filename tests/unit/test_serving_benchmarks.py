@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
+from common.counters import difference
+from common.results import earlier, write
+from server import planning, traffic
+from server.models import MODELS, write_tokenizer
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.http_server import as_flags, running_process
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench_planning  # noqa: E402
-import bench_traffic  # noqa: E402
-from serving.counters import difference  # noqa: E402
-from serving.models import MODELS, write_tokenizer  # noqa: E402
-from serving.results import earlier, write  # noqa: E402
-
-from sglang_pat.bench.cases import Case  # noqa: E402
-from sglang_pat.bench.http_server import as_flags, running_process  # noqa: E402
-
 LLAMA = MODELS["llama-3-8b"]
 META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
 
@@ -37,7 +33,7 @@ def test_prompts_share_the_prefix_of_their_group_and_nothing_else() -> None:
 
 
 def test_each_group_has_a_request_at_every_rate() -> None:
-    asked = bench_traffic.traffic_of(LLAMA)
+    asked = traffic.traffic_of(LLAMA)
     assert asked.per_group(0.01) == 1
     assert asked.groups * asked.per_group(32.0) == 640
 
@@ -89,7 +85,7 @@ def test_counters_are_subtracted_however_deep() -> None:
 def test_planning_times_are_those_between_two_readings() -> None:
     before = {"planning_ns": {"changed": {"1000": 5}, "cold": {"9000": 1}}}
     after = {"planning_ns": {"changed": {"1000": 14, "2000": 1, "500": 0}, "cold": {"9000": 7}}}
-    assert bench_planning._times(after, before, "changed") == {
+    assert planning._times(after, before, "changed") == {
         "steps": 10,
         "p50_us": 1.0,
         "p90_us": 1.0,
@@ -105,7 +101,7 @@ def test_a_rate_is_measured_once_for_each_backend() -> None:
     entries: list[dict[str, Any]] = []
     for backend, rate, tpot in (("pat", 4.0, 9.0), ("fa3", 4.0, 12.0), ("pat", 4.0, 8.0)):
         entry = {"model": "m", "backend": backend, "request_rate": rate, "median_tpot_ms": tpot}
-        entries = bench_traffic.added(entries, entry)
+        entries = traffic.added(entries, entry)
     assert [(each["backend"], each["median_tpot_ms"]) for each in entries] == [
         ("fa3", 12.0),
         ("pat", 8.0),
@@ -122,12 +118,12 @@ def test_results_are_continued_by_the_same_commit_only(tmp_path: Path) -> None:
 
 def test_recorded_traffic_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     recorded = json.loads((BENCHMARKS / "results/h100/serving.json").read_text())
-    bench_traffic.show(recorded["serving"])
+    traffic.show(recorded["serving"])
     printed = capsys.readouterr().out
     assert "llama-3-8b: sglang.bench_serving" in printed
     assert printed.count("triton") == 2  # rates
 
 
 def test_what_the_client_reports_is_asked_for_once() -> None:
-    assert len(set(bench_traffic.METRICS)) == len(bench_traffic.METRICS)
-    assert {"median_tpot_ms", "p99_itl_ms", "mean_ttft_ms"} <= set(bench_traffic.METRICS)
+    assert len(set(traffic.METRICS)) == len(traffic.METRICS)
+    assert {"median_tpot_ms", "p99_itl_ms", "mean_ttft_ms"} <= set(traffic.METRICS)

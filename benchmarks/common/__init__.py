@@ -1,0 +1,1 @@
+"""What all folders use: the command line, metadata, results, the terminal."""
