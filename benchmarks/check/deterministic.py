@@ -11,7 +11,7 @@ On a CPU, where SGLang's matrix products depend on the batch, tokens alone are c
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -19,14 +19,14 @@ from typing import Any
 
 from sglang_deterministic import MODES, different_answers
 
-from check.logits import LARGEST_RATIO, ON_CPU, ON_GPU, STRICT
+from check.logits import LARGEST_RATIO, STRICT, this_setup
 from common.counters import read_ratio
 from common.metadata import gpu_state
 from common.results import report
+from common.suites import add_option
 from common.terminal import console
 from sglang_pat.bench.server import Server, contender, running_server
-from sglang_pat.cli.arguments import Parser, whole_number
-from sglang_pat.output_file import output_file
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 INVARIANT = {"SGLANG_PAT_BATCH_INVARIANT": "1"}  # where SGLang has no mode
@@ -71,18 +71,16 @@ def check(server: Server, trials: int, new_tokens: int, *, logprobs: bool) -> di
     }
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--trials", type=whole_number(1, 10000), default=30, help="batches of a mode"
-    )
-    parser.add_argument(
-        "--new-tokens", type=whole_number(1, 1 << 16), default=48, help="of an answer"
-    )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
-    args = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    trials, tokens = whole_number(1, 10000), whole_number(1, 1 << 16)
+    parser.add_argument("--trials", type=trials, default=30, help="batches of a mode")
+    parser.add_argument("--new-tokens", type=tokens, default=48, help="of an answer")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     on_gpu = cuda_driver_is_present()
-    setup = ON_GPU if on_gpu else ON_CPU
+    setup = this_setup()
     before = gpu_state()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check-deterministic-") as folder:
@@ -96,7 +94,3 @@ def main() -> int:
             found = check(server, args.trials, args.new_tokens, logprobs=on_gpu)
             after = gpu_state()
     return report(found | {"gpu": {"before": before, "after": after}}, args.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,27 +11,27 @@ The second time must have found KV on the host, and shared it.
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from check import logits
 from check.answers import agreement
 from check.logits import (
     COMMON,
     FLOAT32_LIMIT,
-    ON_CPU,
-    ON_GPU,
     STRICT,
     Run,
     Setup,
     answer_all,
+    check_backends,
     largest_and_mean,
-    parsed_arguments,
     problems_of_comparing,
     prompts,
+    this_setup,
 )
 from common.counters import difference, read_ratio
 from common.results import report
@@ -149,13 +149,10 @@ def run_all(setup: Setup, backends: Sequence[str], folder: Path) -> dict[str, An
     return judge(pat, others, on_host, counted)
 
 
-def main() -> int:
-    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
-    args = parsed_arguments(__doc__.partition("\n")[0], setup)
+add_options = logits.add_options
+
+
+def run(args: argparse.Namespace) -> int:
+    check_backends(args.backends)
     with tempfile.TemporaryDirectory(prefix="check-hicache-") as folder:
-        verdict = run_all(setup, args.backends, Path(folder))
-    return report(verdict, args.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return report(run_all(this_setup(), args.backends, Path(folder)), args.json)

@@ -22,9 +22,7 @@ the last bit.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +34,11 @@ from rich.table import Table
 from check.answers import Agreement, Answer, agreement, with_candidates
 from common.counters import read_ratio
 from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import Refused, add_option
 from common.terminal import console
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
-from sglang_pat.cli.arguments import Parser
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
-from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 REQUESTS = 32
@@ -93,6 +91,12 @@ ON_CPU = Setup(
     160,
     48,
 )
+
+
+def this_setup() -> Setup:
+    return ON_GPU if cuda_driver_is_present() else ON_CPU
+
+
 _PROBED = "output_token_ids_logprobs"
 Logits = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
@@ -264,20 +268,19 @@ def show(verdict: dict[str, Any]) -> None:
     console.print(f"{'passed' if verdict['passed'] else '[bold red]FAILED[/]'}; {spread}")
 
 
-def parsed_arguments(description: str, setup: Setup) -> argparse.Namespace:
-    """The command line of a check of pat against other backends."""
-    parser = Parser(description=description)
-    parser.add_argument("--backends", nargs="+", default=setup.backends, metavar="NAME")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
-    args = parser.parse_args()
-    if "pat" not in args.backends[:-1]:
-        parser.error(f"--backends needs pat, and the yardstick as the last; got {args.backends}")
-    return args
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "--backends", default=this_setup().backends)
+    add_option(parser, "--json")
 
 
-def main() -> int:
-    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
-    args = parsed_arguments(__doc__.partition("\n")[0], setup)
+def check_backends(backends: Sequence[str]) -> None:
+    if "pat" not in backends[:-1]:
+        raise Refused(f"--backends needs pat, and the yardstick as the last; got {backends}")
+
+
+def run(args: argparse.Namespace) -> int:
+    setup = this_setup()
+    check_backends(args.backends)
     before = gpu_state()
     runs = {}
     with tempfile.TemporaryDirectory(prefix="check-logits-") as folder:
@@ -290,12 +293,7 @@ def main() -> int:
                 runs[name] = answer_all(server, setup), answer_all(server, setup)
             stats = servers["pat"].stats()
     verdict = judge(runs, problems_of_decoding(stats))
-    if args.json:
-        meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
-        args.json.write_text(json.dumps({"meta": meta, **verdict}, indent=1) + "\n")
+    meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
+    write(args.json, {"meta": meta, **verdict})
     show(verdict)
     return 0 if verdict["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

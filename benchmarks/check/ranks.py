@@ -15,7 +15,7 @@ with several. Without a GPU, tp and pp run on the CPU with a smaller model.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,13 +38,14 @@ from check.logits import (
     answer_all,
     largest_and_mean,
     problems_of_comparing,
+    this_setup,
 )
 from check.qwen3 import write_qwen3
 from common.results import report
+from common.suites import Refused, add_option
 from common.terminal import console
 from sglang_pat.bench.server import Start, contender, running_servers
-from sglang_pat.cli.arguments import Parser, whole_number
-from sglang_pat.output_file import output_file
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LAYOUTS = ("tp", "pp", "dp")
@@ -177,21 +178,23 @@ def run_all(
     }
 
 
-def main() -> int:
-    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
-    backends = ["pat", "fa3"] if setup is ON_GPU else setup.backends
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    setup = this_setup()
     parser.add_argument("--layout", required=True, nargs="+", choices=LAYOUTS)
     parser.add_argument("--ranks", type=whole_number(2, 64), default=2, metavar="N")
-    parser.add_argument("--backends", nargs="+", default=backends, metavar="NAME")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
-    args = parser.parse_args()
-    if args.ranks < 2 or "pat" not in args.backends or len(args.backends) < 2:
-        parser.error(f"--ranks must be 2 or more, and --backends name pat and another; got {args}")
+    backends = ["pat", "fa3"] if setup is ON_GPU else setup.backends
+    add_option(parser, "--backends", default=backends)
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    setup = this_setup()
+    if "pat" not in args.backends or len(args.backends) < 2:
+        raise Refused(f"--backends must name pat and another; got {args.backends}")
     if setup is ON_GPU and torch.cuda.device_count() < args.ranks:
-        parser.error(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
+        raise Refused(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
     if setup is ON_CPU and "dp" in args.layout:
-        parser.error(
+        raise Refused(
             "--layout dp needs GPUs: on a CPU SGLang's torch_native cannot pad a batch "
             "(tests/engine/test_tensor_parallel.py adds what it lacks)"
         )
@@ -204,7 +207,3 @@ def main() -> int:
         for failure in verdict.pop("failures")
     ]
     return report({**verdicts, "failures": failures}, args.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,9 +15,9 @@ request of one case reads a slot that it must not: a tool that says nothing watc
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -31,7 +31,6 @@ from slot_placements import place
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 from sglang_pat.attention import GROWTH_TOKENS
 from sglang_pat.batch import Step
-from sglang_pat.cli.arguments import Parser
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig, build_all
 from sglang_pat.executors.kernels import DecodeKernels
@@ -211,7 +210,7 @@ class _Inputs:
         self.sinks = torch.linspace(-3, 10, q_heads) if case.sinks else None
 
     def plant(self, *, uninitialized: bool) -> None:
-        """The fault of `run`."""
+        """The fault of `run_case`."""
         self.table[self.rows[0], self.lens[0] - 1] = 0 if uninitialized else len(self.k)
 
     def exact(self, logit_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +245,7 @@ def _runs(slots: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield int(run[0]), int(run[-1]) + 1
 
 
-def run(
+def run_case(
     case: Case, device: torch.device, *, uninitialized: bool = False, planted: bool = False
 ) -> None:
     """The case, twice: the second time finds the counters where the first has left them.
@@ -331,8 +330,7 @@ def variants(cases: Iterable[Case], arch: tuple[int, int]) -> list[KernelConfig]
     return list(dict.fromkeys(case.config(arch) for case in cases))
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--body", choices=GRID, nargs="*", default=[*GRID], help="default: all")
     parser.add_argument(
         "--uninitialized", action="store_true", help="nobody writes what no kernel may read"
@@ -343,7 +341,9 @@ def main() -> int:
     parser.add_argument(
         "--compile", action="store_true", help="compile the kernels for this GPU, or for Hopper"
     )
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> int:
     cases = [case for body in args.body for case in GRID[body][: 1 if args.planted else None]]
     on_gpu = torch.cuda.is_available()
     if args.compile:
@@ -352,11 +352,7 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for number, case in enumerate(cases, 1):
         begun = time.monotonic()
-        run(case, device, uninitialized=args.uninitialized, planted=args.planted)
+        run_case(case, device, uninitialized=args.uninitialized, planted=args.planted)
         seconds = time.monotonic() - begun
         print(f"{number} of {len(cases)}: {case.name}: {seconds:.1f} s", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

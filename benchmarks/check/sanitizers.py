@@ -14,7 +14,7 @@ captured; its kernels would be the same.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import re
 import shutil
@@ -32,9 +32,10 @@ from rich.table import Table
 
 from check.sanitizer_grid import GRID
 from common.metadata import metadata
+from common.results import write
+from common.suites import Refused, add_option
 from common.terminal import console, show_failure
-from sglang_pat.cli.arguments import Parser, folder_path, real_number
-from sglang_pat.output_file import output_file
+from sglang_pat.cli.arguments import folder_path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
@@ -216,8 +217,7 @@ def show(tools: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool", choices=TOOLS, nargs="*", default=[*TOOLS], help="default: all")
     parser.add_argument("--body", choices=GRID, nargs="*", default=[*GRID], help="default: all")
     parser.add_argument(
@@ -226,28 +226,23 @@ def main() -> int:
         default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer",
         help="the program compute-sanitizer; default: that of the path, or of CUDA (%(default)s)",
     )
-    parser.add_argument(
-        "--seconds", type=real_number(1, 1e6, or_inf=True), default=600, help="that a tool may take"
-    )
+    add_option(parser, "--seconds", default=600, help="that a tool may take")
     parser.add_argument(
         "--logs", type=folder_path, metavar="FOLDER", help="keep what the tools print"
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
-    args = parser.parse_args()
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     if shutil.which(args.sanitizer) is None:
-        parser.error(f"--sanitizer must be compute-sanitizer, got {args.sanitizer!r}")
+        raise Refused(f"--sanitizer must be compute-sanitizer, got {args.sanitizer!r}")
     with tempfile.TemporaryDirectory() as folder:
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         result = check(args.tool, args.body, args.sanitizer, args.seconds, logs)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"meta": metadata(), **result}, indent=1) + "\n")
+    write(args.json, {"meta": metadata(), **result})
     show(result["tools"])
     for failure in result["failures"]:
         show_failure(failure)
     console.print(f"{result['sanitizer']}: {'FAILED' if result['failures'] else 'passed'}")
     return 1 if result["failures"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

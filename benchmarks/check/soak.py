@@ -15,9 +15,9 @@ waves of the first minute, or if something that was to happen did not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,11 +32,12 @@ from rich.table import Table
 from check.answers import Answer, Parting, agreement, with_candidates
 from check.memory import Memory, memory_of
 from common.metadata import metadata
+from common.results import write
+from common.suites import add_option
 from common.terminal import console, show_failure
 from sglang_pat.bench.server import Server, contender, running_server
-from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
+from sglang_pat.cli.arguments import real_number
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
-from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20
@@ -232,13 +233,14 @@ def missing(ended: Counter[str]) -> list[str]:
     return [f"no {name}" for name in expected if not ended[name]]
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=real_number(0.01, 1e5), default=10, metavar="N")
     parser.add_argument("--unchecked", action="store_true", help="without SGLANG_PAT_DEBUG")
-    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=1, metavar="N")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result to FILE")
-    args = parser.parse_args()
+    add_option(parser, "--seed", default=1)
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         debug = {} if args.unchecked else {"SGLANG_PAT_DEBUG": "1"}
@@ -246,8 +248,7 @@ def main() -> int:
     console.print(json.dumps({name: result[name] for name in ("ended", "ties")}))
     for failure in result["failures"]:
         show_failure(failure)
-    if args.json:
-        args.json.write_text(json.dumps({"meta": metadata(), **result}, indent=1) + "\n")
+    write(args.json, {"meta": metadata(), **result})
     return 1 if result["failures"] else 0
 
 
@@ -307,7 +308,3 @@ def _show(at: float, memory: Memory, ended: Counter[str]) -> None:
         ", ".join(f"{name}: {count}" for name, count in sorted(ended.items())),
     )
     console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,8 +32,10 @@ def earlier(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    """All at once: a file that is there is whole."""
+def write(path: Path | None, data: Mapping[str, Any]) -> None:
+    """Write a file, if one is asked for. All at once: a file that is there is whole."""
+    if path is None:
+        return
     new = path.with_suffix(".new")
     new.write_text(json.dumps(data, indent=1) + "\n")
     new.replace(path)
@@ -53,8 +55,7 @@ def at_least(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:
     """Write what a check found to `path` if given, and print it, the verdict last. Returns the exit
     status: 1 if it names failures."""
-    if path is not None:
-        write(path, {"meta": metadata(), **verdict})
+    write(path, {"meta": metadata(), **verdict})
     table = Table(show_header=False)
     for name, found in verdict.items():
         if name != "failures":

@@ -17,19 +17,18 @@ The exit status is 1 if a result of pat was wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import add_option
 from kernel.contenders import ABLATIONS, CONTENDERS
 from kernel.gates import Case, as_json, gates, is_peer, summary, versus_best
 from kernel.numerics import compare
@@ -37,9 +36,8 @@ from kernel.pat_trees import PrefixTree
 from kernel.request_forests import SLOTS, Forest
 from kernel.workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 from sglang_pat.bench import timing
-from sglang_pat.cli.arguments import Parser, quoted, real_number, whole_number
+from sglang_pat.cli.arguments import quoted
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.output_file import output_file
 
 _CHECKED_REQUESTS = 16
 _CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once
@@ -162,9 +160,37 @@ def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
     }
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few cases of each suite, without cascade"
+    )
+    add_option(
+        parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
+    )
+    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
+    parser.add_argument(
+        "--heads", type=_heads, default="32/8", help="of --tree: query heads / KV heads"
+    )
+    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
+    )
+    parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
+    add_option(parser, "--rounds", help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    args = _arguments()
     if args.no_compile:  # before FlashInfer is imported
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     names = args.contenders or [*CONTENDERS, *(ABLATIONS if args.ablations else ())]
@@ -185,7 +211,7 @@ def main() -> int:
     cases: list[dict[str, object]] = []
     left_out: list[str] = []
     for workload in workloads:
-        if args.seconds is not None and time.perf_counter() - begin > args.seconds:
+        if time.perf_counter() - begin > args.seconds:
             left_out.append(f"{workload.suite}: {workload.name}")
             continue
         if not cases or cases[-1]["suite"] != workload.suite:
@@ -199,7 +225,7 @@ def main() -> int:
         info["seconds"] = time.perf_counter() - begin
         # Each time: a run that is ended early loses nothing.
         found = gates(cases) if "pat" in names and not args.tree else []
-        _write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
+        write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
         torch.cuda.empty_cache()
     info["clocks"]["after"] = gpu_state()
     print("\n".join([*summary(cases, names), *map(str, found)]))
@@ -207,7 +233,7 @@ def main() -> int:
     for name in left_out:
         print(f"left out after {args.seconds} s: {name}")
     result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
-    _write(args.json, result)
+    write(args.json, result)
     return 1 if any("pat" in case["failed"] for case in cases) else 0
 
 
@@ -242,50 +268,3 @@ def _heads(text: str) -> tuple[int, int]:
             f"{quoted(text)}; allowed: a multiple of the KV heads / these, up to 999, e.g. 32/8"
         )
     return int(found[1]), int(found[2])
-
-
-def _write(path: Path | None, result: dict[str, object]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few cases of each suite, without cascade"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=real_number(1, 1e6, or_inf=True),
-        metavar="N",
-        help="begin no case later; what is left out is named",
-    )
-    parser.add_argument(
-        "--no-compile",
-        action="store_true",
-        help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
-    )
-    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
-    parser.add_argument(
-        "--heads", type=_heads, default="32/8", help="of --tree: query heads / KV heads"
-    )
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument(
-        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
-    )
-    parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
-    parser.add_argument(
-        "--rounds",
-        type=whole_number(1, 1000),
-        help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick",
-    )
-    parser.add_argument("--json", type=output_file)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,8 +9,8 @@ one run, as CUDA graphs; geometric mean over the trees.
 
 from __future__ import annotations
 
-import json
-import sys
+import argparse
+import math
 import time
 from dataclasses import replace
 
@@ -18,14 +18,15 @@ import numpy as np
 import torch
 
 from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import add_option
 from kernel.attention import measure, pool_for
 from kernel.gates import geomean
 from kernel.invariance import World, random_forest
 from kernel.workloads import Workload, suite
-from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
-from sglang_pat.output_file import output_file
 
 MODE = "pat-batch-invariant"
 PRICE_LIMIT = 1.15
@@ -101,36 +102,30 @@ def gates(bits: list[dict[str, object]], price: list[dict[str, object]]) -> dict
     }
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--worlds", type=whole_number(1, 1000), default=20, help="per variant of the kernels"
-    )
-    parser.add_argument("--batches", type=whole_number(1, 10000), default=100, help="per world")
-    cases = suite("pat-20")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    worlds, batches = whole_number(1, 1000), whole_number(1, 10000)
+    parser.add_argument("--worlds", type=worlds, default=20, help="per variant of the kernels")
+    parser.add_argument("--batches", type=batches, default=100, help="per world")
     parser.add_argument(
         "--heads",
-        choices=dict.fromkeys(case.heads for case in cases),
+        choices=dict.fromkeys(case.heads for case in suite("pat-20")),
         help="query heads / KV heads of the trees; default: all four",
     )
-    parser.add_argument("--rounds", type=whole_number(1, 1000), default=25)
-    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=0)
-    parser.add_argument(
-        "--seconds",
-        type=real_number(1, 1e6, or_inf=True),
-        default=float("inf"),
-        metavar="N",
-        help="begin no tree later; what is left out is named",
+    add_option(parser, "--rounds", default=25)
+    add_option(parser, "--seed")
+    add_option(
+        parser, "--seconds", default=math.inf, help="begin no tree later; what is left out is named"
     )
-    parser.add_argument("--json", type=output_file)
-    arguments = parser.parse_args()
+    add_option(parser, "--json")
 
+
+def run(args: argparse.Namespace) -> int:
     info = metadata() | {"clocks": {"before": gpu_state()}}
     begun = time.monotonic()
-    bits = check_bits(arguments.worlds, arguments.batches, arguments.seed)
+    bits = check_bits(args.worlds, args.batches, args.seed)
     print(f"{time.monotonic() - begun:.1f} s for bits")
-    workloads = [case for case in cases if arguments.heads in (None, case.heads)]
-    price, left_out = measure_price(workloads, arguments.rounds, begun + arguments.seconds)
+    workloads = [case for case in suite("pat-20") if args.heads in (None, case.heads)]
+    price, left_out = measure_price(workloads, args.rounds, begun + args.seconds)
     for heads in dict.fromkeys(case.heads for case in workloads):
         prices = [case["price"] for case in price if "price" in case and case["heads"] == heads]
         print(f"price {heads}: {geomean(prices):.3f}")
@@ -142,11 +137,6 @@ def main() -> int:
         met = "ok" if gate["met"] else "NOT MET"
         print(f"{name}: {gate['value']:.4g} (limit {gate['limit']}) {met}")
     for name in left_out:
-        print(f"left out after {arguments.seconds:.0f} s: {name}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"left out after {args.seconds:.0f} s: {name}")
+    write(args.json, result)
     return 0 if all(gate["met"] for gate in result["gates"].values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ SGLang that is installed is timed too.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from itertools import product
@@ -26,13 +25,13 @@ import triton
 import triton.language as tl
 
 from common.metadata import metadata
+from common.results import write as write_json
+from common.suites import add_option
 from kernel.planned_step import PlannedStep
 from kernel.request_forests import Forest
-from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.kv_writer import KvWriter
-from sglang_pat.output_file import output_file
 
 LAYERS = 32
 HEAD_DIM = 128
@@ -288,32 +287,28 @@ def measure(case: Case, writes: dict[str, Write], rounds: int) -> dict[str, dict
     return {"alone_us": alone_us, "layer_us": layer_us, "added_us": added_us}
 
 
-def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
-    parser.add_argument("--rounds", type=whole_number(1, 1000), default=30)
+    add_option(parser, "--rounds", default=30)
     parser.add_argument("--sglang", action="store_true", help="time SGLang's own store too")
-    parser.add_argument("--json", type=output_file, metavar="FILE")
-    arguments = parser.parse_args()
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     print("us per layer")
     print("pool  tokens  heads  scaled  write        added   alone   layer")
-    for pool, shape in product(arguments.pools, SHAPES):
+    for pool, shape in product(args.pools, SHAPES):
         case = Case(shape, POOLS[pool])
         for is_scaled in (False, True) if pool == "fp8" else (False,):
             divisor = torch.tensor(_SCALE, device="cuda") if is_scaled else None
-            writes = contenders(case, divisor, with_sglang=arguments.sglang)
+            writes = contenders(case, divisor, with_sglang=args.sglang)
             check(case, writes)
-            times = measure(case, writes, arguments.rounds)
+            times = measure(case, writes, args.rounds)
             head = f"{pool:4}  {case.num_tokens:6}  {shape.num_kv_heads:5}  {is_scaled!s:>6}"
             for name in writes:
                 columns = [times[key][name] for key in ("added_us", "alone_us", "layer_us")]
                 print(f"{head}  {name:10}", *(f"{each:6.2f}" for each in columns), sep="  ")
             results.append({"pool": pool, **shape._asdict(), "scaled": is_scaled, **times})
-    if arguments.json is not None:
-        text = json.dumps({"meta": metadata(), "results": results}, indent=1)
-        arguments.json.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_json(args.json, {"meta": metadata(), "results": results})
+    return 0

@@ -26,8 +26,8 @@ collector is off while steps and updates are timed.
 
 from __future__ import annotations
 
+import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -40,12 +40,12 @@ from rich.console import Console
 from rich.table import Table
 
 from common.metadata import metadata
+from common.results import write
+from common.suites import add_option
 from sglang_pat import PackAttention, PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest
 from sglang_pat.attention import GROWTH_TOKENS
 from sglang_pat.batch import Step
-from sglang_pat.cli.arguments import Parser
-from sglang_pat.output_file import output_file
 from sglang_pat.plan import BufferSizes, DecodePlan, new_scheduler, write_plan
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
@@ -320,12 +320,11 @@ def packing_table(gaps: dict[str, float]) -> Table:
     return table
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    args = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     console = Console(width=120)
     meta = metadata()
     console.print(f"{meta['cpu']}, Python {meta['python']}, commit {meta['commit']}")
@@ -348,16 +347,12 @@ def main() -> None:
         for row in measure_steps(cache, num_requests, varied=varied)
     ]
     console.print(step_table(steps))
-    if args.json:
-        result = {
-            "meta": meta,
-            "cases": cases,
-            "replaced": replaced,
-            "packing": packing,
-            "steps": steps,
-        }
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    result = {
+        "meta": meta,
+        "cases": cases,
+        "replaced": replaced,
+        "packing": packing,
+        "steps": steps,
+    }
+    write(args.json, result)
+    return 0

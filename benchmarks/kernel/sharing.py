@@ -10,10 +10,9 @@ measures both in a server.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 from rich.table import Table
 
 from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import add_option
 from common.terminal import console
 from server.models import MODELS, ModelShape
-from sglang_pat.cli.arguments import Parser, whole_number
-from sglang_pat.output_file import output_file
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, Gpu
 
@@ -131,18 +131,14 @@ def show(found: list[dict[str, Any]], by: str) -> None:
     console.print(table)
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument(
-        "--context",
-        type=whole_number(1, 1 << 20),
-        default=CONTEXT,
-        metavar="N",
-        help="of a request",
-    )
-    parser.add_argument("--json", type=output_file, metavar="FILE")
-    args = parser.parse_args()
+    length = whole_number(1, 1 << 20)
+    parser.add_argument("--context", type=length, default=CONTEXT, metavar="N", help="of a request")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     meta = metadata() | {
         "by": "kernels",
         "model": args.model,
@@ -153,10 +149,5 @@ def main() -> int:
     found = by_kernels(model, args.context, gpu_named(meta["gpu"]))
     meta["clocks"]["after"] = gpu_state()
     show(found, "kernels")
-    if args.json:
-        args.json.write_text(json.dumps({"meta": meta, "cells": found}, indent=1) + "\n")
+    write(args.json, {"meta": meta, "cells": found})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

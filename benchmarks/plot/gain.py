@@ -8,6 +8,7 @@ python benchmarks/plot gain benchmarks/results/h100/{serving-gates,kernels}.json
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from kernel.pat_trees import PrefixTree
-from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
 MODEL = "llama-3-8b"
@@ -37,12 +38,13 @@ QUESTIONS = {
 HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("serving", type=input_file, help="JSON of `server gates`")
     parser.add_argument("kernels", type=input_file, help="JSON of `kernel attention`")
     parser.add_argument("picture", type=output_file, help="PNG to write")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     draw(json.loads(args.serving.read_text()), json.loads(args.kernels.read_text()), args.picture)
 
 
@@ -109,7 +111,3 @@ def _draw_kernels(axis: Axes, cases: list[dict[str, Any]]) -> None:
     axis.set_title("Attention alone: 20 prefix trees, four head counts", fontsize=11)
     axis.legend(fontsize=9, loc="upper left")
     axis.spines[["top", "right"]].set_visible(False)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ python benchmarks/plot kernels benchmarks/results/h100/kernels.json docs/kernels
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
 COLORS = {"pat": "#c0392b", "flashinfer": "#7f8c8d", "fa3": "#b3b6b7", "cascade": "#d6dbdf"}
@@ -28,14 +29,14 @@ LABELS = {
 }
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("result", type=input_file, help="JSON of `kernel attention`")
     parser.add_argument("picture", type=output_file, help="PNG to write")
     parser.add_argument("--suite", default="pat-20", help="default: %(default)s")
-    args = parser.parse_args()
-    result = json.loads(args.result.read_text())
-    draw(result, args.suite, args.picture)
+
+
+def run(args: argparse.Namespace) -> None:
+    draw(json.loads(args.result.read_text()), args.suite, args.picture)
 
 
 def draw(result: dict[str, Any], suite: str, picture: Path) -> None:
@@ -82,7 +83,3 @@ def _panels(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         panels.setdefault(title, []).append(case)
     trees = [[case["tree"] for case in shown] for shown in panels.values()]
     return panels if all(names == trees[0] for names in trees) else {"all heads": cases}
-
-
-if __name__ == "__main__":
-    main()

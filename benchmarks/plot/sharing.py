@@ -5,6 +5,7 @@ python benchmarks/plot sharing benchmarks/results/h100/sharing.json docs/sharing
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from sglang_pat.cli.arguments import Parser, input_file
+from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("result", type=input_file, help="JSON of `kernel sharing`")
     parser.add_argument("picture", type=output_file, help="PNG to write")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     draw(json.loads(args.result.read_text()), args.picture)
 
 
@@ -50,7 +52,3 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from rich.table import Table
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
 from common.results import at_least, at_most, write
+from common.suites import Refused, add_option
 from common.terminal import console, show_failure
 from kernel.sharing import Cell
 from kernel.sharing import show as show_sharing
@@ -55,7 +55,6 @@ from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
-from sglang_pat.cli.arguments import Parser, real_number, whole_number
 from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
@@ -374,7 +373,7 @@ def _sharing(
             cells.append(sharing_cell(cell, ms["pat"], ms["fa3"], each["over_pat"]["fa3"]))
     if cells:
         show_sharing(cells, "server")
-    if path and cells:
+    if cells:
         about = {"by": "server", "model": model, "context": CONTEXT}
         layers = shape.config["num_hidden_layers"]
         write(path, {"meta": {**meta, **about, "layers": layers}, "cells": cells})
@@ -408,8 +407,21 @@ def show(data: Mapping[str, Any]) -> None:
             show_failure(f"{name}: {gate['value']:.3f}, limit {gate['limit']}")
 
 
-def main() -> int:
-    args = _arguments()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--whole", action="store_true", help="Llama-3-8B with all its layers")
+    add_option(parser, "--rounds", default=5, help="where nothing is shared")
+    add_option(parser, "--start-seconds", default=START_SECONDS)
+    add_option(parser, "--seconds")
+    add_option(parser, "--json")
+    parser.add_argument(
+        "--sharing-json", type=output_file, metavar="FILE", help="of the part `sharing`"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.whole and {"fp8", "rank"} & {*args.parts}:
+        raise Refused("--whole leaves no room for the servers of the parts fp8 and rank")
     begun = time.monotonic()
 
     def seconds_left() -> float:
@@ -422,8 +434,7 @@ def main() -> int:
 
     def save() -> None:
         data["gates"] = gates(data["cases"]) | route_gates(data["servers"])
-        if args.json:
-            write(args.json, data)
+        write(args.json, data)
 
     with tempfile.TemporaryDirectory(prefix="bench-gates-") as name:
         for model, shape in shapes.items():
@@ -473,36 +484,3 @@ def _alive(members: Mapping[str, Member], question: Question) -> list[Member]:
         and member.failure is None
         and (not name.endswith("fp8") or question.name in _FP8_QUESTIONS)
     ]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--whole", action="store_true", help="Llama-3-8B with all its layers")
-    parser.add_argument(
-        "--rounds",
-        type=whole_number(1, 1000),
-        default=5,
-        metavar="N",
-        help="where nothing is shared",
-    )
-    parser.add_argument(
-        "--start-seconds", type=real_number(1, 1e6), default=START_SECONDS, metavar="N"
-    )
-    parser.add_argument(
-        "--seconds", type=real_number(1, 1e6, or_inf=True), default=3600, metavar="N"
-    )
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    parser.add_argument(
-        "--sharing-json", type=output_file, metavar="FILE", help="of the part `sharing`"
-    )
-    args = parser.parse_args()
-    if args.whole and {"fp8", "rank"} & {*args.parts}:
-        parser.error("--whole leaves no room for the servers of the parts fp8 and rank")
-    return args
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,6 @@ that models can be measured one by one.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from rich.table import Table
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
 from common.results import earlier, write
+from common.suites import add_option
 from common.terminal import console, show_failure
 from server.fleet import (
     Member,
@@ -48,8 +48,6 @@ from server.models import TINY
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms, ratio, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
-from sglang_pat.cli.arguments import Parser, real_number, whole_number
-from sglang_pat.output_file import output_file
 
 BACKENDS = ("pat", "default")
 TOKENS = 104  # of an answer
@@ -192,7 +190,7 @@ def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 Save = Callable[[Served, dict[str, Any]], None]
 
 
-def run(args: argparse.Namespace, save: Save) -> list[str]:
+def measure_all(args: argparse.Namespace, save: Save) -> list[str]:
     """All cases of all models with one start of each server. Returns what failed.
 
     save: is given a model, and what is served, whenever there is more: nothing is lost to a kill.
@@ -311,33 +309,18 @@ def show(data: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     models = [name for name in HYBRIDS if name != TINY]
     parser.add_argument("--models", nargs="+", default=models, choices=HYBRIDS)
     parser.add_argument("--cases", nargs="+", default=list(_CASES), choices=_CASES)
-    parser.add_argument(
-        "--rounds", type=whole_number(1, 1000), default=3, metavar="N", help="default: 3"
-    )
+    add_option(parser, "--rounds", default=3)
     parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
-    parser.add_argument(
-        "--start-seconds",
-        type=real_number(1, 1e6),
-        default=START_SECONDS,
-        metavar="N",
-        help="for servers to be ready (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=real_number(1, 1e6, or_inf=True),
-        default=3600,
-        metavar="N",
-        help="nothing is begun after",
-    )
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    args = parser.parse_args()
+    add_option(parser, "--start-seconds", default=START_SECONDS)
+    add_option(parser, "--seconds")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     data: dict[str, Any] = {"meta": metadata(), "models": {}, "cases": [], "gates": {}}
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])
@@ -350,10 +333,9 @@ def main() -> int:
         kept = [case for case in data["cases"] if (case["model"], case["case"]) not in done]
         data["cases"] = kept + model.measured
         data["gates"] = gates(data["cases"])
-        if args.json:
-            write(args.json, data)
+        write(args.json, data)
 
-    failures = run(args, save)
+    failures = measure_all(args, save)
     show(data)
     for failure in failures:
         show_failure(failure)
@@ -362,7 +344,3 @@ def main() -> int:
     }
     passed = all(gate["passed"] for gate in data["gates"].values())
     return 0 if passed and not failures and not missing else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,9 +13,9 @@ is no GPU, a toy model answers small jobs: that shows that everything works, and
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,11 @@ from rich.table import Table
 
 from common.metadata import gpu_state, metadata
 from common.results import write
+from common.suites import add_option
 from common.terminal import console, show_failure
 from server.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
 from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
-from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
-from sglang_pat.output_file import output_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS
@@ -210,8 +209,16 @@ def starts(shape: ModelShape, folder: Path, pool: int) -> dict[str, Start]:
     }
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    add_option(parser, "--rounds", default=1)
+    add_option(parser, "--seed")
+    add_option(parser, "--start-seconds", default=START_SECONDS)
+    add_option(parser, "--seconds")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     has_gpu = cuda_driver_is_present()
     shape = MODELS["llama-3-8b" if has_gpu else TINY]
@@ -229,8 +236,7 @@ def main() -> int:
 
     def save() -> None:
         data["gates"] = gates(data["jobs"])
-        if args.json:
-            write(args.json, data)
+        write(args.json, data)
 
     with tempfile.TemporaryDirectory(prefix="bench-jobs-") as name:
         model = shape.write(Path(name, "model"))
@@ -307,22 +313,3 @@ def _measure(
         }
     )
     console.print(f"{backend}: {run.seconds:.2f} s")
-
-
-def _parser() -> Parser:
-    parser = Parser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
-    parser.add_argument("--rounds", type=whole_number(1, 1000), default=1, metavar="N")
-    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=0, metavar="N")
-    parser.add_argument(
-        "--start-seconds", type=real_number(1, 1e6), default=START_SECONDS, metavar="N"
-    )
-    parser.add_argument("--seconds", type=real_number(1, 1e6), default=3600, metavar="N")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,8 +12,8 @@ its way to the GPU.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,12 +26,12 @@ from rich.table import Table
 
 from common.counters import difference
 from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import add_option
 from common.terminal import console
 from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
-from sglang_pat.cli.arguments import Parser
-from sglang_pat.output_file import output_file
 from sglang_pat.stats import PlanningTimes, StepKind
 
 CASE = Case(256, 1536, 64, 128, groups=16)
@@ -98,13 +98,12 @@ def _times(after: Mapping[str, Any], before: Mapping[str, Any], kind: StepKind) 
     return {"steps": histogram.total(), **percentiles, "histogram_ns": dict(histogram)}
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    args = parser.parse_args()
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     model, pat = MODELS[args.model], contender("pat")
     case = TINY_CASE if model.name == TINY else CASE
     before = gpu_state()
@@ -119,11 +118,6 @@ def main() -> None:
         percentiles = (f"{times[f'p{percent}_us']:.1f}" for percent in PERCENTS)
         table.add_row(kind, str(times["steps"]), *percentiles)
     console.print(table)
-    if args.json:
-        meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
-        result = {"meta": meta, "requests": case.batch, "steps": found}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
+    write(args.json, {"meta": meta, "requests": case.batch, "steps": found})
+    return 0

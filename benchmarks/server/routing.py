@@ -10,8 +10,8 @@ its prompt, `random` and `round_robin` look at nothing.
 
 from __future__ import annotations
 
+import argparse
 import heapq
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from common.metadata import metadata
-from sglang_pat.cli.arguments import LARGEST_SEED, Parser, real_number, whole_number
-from sglang_pat.output_file import output_file
+from common.results import write
+from common.suites import Refused, add_option
+from sglang_pat.cli.arguments import real_number, whole_number
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.formats import open_trace
 from sglang_pat.workload.generate import WORKLOADS, generate
@@ -129,8 +130,7 @@ def summed(servers: Sequence[tuple[ServerStats, ServerStats]]) -> dict[str, Any]
     }
 
 
-def main() -> None:
-    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="a trace in a format of the replay")
     source.add_argument("--generate", choices=WORKLOADS, help="a workload of the replay")
@@ -142,10 +142,11 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--kv-tokens", type=whole_number(1, 1 << 30), default=400_000)
     parser.add_argument("--max-batch", type=whole_number(1, 1 << 20), default=256)
-    parser.add_argument("--seed", type=whole_number(0, LARGEST_SEED), default=0)
-    parser.add_argument("--json", type=output_file)
-    given = parser.parse_args()
+    add_option(parser, "--seed")
+    add_option(parser, "--json")
 
+
+def run(given: argparse.Namespace) -> int:
     try:
         _, config = read_config(given.model)
         if given.trace is not None:
@@ -155,7 +156,7 @@ def main() -> None:
                 given.generate, requests=given.requests, seed=given.seed, rate=given.rate
             )
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        raise Refused(str(error)) from error
     requests = [request for request, _ in zip(trace.stream, range(given.requests), strict=False)]
     rules = Rules(max_running_requests=given.max_batch)
     setup = Setup(StepTime.of(config, GPUS[DEFAULT_GPU]), given.kv_tokens, rules)
@@ -173,18 +174,14 @@ def main() -> None:
             f"{steps[DEFAULT]:12.2f} {steps[PAT]:11.2f} | "
             f"{found['ttft_s_mean']:11.2f} | {found['requests']}"
         )
-    if given.json is not None:
-        content = {
-            "meta": metadata(),
-            "trace": trace.name,
-            "workers": given.workers,
-            "model": given.model,
-            "kv_tokens": given.kv_tokens,
-            "max_batch": given.max_batch,
-            "routing": results,
-        }
-        given.json.write_text(json.dumps(content, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    content = {
+        "meta": metadata(),
+        "trace": trace.name,
+        "workers": given.workers,
+        "model": given.model,
+        "kv_tokens": given.kv_tokens,
+        "max_batch": given.max_batch,
+        "routing": results,
+    }
+    write(given.json, content)
+    return 0

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ from rich.table import Table
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
 from common.results import at_most, write
+from common.suites import add_option
 from common.terminal import console
 from server.fleet import Member, ask_in_turn, fleet, report_starts, wait, watched
 from server.models import MODELS, TINY, ModelShape
@@ -46,8 +46,7 @@ from server.nested_models import write_head, write_nested
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
-from sglang_pat.cli.arguments import Parser, whole_number
-from sglang_pat.output_file import output_file
+from sglang_pat.cli.arguments import whole_number
 
 TOGETHER = ("small", "ngram", "same")
 DRAFTS = (*TOGETHER, "eagle")
@@ -240,7 +239,9 @@ def starts(
     }
 
 
-def run(drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int) -> Any:
+def run_drafts(
+    drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int
+) -> Any:
     """What is measured of both servers of some drafts, or `failure`."""
     down = [f"{name}: {each.failure}" for name, each in members.items() if each.failure]
     if down:
@@ -288,8 +289,23 @@ def show(data: Mapping[str, Any]) -> None:
         console.print(f"{name}: {gate['value']:.3f}, at most {gate['limit']:.3f}: {met}")
 
 
-def main() -> int:
-    args = _arguments()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    layers = whole_number(1, 1000)
+    parser.add_argument("--drafts", nargs="+", default=list(TOGETHER), choices=DRAFTS)
+    parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
+    parser.add_argument(
+        "--layers", type=layers, metavar="N", help=f"of the model (default: {LAYERS})"
+    )
+    parser.add_argument(
+        "--draft-layers", type=layers, default=1, metavar="N", help="of `small` (default: 1)"
+    )
+    add_option(parser, "--rounds", type=whole_number(3, 1000), default=5)
+    parser.add_argument("--quick", action="store_true", help="three rounds, all servers at once")
+    parser.add_argument("--without-drafts", action="store_true", help="plain decode")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     rounds = 3 if args.quick else args.rounds
     shape = MODELS[args.model]
     case = _TINY_CASE if shape.name == TINY else _CASE
@@ -323,14 +339,13 @@ def main() -> int:
                 report_starts(members.values())
                 for each in group:
                     pair = {backend: members[f"{each} {backend}"] for backend in BACKENDS}
-                    measured = run(each, pair, case, shape.vocab_size, rounds)
+                    measured = run_drafts(each, pair, case, shape.vocab_size, rounds)
                     if "failure" in measured:
                         data["failures"][each] = measured["failure"]
                     else:
                         data["cases"].append(measured)
                     data["gates"] = gates(data["cases"])
-                    if args.json:
-                        write(args.json, data)
+                    write(args.json, data)
     show(data)
     is_met = all(gate["met"] for gate in data["gates"].values())
     return 0 if is_met and not data["failures"] else 1
@@ -349,35 +364,3 @@ def _shared_device(shape: ModelShape, case: Case) -> dict[str, Any]:
         "chunked_prefill_size": 2048,
         "sleep_on_idle": True,  # another server is being measured
     }
-
-
-def _arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--drafts", nargs="+", default=list(TOGETHER), choices=DRAFTS)
-    parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument(
-        "--layers",
-        type=whole_number(1, 1000),
-        metavar="N",
-        help=f"of the model (default: {LAYERS})",
-    )
-    parser.add_argument(
-        "--draft-layers",
-        type=whole_number(1, 1000),
-        default=1,
-        metavar="N",
-        help="of `small` (default: 1)",
-    )
-    parser.add_argument(
-        "--rounds", type=whole_number(3, 1000), default=5, metavar="N", help="three or more"
-    )
-    parser.add_argument("--quick", action="store_true", help="three rounds, all servers at once")
-    parser.add_argument("--without-drafts", action="store_true", help="plain decode")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,12 +28,12 @@ from typing import Any
 
 from common.metadata import gpu_id, gpu_state, metadata
 from common.results import earlier, write
+from common.suites import add_option
 from common.terminal import console, show_failure, table_of
 from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.http_server import as_flags
 from sglang_pat.bench.server import REPLAN, Server, contender, running_server
-from sglang_pat.cli.arguments import Parser, real_number
-from sglang_pat.output_file import output_file
+from sglang_pat.cli.arguments import real_number
 from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 
 CLIENT_SECONDS = 300
@@ -166,8 +166,22 @@ def show(entries: Sequence[dict[str, Any]]) -> None:
         console.print(table)
 
 
-def main() -> int:
-    args = _arguments()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_option(
+        parser,
+        "--backends",
+        default=["pat", "fa3", "flashinfer", "triton"],
+        help=f"SGLang's attention backends, or {REPLAN.name}: pat with new plans all the time "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=MODELS)
+    parser.add_argument(
+        "--rates", nargs="+", type=real_number(1e-3, 1e6), metavar="N", help="requests per second"
+    )
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     data: dict[str, Any] = {"meta": metadata(), "serving": []}
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])
@@ -192,8 +206,7 @@ def main() -> int:
                         entry |= measure(server, traffic, rate, path)
                         entry["gpu"] = gpu | {"after": gpu_state()}
                         data["serving"] = added(data["serving"], entry)
-                        if args.json:
-                            write(args.json, data)
+                        write(args.json, data)
                         ms = entry["median_tpot_ms"]
                         console.print(f"  {rate:g} req/s: {ms:.2f} ms per token")
             except (RuntimeError, TimeoutError) as error:
@@ -202,27 +215,3 @@ def main() -> int:
     for failure in failures:
         show_failure(failure)
     return 1 if failures else 0
-
-
-def _arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        default=["pat", "fa3", "flashinfer", "triton"],
-        metavar="NAME",
-        help=f"SGLang's attention backends, or {REPLAN.name}: pat with new plans all the time "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=MODELS)
-    parser.add_argument(
-        "--rates", nargs="+", type=real_number(1e-3, 1e6), metavar="N", help="requests per second"
-    )
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write all numbers to FILE"
-    )
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,8 +11,7 @@ adds any to what the other backends need.
 
 from __future__ import annotations
 
-import json
-import sys
+import argparse
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -22,13 +21,13 @@ from typing import Any
 from rich.table import Table
 
 from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import Refused, add_option
 from common.terminal import console, show_failure
 from server.kernel_times import GRAPH_LAUNCHES, trace
 from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
-from sglang_pat.cli.arguments import Parser
-from sglang_pat.output_file import output_file
 
 STEPS = 24
 TRACE_SECONDS = 120
@@ -91,14 +90,15 @@ def profile_backend(model: ModelShape, backend: str) -> dict[str, float]:
             )
 
 
-def main() -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backends", nargs="+", default=["pat", "fa3"], metavar="NAME")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "--backends", default=["pat", "fa3"])
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts to FILE")
-    args = parser.parse_args()
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
     if "pat" not in args.backends:
-        parser.error(f"--backends needs pat; got {args.backends}")
+        raise Refused(f"--backends needs pat; got {args.backends}")
     before = gpu_state()
     found = {backend: profile_backend(MODELS[args.model], backend) for backend in args.backends}
     table = Table(title="waits for the device, per decode step")
@@ -111,12 +111,6 @@ def main() -> int:
     failures = added(found)
     for failure in failures:
         show_failure(f"pat adds {failure}")
-    if args.json:
-        meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
-        result = {"meta": meta, "per_step": found, "added_by_pat": failures}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    meta = metadata() | {"gpu_before": before, "gpu_after": gpu_state()}
+    write(args.json, {"meta": meta, "per_step": found, "added_by_pat": failures})
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

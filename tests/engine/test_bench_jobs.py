@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from server import jobs
+import server
+from common import suites
 
 pytestmark = pytest.mark.engine
 
 
 def test_jobs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
     file = tmp_path / "jobs.json"
     words = ["--jobs", "rollouts", "chat", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["benchmarks/server jobs", *words])
-    assert jobs.main() == 0
+    assert suites.main(server, ["jobs", *words]) == 0
     found = json.loads(file.read_text())
     assert set(found["jobs"]) == {"rollouts", "chat"}
     for job in found["jobs"].values():

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # whether or not the package is installed
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # whether or not the package is installed
+import check  # noqa: E402
+import kernel  # noqa: E402
+import server  # noqa: E402
 from sglang_pat.support import SGLANG_VERSIONS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
-BENCHMARKS = ROOT / "benchmarks"
 PAGE = ROOT / "docs/recorded-runs.md"
 COMMAND = "python tests/support/recorded_runs_page.py"
 NO_GPU = "none"
@@ -169,12 +171,11 @@ def recorded() -> list[Run]:
 def suites() -> dict[str, str]:
     """Suites of benchmarks/ that write a result -> what they say of themselves."""
     found = {}
-    for path in sorted(BENCHMARKS.glob("*/*.py")):
-        source = path.read_text()
-        if '"--json"' in source and path.parent.name != "common":
+    for package in (check, kernel, server):
+        for suite in sorted({*package.SUITES} - {"sanitizer-grid"}):
+            source = Path(package.__path__[0], f"{suite.replace('-', '_')}.py").read_text()
             text = ast.get_docstring(ast.parse(source)) or ""
-            name = f"{path.parent.name} {path.stem.replace('_', '-')}"
-            found[name] = " ".join(text.partition("\n\n")[0].split())
+            found[f"{package.__name__} {suite}"] = " ".join(text.partition("\n\n")[0].split())
     return found
 
 

@@ -53,7 +53,7 @@ def test_it_prints_its_help(
         suites.main(package, [suite, "--help"])
     assert ended.value.code in (0, None)
     printed = capsys.readouterr().out
-    assert printed.startswith(f"usage: {folder} {suite}")
+    assert printed.startswith(f"usage: benchmarks/{folder} {suite} [-h]")
     assert suites.said(package, suite)
 
 

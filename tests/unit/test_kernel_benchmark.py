@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import kernel
+from common import suites
 from kernel import attention
 from kernel.contenders import _private_level, _shared_levels
 from kernel.gates import gates, summary
@@ -49,10 +51,9 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
         assert follow == [slots == "runs"] * len(follow)
 
 
-def test_kv_lies_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_lies_as_is_asked_for() -> None:
     def asked(*arguments: str) -> set[str]:
-        monkeypatch.setattr("sys.argv", ["benchmarks/kernel attention", *arguments])
-        args = attention._arguments()
+        args = suites.parser_of(kernel, "attention").parse_args(arguments)
         return {args.slots, *(workload.slots for workload in attention._workloads(args))}
 
     assert asked() == asked("--tree", "1,4_64,32") == {"scattered"}

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import check
 from check import hicache, soak
 from check import logits as check_logits
 from check import ranks as check_ranks
 from check.answers import Answer, Candidate, agreement
 from check.memory import Memory
+from common import suites
 from server import hybrids, speculation, waits
 from server.models import MODELS
 from server.nested_models import write_head, write_nested
@@ -168,15 +170,9 @@ def test_one_failing_layout_fails_the_check(
     def status(plans: dict[str, check_ranks.Plans]) -> int:
         found = {layout: (runs, each) for layout, each in plans.items()}
         monkeypatch.setattr(check_ranks, "run_all", lambda *_: found)
-        command = [
-            "benchmarks/check ranks",
-            "--layout",
-            *plans,
-            "--json",
-            str(tmp_path / "found.json"),
-        ]
-        monkeypatch.setattr(sys, "argv", command)
-        return check_ranks.main()
+        monkeypatch.setattr(sys, "argv", [])
+        command = ["ranks", "--layout", *plans, "--json", str(tmp_path / "found.json")]
+        return int(suites.main(check, command))
 
     assert status({"tp": GOOD_PLANS, "pp": GOOD_PLANS}) == 0
     assert status({"tp": GOOD_PLANS, "pp": bad}) == 1
