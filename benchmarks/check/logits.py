@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from check.answers import Agreement, Answer, agreement, with_candidates
 from common.counters import read_ratio
 from common.metadata import gpu_state, metadata
 from common.results import write
 from common.suites import Refused, add_option
-from common.terminal import console
+from common.terminal import console, table_of
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
@@ -230,18 +229,8 @@ def judge(runs: dict[str, tuple[Run, Run]], problems: Sequence[str]) -> dict[str
 
 
 def show(verdict: dict[str, Any]) -> None:
-    table = Table(title=f"logits against {verdict['yardstick']}")
-    for column in (
-        "",
-        "max",
-        "mean",
-        "greedy tokens equal",
-        "ties",
-        "their gap",
-        "errors",
-        "same again",
-    ):
-        table.add_column(column, justify="right")
+    compared = ("max", "mean", "greedy tokens equal", "ties", "their gap", "errors", "same again")
+    table = table_of(f"logits against {verdict['yardstick']}", ("", *compared))
     for name, found in verdict["backends"].items():
         same = found["same_tokens_again"], found["same_logits_again"]
         again = {(True, True): "to the bit", (True, False): "tokens"}.get(same, "no")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -16,9 +16,9 @@ def show_failure(text: str) -> None:
     console.print(text, markup=False)
 
 
-def table_of(title: str, columns: Iterable[str]) -> Table:
-    """Return a table whose columns are numbers, flush right."""
+def table_of(title: str, columns: Iterable[str], *, words: Container[str] = ()) -> Table:
+    """Return a table whose columns are numbers, flush right, except those of `words`."""
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table

@@ -30,18 +30,17 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from common.metadata import metadata
 from common.results import write
 from common.suites import add_option
+from common.terminal import console, table_of
 from sglang_pat import PackAttention, PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest
 from sglang_pat.attention import GROWTH_TOKENS
@@ -99,6 +98,7 @@ def measure(num_requests: int) -> dict[str, float]:
     sizes = BufferSizes.needed_by(scheduler)
     buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
     result["write_us"] = microseconds(lambda: scheduler.write(*sizes, buffer), repeats)
+    result["per_request_us"] = result["cold_plan_us"] / num_requests
     return result
 
 
@@ -126,11 +126,12 @@ class Steps:
     """Decode steps of requests in one of SGLang's prefix caches."""
 
     def __init__(self, cache: str, num_requests: int, *, varied: bool) -> None:
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: TID251
         from sglang_trees import Tree
 
         from sglang_pat.sglang import hooks, reader
 
-        self._hooks = hooks
+        self._hooks, self._mode = hooks, ForwardMode.DECODE
         self.reader = reader.BatchReader()
         self.attention: Any = PackAttention(
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
@@ -173,9 +174,8 @@ class Steps:
         """One step: microseconds of read(), and of plan()."""
         lens = torch.full((len(requests),), self.length)
         rows = torch.arange(1, len(requests) + 1)
-        mode = SimpleNamespace(is_decode=lambda: True)
         batch = SimpleNamespace(
-            batch_size=len(requests), seq_lens=lens, seq_lens_cpu=lens, forward_mode=mode
+            batch_size=len(requests), seq_lens=lens, seq_lens_cpu=lens, forward_mode=self._mode
         )
         scheduled = SimpleNamespace(reqs=requests, tree_cache=self._tree.cache)
         target = SimpleNamespace(is_draft_worker=False)
@@ -261,41 +261,8 @@ def measure_replaced(num_requests: int) -> dict[str, float]:
     gc.disable()
     update_us = microseconds(there_and_back, 20) / 2
     gc.enable()
-    return {"requests": num_requests, "update_us": update_us}
-
-
-def stage_table(cases: list[dict[str, float]]) -> Table:
-    table = Table(title="Stages of a plan built from scratch (us, median)")
-    columns = ("requests", "cold plan", "per request", "forest", "packing", "split", "assembly")
-    for column in (*columns, "write"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for case in cases:
-        keys = ("cold_plan", "forest", "packing", "split", "assembly", "write")
-        values = [f"{case[f'{key}_us']:.1f}" for key in keys]
-        per_request = f"{case['cold_plan_us'] / case['requests']:.3f}"
-        table.add_row(f"{case['requests']:,}", values[0], per_request, *values[1:])
-    return table
-
-
-def step_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Decode steps (us; read and plan are medians)")
-    texts = ("cache", "documents", "step")
-    for column in (*texts, "requests", "read", "plan", "p50", "p99"):
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
-    for row in rows:
-        parts = [f"{row[f'{part}_us']:.1f}" for part in ("read", "plan", "p50", "p99")]
-        table.add_row(*(row[text] for text in texts), f"{row['requests']:,}", *parts)
-    return table
-
-
-def replaced_table(rows: list[dict[str, float]]) -> Table:
-    table = Table(title="Batches replaced (us, median)")
-    for column in ("requests", "update", "per request"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        per_request = f"{row['update_us'] / row['requests']:.3f}"
-        table.add_row(f"{row['requests']:,}", f"{row['update_us']:.0f}", per_request)
-    return table
+    per_request_us = update_us / num_requests
+    return {"requests": num_requests, "update_us": update_us, "per_request_us": per_request_us}
 
 
 def measure_packing() -> dict[str, float]:
@@ -311,13 +278,32 @@ def measure_packing() -> dict[str, float]:
     }
 
 
-def packing_table(gaps: dict[str, float]) -> Table:
-    table = Table(title="Cost of a packing above the cheapest one (percent)")
-    for column in ("forests", "mean", "p99", "worst"):
-        table.add_column(column, justify="right")
-    parts = [f"{gaps[f'{part}_percent']:.4f}" for part in ("mean", "p99", "worst")]
-    table.add_row(f"{gaps['forests']:,}", *parts)
-    return table
+STAGES = (
+    "requests",
+    "cold_plan_us",
+    "per_request_us",
+    "forest_us",
+    "packing_us",
+    "split_us",
+    "assembly_us",
+    "write_us",
+)
+STEPS = ("cache", "documents", "step", "requests", "read_us", "plan_us", "p50_us", "p99_us")
+GAPS = ("forests", "mean_percent", "p99_percent", "worst_percent")
+
+
+def show(title: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
+    """A row for each, its times in microseconds."""
+    table = table_of(title, columns, words=("cache", "documents", "step"))
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in columns))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -325,16 +311,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(width=120)
     meta = metadata()
     console.print(f"{meta['cpu']}, Python {meta['python']}, commit {meta['commit']}")
     cases = [measure(num_requests) for num_requests in REQUESTS]
-    console.print(stage_table(cases))
+    show("Stages of a plan built from scratch (us, median)", cases, STAGES)
     replaced = [measure_replaced(num_requests) for num_requests in REPLACED_REQUESTS]
-    console.print(replaced_table(replaced))
-
+    show("Batches replaced (us, median)", replaced, ("requests", "update_us", "per_request_us"))
     packing = measure_packing()
-    console.print(packing_table(packing))
+    show("Cost of a packing above the cheapest one (percent)", [packing], GAPS)
 
     enable_cpu_engine()
     from sglang_trees import TREE_KINDS
@@ -346,7 +330,7 @@ def run(args: argparse.Namespace) -> int:
         for varied in (False, True)
         for row in measure_steps(cache, num_requests, varied=varied)
     ]
-    console.print(step_table(steps))
+    show("Decode steps (us; read and plan are medians)", steps, STEPS)
     result = {
         "meta": meta,
         "cases": cases,

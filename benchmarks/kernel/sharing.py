@@ -17,13 +17,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
-
 from common.metadata import gpu_state, metadata
+from common.models import MODELS, ModelShape
 from common.results import write
 from common.suites import add_option
-from common.terminal import console
-from server.models import MODELS, ModelShape
+from common.terminal import console, table_of
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, Gpu
@@ -121,10 +119,8 @@ def _best(us: Mapping[str, float]) -> float:
 
 def show(found: list[dict[str, Any]], by: str) -> None:
     """A row for each batch, a column for each share."""
-    table = Table(title=f"time per output token, other / pat, by {by}")
-    table.add_column("requests", justify="right")
-    for share in SHARES:
-        table.add_column(f"{share:.0%} shared", justify="right")
+    columns = ("requests", *(f"{share:.0%} shared" for share in SHARES))
+    table = table_of(f"time per output token, other / pat, by {by}", columns)
     for batch in dict.fromkeys(cell["batch"] for cell in found):
         gains = {cell["share"]: cell["gain"] for cell in found if cell["batch"] == batch}
         table.add_row(str(batch), *(f"{gains[s]:.2f}" if s in gains else "" for s in SHARES))

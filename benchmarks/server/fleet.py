@@ -16,7 +16,7 @@ from typing import Any
 
 from common.terminal import console, show_failure
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run
+from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms, tpot
 from sglang_pat.bench.server import Server, Start, running_servers, sampling_of
 
 # Of the arguments of a server that is not alone on its GPU.
@@ -149,6 +149,20 @@ def ask_in_turn(
         ask = partial(decode_run, member.server, prompts, num_tokens)
         ask_again_if_held_up(runs[member.name], ask, partial(console.print, f"{member.name}:"))
     return runs
+
+
+def times_of(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
+    """Times per token and what they rest on, by name, for a result."""
+    spreads = {name: tpot(passes) for name, passes in runs.items()}
+    return {
+        "tpot_ms": {name: spread.median for name, spread in spreads.items()},
+        "tpot_spread_ms": {name: spread.as_dict() for name, spread in spreads.items()},
+        "rounds_ms": {name: [run.tpot_ms for run in passes] for name, passes in runs.items()},
+        "held_up_ms": {name: held_up_ms(passes) for name, passes in runs.items()},
+        "share_of_prompts_cached": {
+            name: min(run.cached for run in passes) for name, passes in runs.items()
+        },
+    }
 
 
 def answers_equal(left: Sequence[DecodeRun], right: Sequence[DecodeRun]) -> float | None:

@@ -29,13 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
 from common.results import at_least, at_most, write
 from common.suites import Refused, add_option
-from common.terminal import console, show_failure
+from common.terminal import console, show_failure, table_of
 from kernel.sharing import Cell
 from kernel.sharing import show as show_sharing
 from server.fleet import (
@@ -47,11 +46,11 @@ from server.fleet import (
     fleet,
     heads_of,
     report_starts,
+    times_of,
     wait,
     watched,
 )
 from server.kernel_times import kernel_times, layer_us, trace
-from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms, tpot
 from sglang_pat.bench.server import START_SECONDS, Start, contender
@@ -235,13 +234,7 @@ def ask(question: Question, members: Sequence[Member], rounds: int, layers: int)
         "model": question.model,
         "layers": layers,
         "tokens": TOKENS,
-        "tpot_ms": {name: tpot(passes).median for name, passes in by_backend.items()},
-        "tpot_spread_ms": {name: tpot(passes).as_dict() for name, passes in by_backend.items()},
-        "rounds_ms": {name: [run.tpot_ms for run in each] for name, each in by_backend.items()},
-        "held_up_ms": {name: held_up_ms(each) for name, each in by_backend.items()},
-        "share_of_prompts_cached": {
-            name: min(run.cached for run in passes) for name, passes in by_backend.items()
-        },
+        **times_of(by_backend),
         "pat_stats": with_ratio(counted),
         "gpu": {"before": state, "after": gpu_state()},
     }
@@ -383,20 +376,16 @@ def show(data: Mapping[str, Any]) -> None:
     def ms(each: Mapping[str, Any], name: str) -> str:
         return f"{each['tpot_ms'][name]:.3f}" if name in each["tpot_ms"] else ""
 
-    table = Table(title="ms per output token")
     columns = ("pat", "fa3", "pat fp8")
-    for name in ("model", "question", *columns, "fa3 / pat", "KV read ratio", "projected"):
-        table.add_column(name, justify="right")
+    more = ("fa3 / pat", "KV read ratio", "projected")
+    table = table_of("ms per output token", ("model", "question", *columns, *more))
     for each in data["cases"]:
         read, projected = each["pat_stats"]["kv_read_ratio"], each.get("projected_ms")
         ratio = each["over_pat"].get("fa3")
         table.add_row(
             f"{each['model']}, {each['layers']} layers",
             each["question"],
-            *(
-                f"{each['tpot_ms'][name]:.3f}" if name in each["tpot_ms"] else ""
-                for name in columns
-            ),
+            *(ms(each, name) for name in columns),
             "" if ratio is None else f"{ratio:.3f}",
             "" if read is None else f"{read:.3f}",
             "" if projected is None else f"{projected:.2f}",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.models import MODELS, TINY, ModelShape
 from server.fleet import SHARED_GPU
-from server.models import MODELS, TINY, ModelShape
 
 _GPU = SHARED_GPU | {
     "context_length": 16384,

@@ -25,13 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
+from common.models import TINY
 from common.results import earlier, write
 from common.suites import add_option
-from common.terminal import console, show_failure
+from common.terminal import console, show_failure, table_of
 from server.fleet import (
     Member,
     answers_equal,
@@ -39,14 +38,14 @@ from server.fleet import (
     fill_all,
     fleet,
     report_starts,
+    times_of,
     wait,
     watched,
 )
 from server.hybrid_shapes import HYBRIDS, HybridModel
 from server.kernel_times import kernel_times, trace
-from server.models import TINY
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.decoding import DecodeRun, held_up_ms, ratio, tpot
+from sglang_pat.bench.decoding import DecodeRun, ratio
 from sglang_pat.bench.server import START_SECONDS, Start, contender
 
 BACKENDS = ("pat", "default")
@@ -151,17 +150,9 @@ def show_step(name: str, found: Mapping[str, Any]) -> None:
 
 def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
     """Times per token and their ratio, with quartiles. runs: by backend, in the order of rounds."""
-    times = {backend: tpot(passes) for backend, passes in runs.items()}
-    return {
-        "tpot_ms": {backend: spread.median for backend, spread in times.items()},
-        "tpot_spread_ms": {backend: spread.as_dict() for backend, spread in times.items()},
-        "rounds_ms": {backend: [run.tpot_ms for run in passes] for backend, passes in runs.items()},
-        "held_up_ms": {backend: held_up_ms(passes) for backend, passes in runs.items()},
+    return times_of(runs) | {
         "default_over_pat": ratio(runs["default"], runs["pat"]).as_dict(),
         "first_ms": {backend: [run.first_ms for run in passes] for backend, passes in runs.items()},
-        "share_of_prompts_cached": {
-            backend: min(run.cached for run in passes) for backend, passes in runs.items()
-        },
         "share_of_answers_equal": answers_equal(runs["pat"], runs["default"]),
     }
 
@@ -282,17 +273,8 @@ def _between(spread: Mapping[str, float], unit: str = "") -> str:
 
 
 def show(data: Mapping[str, Any]) -> None:
-    table = Table(title="ms per output token: median (quartiles)")
-    for column in (
-        "model",
-        "case",
-        *BACKENDS,
-        "default / pat",
-        "KV read ratio",
-        "answers equal",
-        "gate",
-    ):
-        table.add_column(column, justify="right")
+    columns = (*BACKENDS, "default / pat", "KV read ratio", "answers equal", "gate")
+    table = table_of("ms per output token: median (quartiles)", ("model", "case", *columns))
     for case in data["cases"]:
         read, equal = case["pat_stats"]["kv_read_ratio"], case.get("share_of_answers_equal")
         gate = data["gates"][f"{case['model']}, {case['case']}"]

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
 from common.results import write
 from common.suites import add_option
-from common.terminal import console, show_failure
+from common.terminal import console, show_failure, table_of
 from server.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
-from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.workload.cost import StepTime
@@ -154,11 +153,8 @@ def gates(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 continue
             measured = statistics.median(run["seconds"] for run in entry["measured"][backend])
             value, limit = expected["seconds"] / measured, LIMITS.get(job, LIMIT)
-            found[f"{job}, {backend}: predicted / measured seconds"] = {
-                "value": value,
-                "limit": limit,
-                "met": abs(value - 1) <= limit,
-            }
+            gate = {"value": value, "limit": limit, "met": abs(value - 1) <= limit}
+            found[f"{job}, {backend}: predicted / measured seconds"] = gate
     return found
 
 
@@ -168,9 +164,8 @@ def known_gpu(name: str | None) -> str | None:
 
 
 def show(data: Mapping[str, Any]) -> None:
-    table = Table(title="seconds of a job: measured, predicted")
-    for name in ("job", "pat", "default", "default / pat"):
-        table.add_column(name, justify="left" if name == "job" else "right")
+    columns = ("job", "pat", "default", "default / pat")
+    table = table_of("seconds of a job: measured, predicted", columns, words=("job",))
     for job, entry in data["jobs"].items():
         cells, medians = [], []
         for backend in _BACKENDS:

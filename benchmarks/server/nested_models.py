@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from server.models import write_tokenizer
+from common.models import write_tokenizer
 
 # How much the layers that drafts do without add to what a token carries.
 _LATER = 0.01

@@ -22,14 +22,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from common.counters import difference
 from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
 from common.results import write
 from common.suites import add_option
-from common.terminal import console
-from server.models import MODELS, TINY, ModelShape
+from common.terminal import console, table_of
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 from sglang_pat.stats import PlanningTimes, StepKind
@@ -111,9 +109,8 @@ def run(args: argparse.Namespace) -> int:
         path = model.write(Path(name))
         with running_server(pat, path, path, **model.arguments) as server:
             found = measure(server, model, case)
-    table = Table(title=f"host time of a decode step of {case.batch} requests (us)")
-    for column in ("", "steps", *(f"p{percent}" for percent in PERCENTS)):
-        table.add_column(column, justify="right" if column else "left")
+    title = f"host time of a decode step of {case.batch} requests (us)"
+    table = table_of(title, ("", "steps", *(f"p{percent}" for percent in PERCENTS)))
     for kind, times in found.items():
         percentiles = (f"{times[f'p{percent}_us']:.1f}" for percent in PERCENTS)
         table.add_row(kind, str(times["steps"]), *percentiles)

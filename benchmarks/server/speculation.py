@@ -33,15 +33,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
 from common.results import at_most, write
 from common.suites import add_option
-from common.terminal import console
+from common.terminal import console, table_of
 from server.fleet import Member, ask_in_turn, fleet, report_starts, wait, watched
-from server.models import MODELS, TINY, ModelShape
 from server.nested_models import write_head, write_nested
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
@@ -257,19 +255,8 @@ def run_drafts(
 
 
 def show(data: Mapping[str, Any]) -> None:
-    table = Table(title="ms per accepted token")
-    for column in (
-        "drafts",
-        "pat",
-        "FA3",
-        "pat / FA3",
-        "accepted: pat",
-        "FA3",
-        "off: pat",
-        "FA3",
-        "same answers",
-    ):
-        table.add_column(column, justify="right")
+    compared = ("pat", "FA3", "pat / FA3", "accepted: pat", "FA3", "off: pat", "FA3")
+    table = table_of("ms per accepted token", ("drafts", *compared, "same answers"))
     for case in data["cases"]:
         times, each = case["ms_per_accepted_token"], case["accepted_per_step"]
         table.add_row(

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from common.metadata import gpu_id, gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
 from common.results import earlier, write
 from common.suites import add_option
 from common.terminal import console, show_failure, table_of
-from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.http_server import as_flags
 from sglang_pat.bench.server import REPLAN, Server, contender, running_server
 from sglang_pat.cli.arguments import real_number

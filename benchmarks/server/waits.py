@@ -18,14 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
 from common.results import write
 from common.suites import Refused, add_option
-from common.terminal import console, show_failure
+from common.terminal import console, show_failure, table_of
 from server.kernel_times import GRAPH_LAUNCHES, trace
-from server.models import MODELS, TINY, ModelShape
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
 
@@ -101,10 +99,7 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--backends needs pat; got {args.backends}")
     before = gpu_state()
     found = {backend: profile_backend(MODELS[args.model], backend) for backend in args.backends}
-    table = Table(title="waits for the device, per decode step")
-    table.add_column("")
-    for backend in found:
-        table.add_column(backend, justify="right")
+    table = table_of("waits for the device, per decode step", ("", *found), words=("",))
     for name in dict.fromkeys(name for counts in found.values() for name in counts):
         table.add_row(name, *(f"{counts.get(name, 0):.2f}" for counts in found.values()))
     console.print(table)

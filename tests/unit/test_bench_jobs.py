@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from common.models import MODELS
 from server import jobs
 from server.jobs import JOBS, Job, JobRun, gates, known_gpu, predicted, run_job
-from server.models import MODELS
 from sglang_pat.workload.trace import prompt_length
 
 

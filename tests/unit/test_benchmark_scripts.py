@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -69,10 +70,19 @@ def test_a_folder_lists_its_suites(folder: str) -> None:
     assert wrong.stderr == f"benchmarks/{folder}: error: 'nope'; allowed: {', '.join(names)}\n"
 
 
+def test_folders_import_one_way() -> None:
+    """Each imports common/ and itself; `server` and `plot` import `kernel` too."""
+    for path in BENCHMARKS.glob("*/*.py"):
+        own = path.parent.name
+        imported = {*re.findall(r"^ *from (\w+)[. ]", path.read_text(), re.MULTILINE)}
+        allowed = {own, "kernel"} if own in ("server", "plot") else {own}
+        assert imported & {*FOLDERS} <= allowed, path
+
+
 def test_a_copy_runs_without_the_checkout(tmp_path: Path) -> None:
     """With the package that is installed, from another folder."""
     shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results"))
-    for folder, suite in (("kernel", "sharing"), ("server", "routing"), ("check", "logits")):
+    for folder, suite in (("kernel", "sharing"), ("server", "gates"), ("check", "logits")):
         done = run(str(tmp_path / "benchmarks" / folder), suite, "--help", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     for suite in NEED_SUPPORT:

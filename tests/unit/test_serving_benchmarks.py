@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from common.counters import difference
+from common.models import MODELS, write_tokenizer
 from common.results import earlier, write
 from server import planning, traffic
-from server.models import MODELS, write_tokenizer
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.http_server import as_flags, running_process
 

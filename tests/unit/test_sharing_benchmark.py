@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from common.models import MODELS
 from kernel import sharing
 from kernel.request_forests import Forest
 from kernel.sharing import BATCHES, SHARES, Cell, cells, gpu_named
-from server.models import MODELS
 from sglang_pat.workload.models import GPUS
 
 LLAMA = MODELS["llama-3-8b"]
