@@ -41,7 +41,7 @@ class Answer:
 
 
 class Parting(NamedTuple):
-    """Where an answer parts from the reference's. None in place of a token: it had ended.
+    """A position at which an answer parts from the reference's. A token is None behind its end.
 
     gap: by how much the reference finds its own token more probable, in log-probability, that is,
     in logits; None if the other is not among its candidates.
@@ -97,7 +97,7 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float
 def _parting(
     left: Sequence[int], right: Sequence[int]
 ) -> tuple[int, tuple[int | None, int | None] | None]:
-    """How many tokens are equal, and the two that are not; None if all are."""
+    """Count the equal tokens; return them and the two that differ, None if all are equal."""
     for position, tokens in enumerate(zip_longest(left, right)):
         if tokens[0] != tokens[1]:
             return position, tokens

@@ -58,7 +58,7 @@ def pool_tokens(setup: Setup) -> int:
 
 
 def _distinct(asked: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Of each prompt what follows the longest beginning that an earlier one has too."""
+    """Cut from each prompt the longest beginning that an earlier one has too."""
     parts: list[Sequence[int]] = []
     for index, prompt in enumerate(asked):
         shared = max((_common(prompt, other) for other in asked[:index]), default=0)

@@ -59,7 +59,7 @@ COMMON = {
 
 
 class Setup(NamedTuple):
-    """What is served here. system, document: tokens of the two shared levels."""
+    """The model and its requests here. system, document: tokens of the two shared levels."""
 
     model: TinyModel
     arguments: dict[str, Any]
@@ -155,7 +155,7 @@ def _probed(answers: list[dict[str, Any]]) -> Logits:
 
 
 def largest_and_mean(left: Logits, right: Logits) -> tuple[float, float]:
-    """Of the differences; infinite if one is no number."""
+    """Return largest and mean difference; infinite if one is no number."""
     differences = np.nan_to_num(np.abs(left - right), nan=np.inf)
     return float(differences.max()), float(differences.mean())
 

@@ -20,7 +20,7 @@ class Memory(NamedTuple):
 
     @property
     def schedulers(self) -> float:
-        """Of the processes that plan and decode: one per rank."""
+        """Memory of the processes that plan and decode: one per rank."""
         return sum(size for title, size in self.host.items() if "scheduler" in title)
 
 

@@ -56,7 +56,7 @@ LARGEST_RATIO = 0.9
 
 
 class Plans(NamedTuple):
-    """What one of pat's ranks has counted."""
+    """Counters of one of pat's ranks."""
 
     steps: int
     reused: int
@@ -119,7 +119,7 @@ def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[s
 
 
 def arguments_of(layout: str, ranks: int, *, on_cpu: bool) -> dict[str, Any]:
-    """Of sglang.Engine."""
+    """Return arguments of sglang.Engine."""
     # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
     more: dict[str, Any] = {} if on_cpu else {"disable_custom_all_reduce": True}
     if layout == "pp":
@@ -160,7 +160,7 @@ def starts_of(
 def run_all(
     setup: Setup, backends: Sequence[str], layouts: Sequence[str], ranks: int, folder: Path
 ) -> dict[str, tuple[dict[str, tuple[Run, Run]], Plans]]:
-    """What `judge` judges, by layout."""
+    """Return the arguments of `judge`, by layout."""
     write = write_qwen3 if "dp" in layouts else type(setup.model).write
     model = write(setup.model, folder / "model")
     starts = starts_of(setup, model, backends, layouts, ranks)

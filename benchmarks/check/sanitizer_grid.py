@@ -70,7 +70,7 @@ class Case:
     placement
         Where in the pool slots lie, as in `slot_placements.py`.
     broken
-        Whether the first request's last key is NaN: those beside it are computed anew.
+        Whether the first request's last key is NaN: those beside it are computed again.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Case:
 
 
 def _of_body(**body: Any) -> list[Case]:
-    """What each body must do."""
+    """Return the cases of each body."""
 
     def case(name: str, forest: ForestCase, **more: Any) -> Case:
         return Case(name, forest, **{**body, **more})
@@ -326,7 +326,7 @@ def _check(case: Case, result: tuple[torch.Tensor, torch.Tensor], exact: Sequenc
 
 
 def variants(cases: Iterable[Case], arch: tuple[int, int]) -> list[KernelConfig]:
-    """What has to be compiled."""
+    """Return the variants to compile."""
     return list(dict.fromkeys(case.config(arch) for case in cases))
 
 

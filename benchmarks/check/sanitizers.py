@@ -85,7 +85,7 @@ class Watched:
 def verdict(
     output: str, *, timed_out: bool, seconds: float, planted: bool = False
 ) -> dict[str, Any]:
-    """What a tool has said, and why that is not what it should say: `failures`."""
+    """Sum up what a tool has said; `failures` says why it is not what it should say."""
     summaries = _SUMMARY.findall(output)
     ran, cases = max(((int(a), int(b)) for a, b in _CASES.findall(output)), default=(0, None))
     summary = summaries[0] if summaries else None  # another one may tell what is not printed

@@ -89,7 +89,7 @@ ON_CPU = Setup(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked. abort_after: seconds, or never. sample: which one it is, if any."""
+    """A request. abort_after: seconds, or never. sample: which one it is, if any."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -216,7 +216,7 @@ def _sampling(num_tokens: int) -> dict[str, Any]:
 
 
 def grown(before: Memory, after: Memory) -> list[str]:
-    """What grew by more than it may; for people."""
+    """Name memory that grew by more than it may; for people."""
     pairs = [("schedulers", before.schedulers, after.schedulers)]
     if before.device is not None and after.device is not None:
         pairs.append(("GPU", before.device, after.device))
@@ -228,7 +228,7 @@ def grown(before: Memory, after: Memory) -> list[str]:
 
 
 def missing(ended: Counter[str]) -> list[str]:
-    """What should have happened and did not."""
+    """Name events that should have happened and did not."""
     expected = ("length", "stop token", "abort", "retractions", "samples compared")
     return [f"no {name}" for name in expected if not ended[name]]
 

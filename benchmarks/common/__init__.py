@@ -1,1 +1,1 @@
-"""What all folders use: the command line, metadata, results, the terminal."""
+"""Shared by all folders: the command line, metadata, results, the terminal."""

@@ -1,4 +1,4 @@
-"""Where a number comes from: what every benchmark writes beside its results."""
+"""The origin of a number, which every benchmark writes beside its results."""
 
 from __future__ import annotations
 

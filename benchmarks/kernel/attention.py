@@ -48,7 +48,7 @@ _ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
 
 def pool_for(workloads: Iterable[Workload]) -> KvPool:
-    """As large as the largest of them needs, if the GPU has so much."""
+    """Return a pool for the largest of them, or as much as the GPU has."""
     free, _ = torch.cuda.mem_get_info()
     return KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
 
@@ -118,7 +118,7 @@ def _differs(
     graph: torch.cuda.CUDAGraph,
     last: tuple[torch.Tensor, torch.Tensor],
 ) -> str | None:
-    """Whether a second run or the graph, which ends with the layer `last`, has other bits."""
+    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
     first = layer(*last).clone()
     out = layer(*last)
     if not torch.equal(first, out):

@@ -89,7 +89,7 @@ def measure_price(
 
 
 def gates(bits: list[dict[str, object]], price: list[dict[str, object]]) -> dict[str, object]:
-    """What has to hold."""
+    """Judge bits and price."""
     differing = sum(case["differing"] for case in bits)
     batches = sum(case["batches"] for case in bits)
     mean = geomean([case["price"] for case in price if "price" in case])

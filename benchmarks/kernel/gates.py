@@ -1,4 +1,4 @@
-"""What the kernel benchmark found: a summary by suite, and whether what has to hold does."""
+"""Findings of the kernel benchmark: a summary by suite, and gates that must hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a request's bits depend on anything but the request: random batches of the same requests.
+"""A request's bits depend on nothing but the request: random batches of the same requests.
 
 A world is a pool and requests over it that share prefixes. Each request is computed alone. Then it
 is computed in random batches, and compared bit by bit: other requests, in any order and number,
@@ -101,7 +101,7 @@ class World:
         self.out, self.lse = self._alone()
 
     def differing(self, num_batches: int) -> Iterator[tuple[int, int]]:
-        """Of so many random batches: requests in it, and how many of them have other bits."""
+        """Run random batches: for each, its requests, and how many of them have other bits."""
         for _ in range(num_batches):
             count = int(self._random.integers(1, _GRAPH_ROWS[-1] + 1))
             rows = self._random.integers(0, len(self._case.seq_lens), count)

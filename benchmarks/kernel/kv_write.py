@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from common.results import write as write_json
 from common.suites import add_option
 from kernel.planned_step import PlannedStep
 from kernel.request_forests import Forest
+from sglang_pat.bench import timing
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.kv_writer import KvWriter
@@ -75,7 +77,7 @@ def _rotate(source, qkv, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
 
 
 def overlap() -> tuple[bool, dict[str, Any]]:
-    """Whether kernels let each other start early here, and how they are launched then."""
+    """Return if kernels let each other start early here, and the launch options for it."""
     overlaps = torch.cuda.get_device_capability() >= (9, 0)
     return overlaps, {"launch_pdl": True} if overlaps else {}
 
@@ -117,7 +119,7 @@ def _store(
 
 
 def store_of(*, early: bool) -> Write:
-    """As the pool's store, of numbers that have the cache's type."""
+    """Return a stand-in of the pool's store, of numbers that have the cache's type."""
     overlaps, options = overlap()
 
     def write(k, v, slots, k_cache, v_cache):
@@ -134,7 +136,7 @@ def store_of(*, early: bool) -> Write:
 
 
 def in_torch(divisor: torch.Tensor | None) -> Write:
-    """As MHATokenToKVPool.set_kv_buffer() converts, with one store."""
+    """Return the conversions of MHATokenToKVPool.set_kv_buffer(), with one store."""
     store = store_of(early=False)
 
     def write(k, v, slots, k_cache, v_cache):
@@ -242,16 +244,6 @@ def check(case: Case, writes: dict[str, Write]) -> None:
             raise SystemExit(f"{name} writes other bytes than {next(iter(writes))}")
 
 
-def captured(run: Callable[[Write | None], None], write: Write | None) -> torch.cuda.CUDAGraph:
-    """A graph of `run`, after it has run once."""
-    run(write)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(write)
-    return graph
-
-
 def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
     """Median time of a layer of each graph, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -277,9 +269,9 @@ def contenders(case: Case, divisor: torch.Tensor | None, *, with_sglang: bool) -
 
 def measure(case: Case, writes: dict[str, Write], rounds: int) -> dict[str, dict[str, float]]:
     """Time of a layer by contender: of writes alone, of all of it, and what the write adds."""
-    alone = {name: captured(case.alone, write) for name, write in writes.items()}
+    alone = {name: timing.capture(partial(case.alone, write)) for name, write in writes.items()}
     layers = {
-        name: captured(case.in_layers, write)
+        name: timing.capture(partial(case.in_layers, write))
         for name, write in (*writes.items(), ("no write", None))
     }
     alone_us, layer_us = microseconds(alone, rounds), microseconds(layers, rounds)

@@ -1,4 +1,4 @@
-"""How results are compared: against float64, by the error of plain torch in the same dtype."""
+"""Results are compared with float64, by the error of plain torch in the same dtype."""
 
 from __future__ import annotations
 

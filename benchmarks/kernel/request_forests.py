@@ -35,7 +35,7 @@ class Forest:
 
     @classmethod
     def of_tree(cls, text: str) -> Forest:
-        """Of a uniform tree, such as `1,4,64_1024,256,64`. ValueError if it is none."""
+        """Parse a uniform tree, such as `1,4,64_1024,256,64`. ValueError if it is none."""
         tree = PrefixTree.parse(text)
         nodes: list[tuple[int, int]] = []
         above = [-1] * tree.num_requests  # by request, its node on the last level

@@ -103,7 +103,7 @@ def measure(num_requests: int) -> dict[str, float]:
 
 
 class HostExecutor:
-    """What the CUDA executor does on the host: the plan goes into a buffer that has room for it."""
+    """The CUDA executor's work on the host: the plan goes into a buffer that has room for it."""
 
     name = "host"
 

@@ -205,7 +205,7 @@ def long_prefix() -> list[Workload]:
 
 
 def rank() -> list[Workload]:
-    """What tensor parallelism leaves of a large model: one or two KV heads."""
+    """One or two KV heads: a rank of a large model under tensor parallelism."""
     return _product(
         _trees(
             "1,10_4096,416",

@@ -55,7 +55,7 @@ class Member:
         print("--- log", *(line[:400] for line in lines), "---", sep="\n", flush=True)
 
     def look(self, begun: float) -> None:
-        """Whether it is ready by now."""
+        """See if it is ready by now."""
         try:
             if self.server.process.is_ready():
                 self.start_seconds = time.monotonic() - begun

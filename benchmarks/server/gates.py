@@ -123,7 +123,7 @@ def _cut(name: str, shape: ModelShape, layers: int, **changes: Any) -> ModelShap
 
 
 def models(whole: bool = False) -> dict[str, ModelShape]:
-    """What is served on this machine, by name. whole: the first one with all its layers."""
+    """Return the models of this machine, by name. whole: the first one with all its layers."""
     if not cuda_driver_is_present():
         return {TINY: MODELS[TINY]}
     llama = MODELS["llama-3-8b"]
@@ -270,14 +270,14 @@ def over(runs: Sequence[DecodeRun], of: Sequence[DecodeRun]) -> float:
 
 
 def projection(ms: float, layer: float | None, layers: int, whole: int) -> dict[str, float | None]:
-    """What a step of the whole model would take. ms: with so many layers. layer: microseconds of
+    """Estimate a step of the whole model. ms: with so many layers. layer: microseconds of
     one, if they are known."""
     projected = None if layer is None else ms + (whole - layers) * layer / 1000
     return {"layer_us": layer, "whole_layers": whole, "projected_ms": projected}
 
 
 def gates(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What has to hold: by name, value, limit and whether it is met."""
+    """Judge the questions: by name, value, limit and whether it is met."""
     result: dict[str, dict[str, Any]] = {}
     for each in found:
         name = f"{each['model']}, {each['question']}"
@@ -333,7 +333,7 @@ def sharing(
 
 
 def sharing_cell(cell: Cell, pat: float, other: float, gain: float) -> dict[str, Any]:
-    """As `plot sharing` reads it."""
+    """Return a cell for `plot sharing`."""
     return {
         "batch": cell.batch,
         "share": cell.share,
@@ -352,7 +352,7 @@ def _sharing(
     cases: Sequence[Mapping[str, Any]],
     seconds_left: Callable[[], float],
 ) -> None:
-    """Of the first model's first two servers."""
+    """Measure the first model's first two servers."""
     model, shape = next(iter(shapes.items()))
     pair = [member for name, member in members.items() if name.startswith(f"{model} ")][:2]
     if len(pair) < 2 or any(member.failure for member in pair):

@@ -35,7 +35,7 @@ class HybridModel:
 
 
 def _layer_types(windowed: int, groups: int) -> list[str]:
-    """Of each group `windowed` layers with a window, and one without."""
+    """Return groups of `windowed` layers with a window and one without."""
     return (["sliding_attention"] * windowed + ["full_attention"]) * groups
 
 

@@ -50,8 +50,8 @@ from sglang_pat.bench.server import START_SECONDS, Start, contender
 
 BACKENDS = ("pat", "default")
 TOKENS = 104  # of an answer
-# Of the prompts, answered anew each time. A cache of recurrent states begins at a state that it
-# has kept, which is at a multiple of its chunks: prefix and private tokens are such multiples.
+# Tokens at a prompt's end that are prefilled each time. A cache of recurrent states begins at a
+# state that it has kept, at a multiple of its chunks: prefix and private tokens are such multiples.
 TAIL = 2
 # Where nothing is shared: pat's time over the default's.
 UNSHARED_LIMIT = 1.02
@@ -89,7 +89,7 @@ class Served:
         return (_TINY_CASES if self.name == TINY else _CASES)[name]
 
     def prompts(self, name: str) -> list[list[int]]:
-        """What is asked: all but the TAIL is in the cache."""
+        """Return the prompts: all but the TAIL is in the cache."""
         cached = self.case(name).prompts(self.model.shape.vocab_size)
         return [prompt + prompt[:TAIL] for prompt in cached]
 
@@ -123,7 +123,7 @@ class Served:
         console.print(f"  {self.name}, {name}: {_times(found)}")
 
     def profile(self, name: str) -> None:
-        """What the GPU does in a step of a case that has been measured, on both servers."""
+        """Time the kernels of a step of a case that has been measured, on both servers."""
         (case,) = (case for case in self.measured if case["case"] == name)
         prompts = self.prompts(name)
         times = case.setdefault("step_us", {})
@@ -158,7 +158,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
 
 
 def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What has to hold, by model and case: whether it does, and by what numbers."""
+    """Judge the cases, by model and case: whether they pass, and by what numbers."""
     found: dict[str, Any] = {}
     for case in cases:
         spread = case["default_over_pat"]
@@ -252,7 +252,7 @@ class _Session:
 
 
 def _about(model: Served) -> dict[str, Any]:
-    """What is served, and what the servers say of themselves."""
+    """Describe the model, and what the servers say of themselves."""
     return {
         "config": model.model.shape.config,
         "arguments": model.model.shape.arguments,

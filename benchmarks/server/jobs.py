@@ -186,7 +186,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def starts(shape: ModelShape, folder: Path, pool: int) -> dict[str, Start]:
-    """How the servers are started, by backend. folder: of the model."""
+    """Return the servers by backend. folder: of the model."""
     if shape.name == TINY:
         arguments = shape.arguments | {"skip_tokenizer_init": True}
         names = {"pat": "pat", "default": "torch_native"}

@@ -1,4 +1,4 @@
-"""What the GPU does in the decode steps of a server, from a profile of SGLang's scheduler."""
+"""The GPU's work in the decode steps of a server, from a profile of SGLang's scheduler."""
 
 from __future__ import annotations
 

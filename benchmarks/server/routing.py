@@ -43,7 +43,7 @@ Route = Callable[[TraceRequest], int]
 
 @dataclass
 class Worker:
-    """What the router knows of a worker: the prompts it has sent there, and what still runs."""
+    """A worker, to the router: the prompts it has sent there, and the requests that still run."""
 
     seen: RadixTree = field(default_factory=lambda: RadixTree(1 << 60))
     ends: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ ROUTES: dict[str, Callable[[int, int], Route]] = {
 
 
 def cut(requests: Sequence[TraceRequest], route: Route, workers: int) -> list[list[TraceRequest]]:
-    """What each worker gets."""
+    """Return the requests of each worker."""
     parts: list[list[TraceRequest]] = [[] for _ in range(workers)]
     for request in requests:
         parts[route(request)].append(request)

@@ -114,7 +114,7 @@ def measure(members: Mapping[str, Member], case: Case, vocab_size: int, rounds: 
 
 
 def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
-    """What the rounds show. runs: by backend."""
+    """Sum up the rounds. runs: by backend."""
     steps = {backend: [step_ms(run) for run in passes] for backend, passes in runs.items()}
     gained = {backend: [accepted(run.answers) for run in each] for backend, each in runs.items()}
     rounds = {
@@ -138,7 +138,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
 
 
 def step_ms(run: DecodeRun) -> float:
-    """Of a step: what the observer waits for a token, times the tokens that a step gives it."""
+    """Time of a step: the observer's time for a token, times the tokens that a step gives it."""
     return run.tpot_ms * accepted(run.answers[:1])
 
 
@@ -203,7 +203,7 @@ def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -
 
 
 def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What has to hold."""
+    """Judge the cases: by name, value, limit and whether it is met."""
     found: dict[str, Any] = {}
     for case in cases:
         name, each = case["drafts"], case["accepted_per_step"]
@@ -240,7 +240,7 @@ def starts(
 def run_drafts(
     drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int
 ) -> Any:
-    """What is measured of both servers of some drafts, or `failure`."""
+    """Measure both servers of some drafts. Returns `failure` if one does not answer."""
     down = [f"{name}: {each.failure}" for name, each in members.items() if each.failure]
     if down:
         return {"failure": "; ".join(down)}

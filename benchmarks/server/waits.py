@@ -1,4 +1,4 @@
-"""What the host waits for in a decode step, counted in a profile of SGLang's scheduler.
+"""Waits of the host in a decode step, counted in a profile of SGLang's scheduler.
 
     python benchmarks/server waits [--backends pat fa3] [--json FILE]
 
@@ -67,7 +67,7 @@ def profile(server: Server, case: Case, vocab_size: int, folder: Path) -> list[d
 
 
 def added(found: dict[str, dict[str, float]]) -> list[str]:
-    """What pat waits for and no other backend does as often; for people."""
+    """Name the waits of pat that no other backend has as often; for people."""
     others = [counts for name, counts in found.items() if name != "pat"]
     return [
         f"{name}: {count:.2f} per step"
