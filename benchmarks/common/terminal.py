@@ -20,5 +20,5 @@ def table_of(title: str, columns: Iterable[str], *, words: Container[str] = ()) 
     """Return a table whose columns are numbers, flush right, except those of `words`."""
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in words else "right")
     return table
