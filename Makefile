@@ -107,7 +107,7 @@ format: setup
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
 bench-scheduler: setup
-	@$(RUN) benchmarks/bench_scheduler.py $(ARGS)
+	@$(RUN) benchmarks/kernel scheduler $(ARGS)
 
 RESULTS := benchmarks/results/h100
 SERVING := $(firstword $(wildcard $(RESULTS)/serving-gates-whole.json $(RESULTS)/serving-gates.json))
@@ -115,9 +115,9 @@ SERVING := $(firstword $(wildcard $(RESULTS)/serving-gates-whole.json $(RESULTS)
 results: setup
 	$(RUN) tests/support/recorded_runs_page.py
 	$(RUN) tests/support/recorded_figures.py
-	$(RUN) benchmarks/plot_gain.py $(SERVING) $(RESULTS)/kernels.json docs/gain.png
-	$(RUN) benchmarks/plot_kernels.py $(RESULTS)/kernels.json docs/kernels.png
-	$(RUN) benchmarks/plot_sharing.py $(RESULTS)/sharing.json docs/sharing.png
+	$(RUN) benchmarks/plot gain $(SERVING) $(RESULTS)/kernels.json docs/gain.png
+	$(RUN) benchmarks/plot kernels $(RESULTS)/kernels.json docs/kernels.png
+	$(RUN) benchmarks/plot sharing $(RESULTS)/sharing.json docs/sharing.png
 
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed

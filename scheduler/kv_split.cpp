@@ -8,7 +8,7 @@ namespace pat {
 
 namespace {
 
-// Fitted to the trees of benchmarks/workloads.py on an H100; costs in tokens.
+// Fitted to the trees of benchmarks/kernel/workloads.py on an H100; costs in tokens.
 
 // Up to this much work for each worker, tickets beyond the first cost more than they even out.
 constexpr int64_t kOneTicketEach = 1300;

@@ -1,4 +1,4 @@
-// How guided self-scheduling deals out tickets: fitted to the trees of benchmarks/workloads.py on an H100.
+// How guided self-scheduling deals out tickets: fitted to the trees of benchmarks/kernel/workloads.py on an H100.
 #pragma once
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 namespace pat::testing {
 namespace {
 
-// PAT_TREES of sglang_pat/replay/pat_trees.py: nodes of each level, and tokens of each node.
+// PAT_TREES of benchmarks/kernel/pat_trees.py: nodes of each level, and tokens of each node.
 const std::array<std::string, 20> kTrees = {
     "1,10_4096,416",
     "1,256_256,32",

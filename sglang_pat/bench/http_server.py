@@ -67,13 +67,17 @@ class HttpServer:
                     alive.append(int(entry.name))
         return alive
 
+    def signal_all(self) -> None:
+        """Send SIGKILL to all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """End all of its processes, and wait until they are gone: they hold the GPU's memory.
 
         TimeoutError, with their ids, if one does not go.
         """
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.signal_all()
         self.process.wait()
         deadline = time.monotonic() + _KILL_SECONDS
         while alive := self.processes():

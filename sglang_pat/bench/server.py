@@ -202,33 +202,53 @@ class Start(NamedTuple):
     """How a server of several is started: as `running_server` takes it."""
 
     contender: Contender
+    model: Path
     arguments: dict[str, Any]
     environment: dict[str, str]
 
 
 @contextlib.contextmanager
 def running_servers(
-    starts: Mapping[str, Start], model: Path, folder: Path
+    starts: Mapping[str, Start], folder: Path, *, wait: bool = True
 ) -> Iterator[dict[str, Server]]:
-    """Servers of one model, by name, until the block ends: all start at the same moment.
+    """Start servers at the same moment, until the block ends.
 
     They share the device, so each one's `max_total_tokens` must be given: SGLang would size its
-    pool by what the others happen to leave. Raises what `running_server` does. Where the process is
-    told to end, it shows how far each server was.
+    pool by what the others happen to leave. Where the process is told to end, the end of each log
+    is shown.
+
+    Parameters
+    ----------
+    starts
+        By name.
+    folder
+        For logs and pat's counters.
+    wait
+        Whether to wait until all can be asked.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TimeoutError
+        `max_total_tokens` is missing; one does not start (only if `wait`).
     """
     for name, start in starts.items():
         if "max_total_tokens" not in start.arguments:
             raise ValueError(f"{name}: servers that share a device need max_total_tokens")
     with contextlib.ExitStack() as stack:
-        servers = {}
-        for name, (contender, arguments, environment) in starts.items():
+        servers: dict[str, Server] = {}
+        for name, (contender, model, arguments, environment) in starts.items():
             options = {**arguments, "environment": environment, "name": name, "wait": False}
             server = running_server(contender, model, folder, **options)
             servers[name] = stack.enter_context(server)
+        # Before the end of one is waited for: each takes its time to give back the GPU's memory.
+        for started in servers.values():
+            stack.callback(started.process.signal_all)
         try:
-            wait_for_all({name: server.process for name, server in servers.items()}, START_SECONDS)
+            if wait:
+                processes = {name: server.process for name, server in servers.items()}
+                wait_for_all(processes, START_SECONDS)
             yield servers
         except SystemExit:  # told to end, by somebody to whom it took too long
-            for name, started in servers.items():
-                print(f"--- the log of {name} ends:\n{started.process.tail()}", file=sys.stderr)
+            for name, each in servers.items():
+                print(f"--- the log of {name} ends:\n{each.process.tail()}", file=sys.stderr)
             raise

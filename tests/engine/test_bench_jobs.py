@@ -1,4 +1,4 @@
-"""`bench_jobs.py` from end to end, on the CPU with a toy model."""
+"""`benchmarks/server jobs` from end to end, on the CPU with a toy model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-import bench_jobs
 import pytest
+
+import server
+from common import suites
 
 pytestmark = pytest.mark.engine
 
 
 def test_jobs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
     file = tmp_path / "jobs.json"
     words = ["--jobs", "rollouts", "chat", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["bench_jobs.py", *words])
-    assert bench_jobs.main() == 0
+    assert suites.main(server, ["jobs", *words]) == 0
     found = json.loads(file.read_text())
     assert set(found["jobs"]) == {"rollouts", "chat"}
     for job in found["jobs"].values():

@@ -13,8 +13,8 @@ import pytest
 import sglang
 from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines
 from model_families import FAMILIES, Family
-from serving.cpu_ranks import environment_of_ranks
 
+from check.cpu_ranks import environment_of_ranks
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving.qwen3 import write_qwen3
 from sglang_engines import (
     Expected,
     Stats,
@@ -21,6 +20,7 @@ from sglang_engines import (
 )
 from sglang_without_driver import go_without_driver
 
+from check.qwen3 import write_qwen3
 from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 

@@ -39,7 +39,7 @@ def kernels_for(heads: Heads) -> DecodeKernels:
     ids=lambda h: f"{h.num_qo_heads}-{h.num_kv_heads}-{h.head_dim}-{h.dtype}-{h.kv_dtype}",
 )
 def test_a_request_has_the_same_bits_in_every_batch(heads: Heads, sinks: bool) -> None:
-    from invariance import World, random_forest
+    from kernel.invariance import World, random_forest
 
     kernels = kernels_for(heads)
     for seed in range(4):

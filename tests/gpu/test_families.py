@@ -1,7 +1,7 @@
 """Hybrid models on a GPU: logits with pat, within what SGLang's own backends differ by.
 
 The small models of tests/engine/test_families.py in bfloat16, with CUDA graphs, and the requests
-and limits of benchmarks/check_logits.py. All servers of a family start at once; with `-n 4` all
+and limits of benchmarks/check logits. All servers of a family start at once; with `-n 4` all
 families do.
 """
 
@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import sglang
 import torch
-from check_logits import (
+from model_families import FAMILIES, VOCAB_SIZE, Family
+from sglang_plugins import install_plugin
+
+from check.logits import (
     COMMON,
     REQUESTS,
     Run,
@@ -26,9 +29,6 @@ from check_logits import (
     problems_of_decoding,
     prompts,
 )
-from model_families import FAMILIES, VOCAB_SIZE, Family
-from sglang_plugins import install_plugin
-
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.cli.demo.tiny_model import TinyModel
 
@@ -73,8 +73,9 @@ def test_logits(name: str, tmp_path: Path) -> None:
     arguments = COMMON | SETUP.arguments | family.arguments
     if "max_mamba_cache_size" in arguments:
         arguments["max_mamba_cache_size"] = 8 * REQUESTS
-    starts = {each: Start(contender(each), arguments, environment) for each in BACKENDS}
-    with running_servers(starts, family.write(tmp_path / "model"), tmp_path) as servers:
+    model = family.write(tmp_path / "model")
+    starts = {each: Start(contender(each), model, arguments, environment) for each in BACKENDS}
+    with running_servers(starts, tmp_path) as servers:
         runs = {each: _answered(server) for each, server in servers.items()}
         stats, info = servers["pat"].stats(), servers["pat"].info()
     assert info["pat"]["pat_layers"] == len(family.pat)

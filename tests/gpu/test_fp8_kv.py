@@ -11,7 +11,6 @@ from forests import ForestCase, forest_cases, make_case
 from hand_plans import MAX_ROWS, HandPlan, random_case, random_plan, tails, tails_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numerics import compare
 from pack_decode_cases import (
     BF16,
     FP16,
@@ -24,6 +23,7 @@ from pack_decode_cases import (
     run,
 )
 
+from kernel.numerics import compare
 from sglang_pat import PackAttention
 from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "check_logits.py"
+CHECK = Path(__file__).resolve().parents[2] / "benchmarks" / "check"
 
 pytestmark = [
     pytest.mark.cuda,
@@ -19,6 +19,7 @@ pytestmark = [
 
 
 def test_logits_differ_by_no_more_than_those_of_other_backends() -> None:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
+    command = [sys.executable, CHECK, "logits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
     assert "passed" in done.stdout

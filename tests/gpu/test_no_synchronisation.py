@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from pat_trees import PrefixTree
 
+from kernel.pat_trees import PrefixTree
 from sglang_pat import DecodeBatch, PackAttention
 
 pytestmark = [

@@ -19,7 +19,8 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
-from pat_trees import PrefixTree
+
+from kernel.pat_trees import PrefixTree
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 

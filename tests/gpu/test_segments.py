@@ -18,7 +18,6 @@ from hand_plans import (
     tails,
     tails_case,
 )
-from numerics import compare
 from pack_decode_cases import (
     BF16,
     FP16,
@@ -31,6 +30,7 @@ from pack_decode_cases import (
     run,
 )
 
+from kernel.numerics import compare
 from sglang_pat._scheduler import OPEN_END, SHARED_KV
 from sglang_pat.batch import Step
 

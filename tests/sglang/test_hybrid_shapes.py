@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from serving.hybrids import HYBRIDS
 from sglang.srt.configs.model_config import ModelConfig
+
+from server.hybrid_shapes import HYBRIDS
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from forests import ForestCase, make_case
-from numerics import compare
 
+from kernel.numerics import compare
 from sglang_pat.executors.reference import dense_attention
 
 needs_gpu = [
@@ -100,8 +100,7 @@ class Tensors:
 
 
 def planned_step(heads: Heads, **options):
-    from planned_step import PlannedStep
-
+    from kernel.planned_step import PlannedStep
     from sglang_pat.executors.jit import KernelConfig
     from sglang_pat.executors.kernels import DecodeKernels
 

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from kernel_gates import geomean, over_floor, versus_best  # noqa: E402
+from kernel.gates import geomean, over_floor, versus_best  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/h100"
 OTHER_GPU = ROOT / "benchmarks/results/h200"
@@ -66,7 +66,7 @@ def read(name: str, folder: Path | None = None) -> dict[str, Any]:
 
 
 def servers() -> dict[str, dict[str, Any]]:
-    """The runs of bench_server_gates.py by name, that of a whole model first if there is one."""
+    """The runs of benchmarks/server gates by name, that of a whole model first if there is one."""
     names = ("serving-gates-whole.json", "serving-gates.json")
     return {name: read(name) for name in names if (RESULTS / name).exists()}
 
@@ -153,15 +153,16 @@ def kernel_extremes() -> str:
 def kernel_source() -> str:
     meta = read("kernels.json")["meta"]
     return wrapped(
-        f"Source: `h100/kernels.json` (`bench_kernels.py`, commit {meta['commit']}). What has "
-        "changed since that commit is not in it."
+        f"Source: `h100/kernels.json` (`benchmarks/kernel attention`, commit {meta['commit']}). "
+        "What has changed since that commit is not in it."
     )
 
 
 def other_gpu_kernels() -> str:
     meta = read("kernels.json", OTHER_GPU)["meta"]
     source = wrapped(
-        f"Source: `{OTHER_GPU.name}/kernels.json` (`bench_kernels.py`, commit {meta['commit']})."
+        f"Source: `{OTHER_GPU.name}/kernels.json` (`benchmarks/kernel attention`, commit "
+        f"{meta['commit']})."
     )
     return "\n\n".join((source, kernel_suites(OTHER_GPU), kernel_losses(OTHER_GPU)))
 
@@ -366,7 +367,7 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
     shapes = [f"{count} layers of {shape}" for shape, count in layers.items()]
     source = wrapped(
         f"Milliseconds per output token, {' and '.join(shapes)}, SGLang "
-        f"{meta['versions']['sglang']}. Source: `{name}` (`bench_server_gates.py`, commit "
+        f"{meta['versions']['sglang']}. Source: `{name}` (`benchmarks/server gates`, commit "
         f"{meta['commit']})."
     )
     return f"{source}\n\n{table(columns, rows)}"

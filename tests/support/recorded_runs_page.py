@@ -17,15 +17,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # whether or not the package is installed
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # whether or not the package is installed
+import check  # noqa: E402
+import kernel  # noqa: E402
+import server  # noqa: E402
 from sglang_pat.support import SGLANG_VERSIONS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
-BENCHMARKS = ROOT / "benchmarks"
 PAGE = ROOT / "docs/recorded-runs.md"
 COMMAND = "python tests/support/recorded_runs_page.py"
 NO_GPU = "none"
-WITHOUT_GPU = ("bench_scheduler.py", "compare_routing.py")  # scripts that need none
+WITHOUT_GPU = ("kernel scheduler", "server routing")  # suites that need none
+# Suites of benchmarks/, by the script that a command names which was recorded earlier.
+EARLIER = {
+    "bench_batch_invariance.py": "kernel batch-invariance",
+    "bench_fp8.py": "kernel attention",
+    "bench_hybrid_models.py": "server hybrids",
+    "bench_jobs.py": "server jobs",
+    "bench_kernels.py": "kernel attention",
+    "bench_kv_write.py": "kernel kv-write",
+    "bench_planning.py": "server planning",
+    "bench_scheduler.py": "kernel scheduler",
+    "bench_server_gates.py": "server gates",
+    "bench_serving.py": "server traffic",
+    "bench_sharing.py": "kernel sharing",
+    "bench_speculation.py": "server speculation",
+    "check_deterministic.py": "check deterministic",
+    "check_hicache.py": "check hicache",
+    "check_logits.py": "check logits",
+    "check_ranks.py": "check ranks",
+    "check_sanitizers.py": "check sanitizers",
+    "compare_routing.py": "server routing",
+    "profile_steps.py": "server waits",
+    "soak.py": "check soak",
+}
 # Of these GPUs the wheels hold kernels (.ci/wheels.py). By compute capability, the names to expect.
 ARCHITECTURES = {
     "8.0": ("A100",),
@@ -64,9 +89,11 @@ class Run:
         return re.sub(r"(?<= )/\S*/(?=[\w.-]+\.json)", "", given)
 
     @property
-    def script(self) -> str | None:
-        """Its file in benchmarks/, which may be gone."""
-        found = re.search(r"\b(\w+\.py)\b", self.command)
+    def suite(self) -> str | None:
+        """Its folder and name in benchmarks/, if it is still there."""
+        if found := re.search(r"\b(\w+\.py)\b", self.command):
+            return EARLIER.get(found[1])
+        found = re.search(r"\bbenchmarks/(\w+ [\w-]+)", self.command)
         return found[1] if found else None
 
     @property
@@ -141,14 +168,14 @@ def recorded() -> list[Run]:
     ]
 
 
-def scripts() -> dict[str, str]:
-    """Scripts of benchmarks/ that write a result -> what they say of themselves."""
+def suites() -> dict[str, str]:
+    """Suites of benchmarks/ that write a result -> what they say of themselves."""
     found = {}
-    for path in sorted(BENCHMARKS.glob("*.py")):
-        source = path.read_text()
-        if "__main__" in source and '"--json"' in source:
+    for package in (check, kernel, server):
+        for suite in sorted({*package.SUITES} - {"sanitizer-grid"}):
+            source = Path(package.__path__[0], f"{suite.replace('-', '_')}.py").read_text()
             text = ast.get_docstring(ast.parse(source)) or ""
-            found[path.name] = " ".join(text.partition("\n\n")[0].split())
+            found[f"{package.__name__} {suite}"] = " ".join(text.partition("\n\n")[0].split())
     return found
 
 
@@ -189,11 +216,9 @@ def _gates(runs: list[Run]) -> str:
 
 def _never_run(runs: list[Run]) -> str:
     on_gpu = [run for run in runs if run.gpu != NO_GPU]
-    done = {run.script for run in on_gpu} | {*WITHOUT_GPU}
+    done = {run.suite for run in on_gpu} | {*WITHOUT_GPU}
     lines = [
-        f"- `benchmarks/{script}`: {text}"
-        for script, text in scripts().items()
-        if script not in done
+        f"- `benchmarks/{suite}`: {text}" for suite, text in suites().items() if suite not in done
     ]
     sglang = {run.meta.get("versions", {}).get("sglang") for run in on_gpu}
     versions = [each for each in SGLANG_VERSIONS if each not in sglang]
@@ -209,7 +234,7 @@ def _never_run(runs: list[Run]) -> str:
         lines.append(f"- GPUs of compute capability {', '.join(unseen)}.")
     return (
         "## What was never run on a GPU\n\n"
-        "Scripts, versions of SGLang and GPUs of the wheels' kernels without a file above:\n\n"
+        "Suites, versions of SGLang and GPUs of the wheels' kernels without a file above:\n\n"
         + "\n".join(lines)
         + "\n"
     )

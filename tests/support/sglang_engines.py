@@ -22,11 +22,11 @@ import requests
 import sglang
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from serving.cpu_ranks import environment_of_ranks
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_forks import forked_processes
 
+from check.cpu_ranks import environment_of_ranks
 from sglang_pat.bench.http_server import HttpServer, running_process
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats

@@ -6,23 +6,26 @@ import argparse
 import importlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import check
+import kernel
+import plot
+import server
+from common import suites
 from sglang_pat.cli import main
 from sglang_pat.cli.arguments import Parser, folder_path, input_file, real_number, whole_number
 from sglang_pat.output_file import output_file, output_or_stdout
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(
-    path
-    for folder in ("benchmarks", ".ci")
-    for path in (ROOT / folder).glob("*.py")
-    if "parse_args(" in path.read_text()
-)
+SCRIPTS = [
+    *(f"{each.__name__} {name}" for each in (kernel, server, check, plot) for name in each.SUITES),
+    *(path.name for path in (ROOT / ".ci").glob("*.py") if "parse_args(" in path.read_text()),
+]
 NO_NUMBERS = ["1" + 30 * "0", "-1", "nan", "1e400", "-inf", "x", "", "9" * 5000]
 # Types of options that hold no number.
 NAMES = (None, str.upper)
@@ -33,15 +36,16 @@ class _Defined(Exception):
     """Carries a script's parser, when it is about to be used."""
 
 
-def parser_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+def parser_of(script: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    folder, _, suite = script.partition(" ")
+    if suite:
+        return suites.parser_of(importlib.import_module(folder), suite)
+
     def stop(parser: argparse.ArgumentParser, *_: object) -> None:
         raise _Defined(parser)
 
-    monkeypatch.setattr(sys, "argv", [script.name])
-    if script.parent.name == ".ci":
-        entry: Callable[[], object] = runpy.run_path(str(script))["main"]
-    else:
-        entry = importlib.import_module(script.stem).main
+    monkeypatch.setattr(sys, "argv", [script])
+    entry = runpy.run_path(str(ROOT / ".ci" / script))["main"]
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
         with pytest.raises(_Defined) as defined:
@@ -99,16 +103,16 @@ def test_every_number_of_a_command_has_bounds(
     assert checked >= least.get(name, 0)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_of_a_script_has_bounds(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_numbers(parser_of(script, monkeypatch), capsys)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_knows_before_it_works_where_its_result_goes(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parser = parser_of(script, monkeypatch)
     for action in with_values(parser):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import bench_jobs
 import pytest
-from bench_jobs import JOBS, Job, JobRun, gates, known_gpu, predicted, run_job
-from serving.models import MODELS
 
+from common.models import MODELS
+from server import jobs
+from server.jobs import JOBS, Job, JobRun, gates, known_gpu, predicted, run_job
 from sglang_pat.workload.trace import prompt_length
 
 
@@ -104,7 +105,7 @@ def test_a_job_begins_with_an_empty_cache_and_in_one_call() -> None:
 
 
 def test_servers_get_a_whole_chunk_and_graphs_up_to_their_largest_batch() -> None:
-    for start in bench_jobs.starts(MODELS["llama-3-8b"], 100_000).values():
-        assert start.arguments["chunked_prefill_size"] == bench_jobs.CHUNK
-        assert max(start.arguments["cuda_graph_bs_decode"]) == bench_jobs.MAX_RUNNING
+    for start in jobs.starts(MODELS["llama-3-8b"], Path(), 100_000).values():
+        assert start.arguments["chunked_prefill_size"] == jobs.CHUNK
+        assert max(start.arguments["cuda_graph_bs_decode"]) == jobs.MAX_RUNNING
         assert start.arguments["max_total_tokens"] == 100_000

@@ -1,20 +1,42 @@
-"""Every script in benchmarks/ can be imported and prints its help, where there is no GPU."""
+"""Every suite of benchmarks/ runs from any folder: it imports and prints its help without a GPU."""
 
 from __future__ import annotations
 
 import importlib
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from common import suites
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-MODULES = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-SCRIPTS = [name for name in MODULES if "__main__" in (BENCHMARKS / f"{name}.py").read_text()]
+FOLDERS = ("kernel", "server", "check", "plot")
+MODULES = sorted(
+    f"{path.parent.name}.{path.stem}"
+    for path in BENCHMARKS.glob("*/*.py")
+    if not path.stem.startswith("__")
+)
+SUITES = [(folder, suite) for folder in FOLDERS for suite in importlib.import_module(folder).SUITES]
+# Their modules of tests/support are not in a copy of benchmarks/.
+NEED_SUPPORT = ("batch-invariance", "deterministic", "sanitizers", "sanitizer-grid")
 
 
-def test_there_are_scripts() -> None:
-    assert {"bench_kernels", "bench_batch_invariance", "plot_kernels", "soak"} <= set(SCRIPTS)
+def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_there_are_suites() -> None:
+    assert {("kernel", "attention"), ("server", "gates"), ("check", "soak")} <= set(SUITES)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -22,13 +44,50 @@ def test_it_imports(name: str) -> None:
     assert importlib.import_module(name).__doc__
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("folder", "suite"), SUITES)
 def test_it_prints_its_help(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: str, suite: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["python"])
+    package = importlib.import_module(folder)
     with pytest.raises(SystemExit) as ended:
-        script.main()
+        suites.main(package, [suite, "--help"])
     assert ended.value.code in (0, None)
-    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: benchmarks/{folder} {suite} [-h]")
+    assert suites.said(package, suite)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_lists_its_suites(folder: str) -> None:
+    names = importlib.import_module(folder).SUITES
+    shown = run(str(BENCHMARKS / folder), "--help")
+    assert shown.returncode == 0
+    listed = [line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")]
+    assert listed == list(names)
+    wrong = run(str(BENCHMARKS / folder), "nope")
+    assert wrong.returncode == 2
+    assert wrong.stderr == f"benchmarks/{folder}: error: 'nope'; allowed: {', '.join(names)}\n"
+
+
+def test_folders_import_one_way() -> None:
+    """Each imports common/ and itself; `server` and `plot` import `kernel` too."""
+    for path in BENCHMARKS.glob("*/*.py"):
+        own = path.parent.name
+        imported = {*re.findall(r"^ *from (\w+)[. ]", path.read_text(), re.MULTILINE)}
+        allowed = {own, "kernel"} if own in ("server", "plot") else {own}
+        assert imported & {*FOLDERS} <= allowed, path
+
+
+def test_a_copy_runs_without_the_checkout(tmp_path: Path) -> None:
+    """With the package that is installed, from another folder."""
+    shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results"))
+    for folder, suite in (("kernel", "sharing"), ("server", "gates"), ("check", "logits")):
+        done = run(str(tmp_path / "benchmarks" / folder), suite, "--help", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for suite in NEED_SUPPORT:
+        folder = "kernel" if suite == "batch-invariance" else "check"
+        done = run(f"benchmarks/{folder}", suite, "--help", cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert str(tmp_path / "tests" / "support") in done.stderr

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from serving.fleet import Member, answers_equal, fill_all, wait, watched
-
+from server.fleet import Member, answers_equal, fill_all, wait, watched
 from sglang_pat.bench.decoding import DecodeRun
 
 

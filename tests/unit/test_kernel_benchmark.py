@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import bench_kernels
 import pytest
 import torch
-from baselines import _private_level, _shared_levels
-from kernel_gates import gates, summary
-from pat_trees import PAT_TREES, PrefixTree
-from request_forests import SLOTS, Forest, lognormal_lengths, random_forest
-from workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
+
+import kernel
+from common import suites
+from kernel import attention
+from kernel.contenders import _private_level, _shared_levels
+from kernel.gates import gates, summary
+from kernel.pat_trees import PAT_TREES, PrefixTree
+from kernel.request_forests import SLOTS, Forest, lognormal_lengths, random_forest
+from kernel.workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/h100"
 
@@ -47,11 +51,10 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
         assert follow == [slots == "runs"] * len(follow)
 
 
-def test_kv_lies_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_lies_as_is_asked_for() -> None:
     def asked(*arguments: str) -> set[str]:
-        monkeypatch.setattr("sys.argv", ["bench_kernels.py", *arguments])
-        args = bench_kernels._arguments()
-        return {args.slots, *(workload.slots for workload in bench_kernels._workloads(args))}
+        args = suites.parser_of(kernel, "attention").parse_args(arguments)
+        return {args.slots, *(workload.slots for workload in attention._workloads(args))}
 
     assert asked() == asked("--tree", "1,4_64,32") == {"scattered"}
     assert asked("--slots", "runs") == asked("--slots", "runs", "--tree", "1,4_64,32") == {"runs"}
@@ -122,6 +125,21 @@ def test_a_pool_is_filled_anew_for_another_type() -> None:
     assert not torch.equal(k, v)
 
 
+def test_an_fp8_cache_takes_half_of_the_bytes() -> None:
+    case = next(case for case in suite("fp8") if case.name == "1,10_4096,416 32/8 e4m3")
+    wide = replace(case, kv_dtype=None)
+    assert 2 * case.unique_kv_bytes == wide.unique_kv_bytes
+    assert case.floor_us(1e12) < wide.floor_us(1e12)
+    small = replace(case, forest=Forest.of_tree("1,4_100,28"))
+    pool = KvPool(KvPool.bytes_for(small), "cpu")
+    layers = pool.layers(small)
+    begins = [k.data_ptr() for k, _ in layers]
+    assert {b - a for a, b in pairwise(begins)} == {layers[0][0].nbytes}
+    for half in layers[-1]:
+        assert half.dtype == torch.float8_e4m3fn
+        assert 0.8 < float(half.float().std()) < 1.2
+
+
 def test_cascade_reads_every_token_of_a_request_once() -> None:
     for forest in (Forest.of_tree("1,2,6_10,5,3"), random_forest(1), Forest.of_tree("4_16")):
         levels = [*_shared_levels(forest), _private_level(forest)]
@@ -187,6 +205,22 @@ def test_a_slow_case_fails_its_gate(index: int, us: float, failing: set[str]) ->
     }
 
 
+def test_an_fp8_cache_has_gates_of_its_own() -> None:
+    case = _case("fp8", "a", "shared", 15.0, 20.0)
+    case |= {"error": {"pat": 2.0, "fa3": 3.0}, "mean_error": {"pat": 2.0, "fa3": 1.0}}
+
+    def failed() -> list[str]:
+        return [gate.rule for gate in gates([case]) if gate.passed is False]
+
+    assert failed() == ["mean error at most that of the best peer"]
+    case["mean_error"]["fa3"] = 2.0
+    assert failed() == []
+    case["us"]["pat"] = 17.1
+    assert failed() == ["geomean time/floor <= 1.70"]
+    case["us"]["pat"] = 20.1
+    assert "pat is the fastest in all cases" in failed()
+
+
 def test_losses_where_nothing_is_shared_must_even_out() -> None:
     cases = _good()
     for index in (1, 2, 3):
@@ -227,7 +261,7 @@ def test_the_summary_counts_losses() -> None:
 
 def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import plot_kernels
+    from plot import kernels as plot_kernels
 
     result = json.loads((RESULTS / "kernels.json").read_text())
     plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
@@ -238,7 +272,7 @@ def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
 
 def test_only_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import plot_kernels
+    from plot import kernels as plot_kernels
 
     drawn: list[Any] = []
     monkeypatch.setattr(plot_kernels.plt, "close", drawn.append)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import plot_gain
+from plot import gain
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h100"
@@ -20,17 +20,17 @@ RESULTS = ROOT / "benchmarks/results/h100"
 
 def recorded_cases() -> list[dict[str, Any]]:
     cases = json.loads((RESULTS / "kernels.json").read_text())["cases"]
-    return [case for case in cases if case["suite"] == plot_gain.SUITE]
+    return [case for case in cases if case["suite"] == gain.SUITE]
 
 
 def test_sharing_is_what_is_read_over_what_there_is() -> None:
-    assert plot_gain.sharing("256_1024") == 1
-    assert plot_gain.sharing("1,4_100,50") == pytest.approx(4 * 150 / (100 + 4 * 50))
+    assert gain.sharing("256_1024") == 1
+    assert gain.sharing("1,4_100,50") == pytest.approx(4 * 150 / (100 + 4 * 50))
 
 
 def test_speedup_is_over_the_fastest_other() -> None:
     us = {"pat": 10.0, "flashinfer": 30.0, "fa3": 20.0, "cascade": 40.0}
-    assert plot_gain.speedup({"us": us}) == 2
+    assert gain.speedup({"us": us}) == 2
 
 
 def test_the_documentation_shows_the_recorded_gains() -> None:
@@ -44,9 +44,9 @@ def test_the_documentation_shows_the_recorded_gains() -> None:
     assert sum(int(count) for _, _, count, *_ in rows) == len(cases)
     for low, high, count, *numbers in rows:
         gains = [
-            plot_gain.speedup(case)
+            gain.speedup(case)
             for case in cases
-            if int(low) <= round(plot_gain.sharing(case["tree"])) <= int(high or low)
+            if int(low) <= round(gain.sharing(case["tree"])) <= int(high or low)
         ]
         assert len(gains) == int(count)
         expected = geometric_mean(gains), min(gains), max(gains)
@@ -57,5 +57,5 @@ def test_the_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
     serving, kernels = (
         json.loads((RESULTS / name).read_text()) for name in ("serving-gates.json", "kernels.json")
     )
-    plot_gain.draw(serving, kernels, tmp_path / "gain.png")
+    gain.draw(serving, kernels, tmp_path / "gain.png")
     assert (tmp_path / "gain.png").read_bytes().startswith(b"\x89PNG")

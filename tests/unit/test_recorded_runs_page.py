@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import recorded_runs_page
-from recorded_runs_page import PAGE, RESULTS, Run, page, recorded, scripts
+from recorded_runs_page import PAGE, RESULTS, Run, page, recorded, suites
 
 
 def test_the_page_is_generated() -> None:
@@ -27,7 +27,14 @@ def made(name: str = "h100/x.json", **result: Any) -> Run:
 
 def test_a_command_names_no_folder_of_its_machine() -> None:
     assert made().command == "python soak.py --json x.json"
-    assert made().script == "soak.py"
+    assert made().suite == "check soak"
+
+
+def test_every_recorded_command_is_of_a_suite() -> None:
+    gone = [run.command for run in recorded() if ".py" in run.command and run.suite not in suites()]
+    assert [command.split()[1] for command in gone] == ["bench_versions.py"]
+    command = {"command": "python benchmarks/kernel kv-write --json kv-write.json"}
+    assert Run("h100/kv-write.json", {"meta": command}).suite == "kernel kv-write"
 
 
 @pytest.mark.parametrize(
@@ -50,12 +57,12 @@ def test_gates_of_all_kinds(result: dict[str, Any], expected: str) -> None:
 
 
 def test_what_has_no_run_is_named() -> None:
-    runs = [run for run in recorded() if run.script != "soak.py"]
+    runs = [run for run in recorded() if run.suite != "check soak"]
     text = recorded_runs_page._never_run(runs)
-    assert "- `benchmarks/soak.py`: " in text
-    assert "- `benchmarks/soak.py`: " not in recorded_runs_page._never_run([*runs, made()])
-    assert "bench_kernels.py" not in text
-    assert "soak.py" in scripts()
+    assert "- `benchmarks/check soak`: " in text
+    assert "- `benchmarks/check soak`: " not in recorded_runs_page._never_run([*runs, made()])
+    assert "kernel attention" not in text
+    assert "check soak" in suites()
     assert "8.0 (A100)" in text
     assert "9.0" not in text
     assert "- SGLang 0.5." in recorded_runs_page._never_run([made()])

@@ -6,11 +6,11 @@ import itertools
 import re
 
 import pytest
-import sanitizer_grid
 import torch
-from check_sanitizers import KERNELS, TOOLS, Watched, reports, verdict
-from sanitizer_grid import GRID, HOPPER, Case, run
 
+from check import sanitizer_grid
+from check.sanitizer_grid import GRID, HOPPER, Case, run_case
+from check.sanitizers import KERNELS, TOOLS, Watched, reports, verdict
 from sglang_pat._scheduler import TILE_TABLE
 from sglang_pat.executors.jit import source_folder
 from sglang_pat.plan import BufferSizes
@@ -73,7 +73,7 @@ def test_plans_split_share_and_merge(body: str) -> None:
 @pytest.mark.parametrize("name", ["split", "random-plan-1", "runs-mixed"])
 def test_cases_are_right_where_plain_torch_runs_them(name: str, uninitialized: bool) -> None:
     (case,) = (case for case in GRID["wgmma"] if case.name == name)
-    run(case, torch.device("cpu"), uninitialized=uninitialized)
+    run_case(case, torch.device("cpu"), uninitialized=uninitialized)
 
 
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +83,17 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         sanitizer_grid, "dense_attention", lambda *tensors, **_: exact(*tensors, logit_cap=0.5)
     )
     with pytest.raises(RuntimeError, match="group-1: the output is wrong"):
-        run(case, torch.device("cpu"))
+        run_case(case, torch.device("cpu"))
 
 
 def test_a_planted_fault_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference checks slots, and NaN shows."""
     case = GRID["wgmma"][0]
     with pytest.raises(ValueError, match="must hold slots of the caches"):
-        run(case, torch.device("cpu"), planted=True)
+        run_case(case, torch.device("cpu"), planted=True)
     checked = []
     monkeypatch.setattr(sanitizer_grid, "_check", lambda *args: checked.append(args))
-    run(case, torch.device("cpu"), planted=True, uninitialized=True)
+    run_case(case, torch.device("cpu"), planted=True, uninitialized=True)
     assert not checked
 
 

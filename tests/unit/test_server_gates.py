@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_server_gates as gates
-from serving.fleet import heads_of
-from serving.kernel_times import kernel_times, layer_us
-
+from server import gates
+from server.fleet import heads_of
+from server.kernel_times import kernel_times, layer_us
 from sglang_pat.bench.cases import Case
 
 
@@ -110,14 +106,14 @@ def test_pat_has_to_decode_its_servers(layers: int, delegated: dict[str, int], m
 
 def test_every_question_fits_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "cuda_driver_is_present", lambda: True)
-    starts = gates.starts(gates.PARTS)
+    starts = gates.starts(gates.PARTS, Path())
     asked = gates.questions(gates.PARTS)
     assert {question.part for question in asked} == {"unshared", "shared", "rank"}
     for question in asked:
         prefix = len(question.heads[0]) if question.heads else 0
         own = sum(len(prompt) - prefix + gates.TOKENS for prompt in question.prompts)
         slots = own + sum(map(len, question.heads))
-        servers = [start for model, start in starts.values() if model == question.model]
+        servers = [start for start in starts.values() if start.model.name == question.model]
         assert len(servers) == 3 - (question.part == "rank")
         for start in servers:
             assert slots <= start.arguments["max_total_tokens"]

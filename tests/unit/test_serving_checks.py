@@ -13,22 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench_hybrid_models  # noqa: E402
-import bench_speculation  # noqa: E402
-import check_hicache  # noqa: E402
-import check_logits  # noqa: E402
-import check_ranks  # noqa: E402
-import profile_steps  # noqa: E402
-import soak  # noqa: E402
-from serving.answers import Answer, Candidate, agreement  # noqa: E402
-from serving.memory import Memory  # noqa: E402
-from serving.models import MODELS  # noqa: E402
-from serving.nested_models import write_head, write_nested  # noqa: E402
-
-from sglang_pat.bench.decoding import DecodeRun  # noqa: E402
+import check
+from check import hicache, soak
+from check import logits as check_logits
+from check import ranks as check_ranks
+from check.answers import Answer, Candidate, agreement
+from check.memory import Memory
+from common import suites
+from common.models import MODELS
+from server import hybrids, speculation, waits
+from server.nested_models import write_head, write_nested
+from sglang_pat.bench.decoding import DecodeRun
 
 # --- answers ---
 
@@ -146,7 +141,9 @@ def test_several_ranks_must_plan_as_their_layout_asks(
 
 
 def test_one_rank_serves_the_comparison_of_all_layouts() -> None:
-    starts = check_ranks.starts_of(check_logits.ON_GPU, ["pat", "fa3"], ["tp", "pp", "dp"], 2)
+    starts = check_ranks.starts_of(
+        check_logits.ON_GPU, Path(), ["pat", "fa3"], ["tp", "pp", "dp"], 2
+    )
     assert sorted(starts) == sorted(
         f"{name}-{layout}" for name in ("pat", "fa3") for layout in ("one", "tp", "pp", "dp")
     )
@@ -173,9 +170,9 @@ def test_one_failing_layout_fails_the_check(
     def status(plans: dict[str, check_ranks.Plans]) -> int:
         found = {layout: (runs, each) for layout, each in plans.items()}
         monkeypatch.setattr(check_ranks, "run_all", lambda *_: found)
-        command = ["check_ranks.py", "--layout", *plans, "--json", str(tmp_path / "found.json")]
-        monkeypatch.setattr(sys, "argv", command)
-        return check_ranks.main()
+        monkeypatch.setattr(sys, "argv", [])
+        command = ["ranks", "--layout", *plans, "--json", str(tmp_path / "found.json")]
+        return int(suites.main(check, command))
 
     assert status({"tp": GOOD_PLANS, "pp": GOOD_PLANS}) == 0
     assert status({"tp": GOOD_PLANS, "pp": bad}) == 1
@@ -189,7 +186,7 @@ def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
         own, fa3, triton = (run_of(logits, [4, 5]) for logits in (0.0, 0.1, 0.0))
         counted = {"kv_tokens_planned": planned, "kv_tokens_query_centric": 10}
         pat, others = (own, run_of(after, [4, 5])), {"fa3": fa3, "triton": triton}
-        found = check_hicache.judge(pat, others, on_host, counted)["failures"]
+        found = hicache.judge(pat, others, on_host, counted)["failures"]
         assert isinstance(found, list)
         return found
 
@@ -213,11 +210,9 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
     def gate(
         name: str, pat: float, default: float, *, noise: float = 0.002, cached: float = 1.0
     ) -> dict[str, Any]:
-        found = bench_hybrid_models.summary(
-            {"pat": runs(pat, noise, cached), "default": runs(default, 0.0)}
-        )
+        found = hybrids.summary({"pat": runs(pat, noise, cached), "default": runs(default, 0.0)})
         assert found["default_over_pat"]["median"] == pytest.approx(default / pat, rel=0.01)
-        (gate,) = bench_hybrid_models.gates([found | {"model": "a", "case": name}]).values()
+        (gate,) = hybrids.gates([found | {"model": "a", "case": name}]).values()
         assert isinstance(gate["passed"], bool)
         return gate
 
@@ -244,7 +239,7 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
             name: [DecodeRun({0: ms / 4, 8: ms / 4}, 1.0, 1.0, [answer(1)] + [answer(count)] * 19)]
             for name, ms, count in (("pat", 20 * pat, steps), ("default", 20.0, 2))
         }
-        found = bench_speculation.summary(runs)
+        found = speculation.summary(runs)
         gained = {name: 80 / (1 + 19 * count) for name, count in (("pat", steps), ("default", 2))}
         assert found["step_ms"] == pytest.approx({"pat": 20 * pat, "default": 20})
         assert found["accepted_per_step"] == pytest.approx(gained)
@@ -254,7 +249,7 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
         assert found["same_answers"] == 1
         off = {"pat": 0.0, "default": 0.0}
         case = found | {"drafts": "ngram", "off": off, "stops": {"off": 0.0}}
-        gates = bench_speculation.gates([case])
+        gates = speculation.gates([case])
         return [gate["met"] for gate in gates.values()]
 
     assert passed(0.5, 2) == [True, True, True, True]
@@ -264,10 +259,10 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
 
 def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
     best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
-    assert bench_speculation.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
-    assert bench_speculation.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
+    assert speculation.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
+    assert speculation.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
     with pytest.raises(ValueError, match="no position"):
-        bench_speculation.off([], [])
+        speculation.off([], [])
 
     def is_met(pat: float, default: float, stopped: float = 0.0) -> bool:
         case = {
@@ -277,7 +272,7 @@ def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> N
             "off": {"pat": pat, "default": default},
             "stops": {"off": stopped},
         }
-        return all(gate["met"] for gate in bench_speculation.gates([case]).values())
+        return all(gate["met"] for gate in speculation.gates([case]).values())
 
     assert is_met(0.04, 0)
     assert not is_met(0.05, 0)
@@ -359,23 +354,20 @@ def test_waits_are_counted_per_graph_launch() -> None:
         {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
         {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
     ]
-    assert profile_steps.per_step(events) == {
+    assert waits.per_step(events) == {
         "steps": 2.0,
         "Memcpy HtoD (Pageable -> Device)": 0.5,
         "cudaEventSynchronize": 1.0,
     }
     with pytest.raises(ValueError, match="no decode step"):
-        profile_steps.per_step(events[1:3])
+        waits.per_step(events[1:3])
 
 
 def test_only_what_pat_adds_is_a_failure() -> None:
     fa3 = {"steps": 24.0, "cudaEventSynchronize": 1.0}
-    assert (
-        profile_steps.added({"pat": {"steps": 25.0, "cudaEventSynchronize": 1.05}, "fa3": fa3})
-        == []
-    )
+    assert waits.added({"pat": {"steps": 25.0, "cudaEventSynchronize": 1.05}, "fa3": fa3}) == []
     pat = {"steps": 24.0, "cudaEventSynchronize": 1.0, "cudaMemcpy": 1.0}
-    assert profile_steps.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]
+    assert waits.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]
 
 
 def test_a_check_that_compared_nothing_does_not_pass() -> None:

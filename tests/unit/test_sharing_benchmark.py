@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bench_sharing
 import pytest
-from bench_sharing import BATCHES, SHARES, Cell, cells, gpu_named
-from request_forests import Forest
-from serving.models import MODELS
 
+from common.models import MODELS
+from kernel import sharing
+from kernel.request_forests import Forest
+from kernel.sharing import BATCHES, SHARES, Cell, cells, gpu_named
 from sglang_pat.workload.models import GPUS
 
 LLAMA = MODELS["llama-3-8b"]
 
 
 def estimated(cell: Cell, us: dict[str, float]) -> dict[str, Any]:
-    return bench_sharing.estimated(cell, LLAMA, GPUS["H100"], {"us": us, "failed": {}})
+    return sharing.estimated(cell, LLAMA, GPUS["H100"], {"us": us, "failed": {}})
 
 
 def test_cells_have_one_context_and_all_shares() -> None:
@@ -28,7 +28,7 @@ def test_cells_have_one_context_and_all_shares() -> None:
         assert set(forest.seq_lens) == {2048}
         assert forest.num_requests == cell.batch
         assert forest.is_shared == (cell.share > 0)
-        assert (cell.case.prefix, cell.case.private) == (cell.prefix, cell.private)
+        assert cell.prefix + cell.private == 2048
 
 
 def test_a_token_is_attention_and_the_rest_of_a_step() -> None:
@@ -43,10 +43,10 @@ def test_a_token_is_attention_and_the_rest_of_a_step() -> None:
 
 def test_the_curve_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    import plot_sharing
+    from plot import sharing as plot_sharing
 
     found = [estimated(cell, {"pat": 10.0, "fa3": 20.0}) for cell in cells(1024)]
-    bench_sharing.show(found, "kernels")
+    sharing.show(found, "kernels")
     assert "97% shared" in capsys.readouterr().out
     meta = {"model": "llama-3-8b", "context": 1024, "gpu": "H100", "by": "kernels"}
     plot_sharing.draw({"meta": meta, "cells": found}, tmp_path / "x.png")
@@ -56,7 +56,7 @@ def test_the_curve_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_kernel_that_failed_is_named() -> None:
     measured = {"us": {"fa3": 1.0}, "failed": {"pat": "wrong"}}
     with pytest.raises(RuntimeError, match="wrong"):
-        bench_sharing.estimated(Cell(32, 0.5, 2048), LLAMA, GPUS["H100"], measured)
+        sharing.estimated(Cell(32, 0.5, 2048), LLAMA, GPUS["H100"], measured)
 
 
 @pytest.mark.parametrize(

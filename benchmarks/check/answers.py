@@ -1,0 +1,112 @@
+"""Greedy answers of two runs, compared as far as rounding lets them agree.
+
+Where two tokens are equally probable within rounding, either may be answered, and from there on the
+texts differ rightly: a tie. Any other difference is an error. How far apart the two are is read in
+one of the runs, the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+
+def with_candidates(count: int) -> dict[str, Any]:
+    """Asks SGLang for the `count` most probable tokens at each position."""
+    return {"return_logprob": True, "top_logprobs_num": count}
+
+
+class Candidate(NamedTuple):
+    """One of the most probable tokens at a position."""
+
+    logprob: float
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """tokens: greedy. candidates: at each position the best, as many as were asked for."""
+
+    tokens: list[int]
+    candidates: list[list[Candidate]]
+
+    @classmethod
+    def of(cls, answer: dict[str, Any]) -> Answer:
+        """From SGLang's, which was asked `with_candidates`."""
+        positions = answer["meta_info"]["output_top_logprobs"]
+        candidates = [[Candidate(logprob, token) for logprob, token, *_ in p] for p in positions]
+        return cls(answer["output_ids"], candidates)
+
+
+class Parting(NamedTuple):
+    """A position at which an answer parts from the reference's. A token is None behind its end.
+
+    gap: by how much the reference finds its own token more probable, in log-probability, that is,
+    in logits; None if the other is not among its candidates.
+    """
+
+    request: int
+    position: int
+    tokens: tuple[int | None, int | None]
+    gap: float | None
+    is_tie: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two runs of the same requests. positions: tokens that were compared, and equal."""
+
+    requests: int
+    positions: int
+    partings: list[Parting]
+
+    @property
+    def errors(self) -> list[Parting]:
+        return [parting for parting in self.partings if not parting.is_tie]
+
+    def as_dict(self) -> dict[str, Any]:
+        gaps = [parting.gap for parting in self.partings if parting.is_tie]
+        return {
+            "requests": self.requests,
+            "positions_equal": self.positions,
+            "ties": len(gaps),
+            "largest_gap_of_a_tie": max(gaps, default=None),
+            "errors": [parting._asdict() for parting in self.errors],
+        }
+
+
+def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float) -> Agreement:
+    """tie: two tokens tie if they are no further apart than this in the reference.
+
+    If logits may differ by d between the runs, a tie of 2 d is what that explains: the answer's
+    token may have gained d, the reference's lost d. Other tokens, between the two or above one of
+    them, do not matter.
+    """
+    positions, partings = 0, []
+    for request, (a, b) in enumerate(zip(answers, reference, strict=True)):
+        position, tokens = _parting(a.tokens, b.tokens)
+        positions += position
+        if tokens is not None:
+            gap = _gap(b, position, tokens)
+            partings.append(Parting(request, position, tokens, gap, gap is not None and gap <= tie))
+    return Agreement(len(answers), positions, partings)
+
+
+def _parting(
+    left: Sequence[int], right: Sequence[int]
+) -> tuple[int, tuple[int | None, int | None] | None]:
+    """Count the equal tokens; return them and the two that differ, None if all are equal."""
+    for position, tokens in enumerate(zip_longest(left, right)):
+        if tokens[0] != tokens[1]:
+            return position, tokens
+    return len(left), None
+
+
+def _gap(reference: Answer, position: int, tokens: tuple[int | None, int | None]) -> float | None:
+    if None in tokens:
+        return None
+    logprobs = {each.token: each.logprob for each in reference.candidates[position]}
+    other, own = (logprobs.get(token) for token in tokens)
+    return None if other is None or own is None else own - other

@@ -1,0 +1,158 @@
+"""The hierarchical cache: KV that has left the device and come back gives the answers it gave.
+
+    python benchmarks/check hicache [--backends pat fa3 triton] [--json FILE]
+
+The requests of `check logits`. pat runs with a pool that is too small for all requests, and with a
+tier on the host: the requests are answered, others drive their KV out of the device, and they are
+answered again, from the host. Both times the logits may be off the last backend's, which runs
+without tiers, by at most twice what the backends between are, and tokens may part at a tie only.
+The second time must have found KV on the host, and shared it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from check import logits
+from check.answers import agreement
+from check.logits import (
+    COMMON,
+    FLOAT32_LIMIT,
+    STRICT,
+    Run,
+    Setup,
+    answer_all,
+    check_backends,
+    largest_and_mean,
+    problems_of_comparing,
+    prompts,
+    this_setup,
+)
+from common.counters import difference, read_ratio
+from common.results import report
+from common.terminal import console
+from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
+from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+
+LARGEST_RATIO = 0.9  # of KV that is planned, to what attention for each request alone reads
+TIERS = {
+    "enable_hierarchical_cache": True,
+    "hicache_write_policy": "write_through",
+    "hicache_ratio": 4.0,
+    "enable_cache_report": True,
+    "page_size": 16,
+}
+# Without a driver torch copies between the tiers (tests/support/sglang_without_driver.py).
+TIERS_ON_CPU = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+
+
+def pool_tokens(setup: Setup) -> int:
+    """Enough for the requests, their answers and their pages, and little more."""
+    return -(-sum(map(len, _distinct(prompts(setup)))) // 1024) * 1024 + 4096
+
+
+def _distinct(asked: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Cut from each prompt the longest beginning that an earlier one has too."""
+    parts: list[Sequence[int]] = []
+    for index, prompt in enumerate(asked):
+        shared = max((_common(prompt, other) for other in asked[:index]), default=0)
+        parts.append(prompt[shared:])
+    return parts
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def drive_out(server: Server, setup: Setup) -> None:
+    """Fill the pool with other requests."""
+    source = random.Random(11)
+    vocabulary = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
+    count = 8
+    length = pool_tokens(setup) // count
+    others = [source.choices(vocabulary, k=length) for _ in range(count)]
+    for other in others:
+        server.generate([other], sampling_of(4))
+
+
+def found_on_host(server: Server, setup: Setup) -> int:
+    """Tokens of the prompts that come from the host when they are asked for again."""
+    answers = server.generate(prompts(setup), sampling_of(1))
+    details = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
+    return sum(int(each.get("host") or 0) for each in details)
+
+
+def judge(
+    pat: tuple[Run, Run], others: dict[str, Run], on_host: int, counted: dict[str, Any]
+) -> dict[str, Any]:
+    """pat: before and after its KV was on the host. others: the last is the yardstick. counted: by
+    pat since then."""
+    *names, yardstick = others
+    reference = others[yardstick]
+    noise = [largest_and_mean(others[name].logits, reference.logits) for name in names]
+    limits = [2 * max(column) for column in zip(*noise, strict=True)] or [FLOAT32_LIMIT] * 2
+    failures, runs = [], {}
+    for when, run in zip(("before", "after"), pat, strict=True):
+        off = largest_and_mean(run.logits, reference.logits)
+        greedy = agreement(run.greedy, reference.greedy, limits[0])
+        runs[when] = {"max": off[0], "mean": off[1], "greedy": greedy.as_dict()}
+        for name, error, limit in zip(("largest", "mean"), off, limits, strict=True):
+            if error > limit:
+                failures.append(f"{when}: {name} difference of logits {error:.3g} > {limit:.3g}")
+        failures += [f"{when}: other tokens: {error}" for error in greedy.errors]
+        failures += [f"{when}: {problem}" for problem in problems_of_comparing(greedy, limits)]
+    ratio = read_ratio(counted)
+    if not on_host:
+        failures.append("nothing came back from the host")
+    if ratio is None or ratio > LARGEST_RATIO:
+        failures.append(f"pat shared too little of it: KV read ratio {ratio}")
+    return {
+        "yardstick": yardstick,
+        "limit": {"max": limits[0], "mean": limits[1]},
+        "pat": runs,
+        "tokens_from_host": on_host,
+        "kv_read_ratio": ratio,
+        "failures": failures,
+    }
+
+
+def run_all(setup: Setup, backends: Sequence[str], folder: Path) -> dict[str, Any]:
+    model = setup.model.write(folder / "model")
+    starts = {}
+    for name in backends:
+        arguments, environment = COMMON | setup.arguments, {}
+        if name == "pat":
+            arguments |= TIERS | {"max_total_tokens": pool_tokens(setup)}
+            environment = {"SGLANG_PAT_DEBUG": "1", **STRICT}
+            if not cuda_driver_is_present():
+                arguments |= TIERS_ON_CPU
+        starts[name] = Start(contender(name), model, arguments, environment)
+    console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
+    with running_servers(starts, folder) as servers:
+        server = servers["pat"]
+        first = answer_all(server, setup)
+        drive_out(server, setup)
+        before, on_host = server.stats(), found_on_host(server, setup)
+        drive_out(server, setup)
+        second = answer_all(server, setup, flush=False)
+        pat, counted = (first, second), difference(server.stats(), before)
+        others = {
+            name: answer_all(other, setup) for name, other in servers.items() if name != "pat"
+        }
+    return judge(pat, others, on_host, counted)
+
+
+add_options = logits.add_options
+
+
+def run(args: argparse.Namespace) -> int:
+    check_backends(args.backends)
+    with tempfile.TemporaryDirectory(prefix="check-hicache-") as folder:
+        return report(run_all(this_setup(), args.backends, Path(folder)), args.json)

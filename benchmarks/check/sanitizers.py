@@ -1,0 +1,248 @@
+"""The kernels below compute-sanitizer: memcheck, racecheck, synccheck, initcheck.
+
+    python benchmarks/check sanitizers [--tool NAME ...] [--body NAME ...] [--json FILE]
+
+Needs a GPU, and compute-sanitizer: CUDA's own, or that of the package nvidia-cuda-sanitizer-api
+(`--sanitizer`). Each tool watches the cases of `check sanitizer-grid`, one process per tool and
+body, all at once. A tool that reports anything, or does not get through its cases, fails; and so do
+memcheck and initcheck if they do not report a fault that is planted.
+
+What the tools do not see: racecheck knows shared memory only, so neither the queue of tickets nor
+what pack_decode leaves for merge_partials. initcheck knows global memory here. No graph is
+captured; its kernels would be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from check.sanitizer_grid import GRID
+from common.metadata import metadata
+from common.results import write
+from common.suites import Refused, add_option
+from common.terminal import console, show_failure
+from sglang_pat.cli.arguments import folder_path
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
+KERNELS = ("pack_decode", "merge_partials", "gather_slots", "write_kv")
+# Of a tool alone. What torch asks of CUDA is not ours: memcheck reports accesses, no failed calls.
+# What lies behind an allocation may be the next one, but for the padding.
+_FLAGS = {"memcheck": ("--report-api-errors", "no", "--padding", "4096")}
+_PORTS = 49152
+_PORTS_EACH = 20
+_SHOWN_REPORTS = 8  # in the result; their number is there too
+_LONGEST_REPORT = 400
+_GRID = (str(Path(__file__).resolve().parent), "sanitizer-grid")
+
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
+_COUNT = re.compile(r"\d+")
+_CASES = re.compile(r"^(\d+) of (\d+): ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One tool over the cases of one body; or over one of them, with a fault."""
+
+    tool: str
+    body: str
+    planted: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.body}, planted" if self.planted else self.body
+
+    def command(self, sanitizer: str, port: int) -> list[str]:
+        filters = [flag for name in KERNELS for flag in ("--kernel-name", f"kns={name}")]
+        cases = [sys.executable, *_GRID, "--body", self.body]
+        if self.tool == "initcheck":
+            cases.append("--uninitialized")
+        if self.planted:
+            cases.append("--planted")
+        return [
+            sanitizer,
+            *("--tool", self.tool, *_FLAGS.get(self.tool, ())),
+            *filters,
+            *("--port", str(port), "--launch-timeout", "60"),
+            *cases,
+        ]
+
+
+def verdict(
+    output: str, *, timed_out: bool, seconds: float, planted: bool = False
+) -> dict[str, Any]:
+    """Sum up what a tool has said; `failures` says why it is not what it should say."""
+    summaries = _SUMMARY.findall(output)
+    ran, cases = max(((int(a), int(b)) for a, b in _CASES.findall(output)), default=(0, None))
+    summary = summaries[0] if summaries else None  # another one may tell what is not printed
+    found = _COUNT.search(summary) if summary else None
+    failures = []
+    if timed_out:
+        failures.append("it took too long")
+    if found is None:
+        failures.append("no summary")
+    elif planted and not int(found[0]):
+        failures.append("the planted fault is not reported")
+    elif not planted and int(found[0]):
+        failures.append(f"{found[0]} reports")
+    if ran != cases and not planted:
+        failures.append(f"only {ran} of {cases or 'the'} cases ran")
+    return {
+        "summary": summary,
+        "cases": cases,
+        "cases_run": ran,
+        "seconds": round(seconds, 1),
+        "reports": reports(output)[:_SHOWN_REPORTS],
+        "failures": failures,
+    }
+
+
+def reports(output: str) -> list[str]:
+    """Each report as one line, every one once: without threads, addresses and the host's frames."""
+    said = re.findall(r"^=+(?: +(.*))?$", output, re.MULTILINE)
+    blocks: list[list[str]] = [[]]
+    for line in said:
+        if not line:
+            blocks.append([])
+        elif not re.search(r"COMPUTE-SANITIZER|SUMMARY|Saved host|Host Frame", line):
+            blocks[-1].append(line)
+    places = re.compile(r"\b(thread|block|[Aa]ddress) (?:\([^)]*\)|0x\w+)")
+    texts = (places.sub(r"\1 *", " | ".join(block)) for block in blocks if block)
+    return list(dict.fromkeys(text[:_LONGEST_REPORT] for text in texts))
+
+
+def watch(watched: Watched, sanitizer: str, port: int, seconds: float, log: Path) -> dict[str, Any]:
+    """Run it, for so many seconds at most."""
+    # One allocation per tensor, and one thread per process.
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    begun = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            watched.command(sanitizer, port),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        try:
+            process.wait(seconds)
+            timed_out = False
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = log.read_text(errors="replace")
+    seconds = time.monotonic() - begun
+    result = verdict(text, timed_out=timed_out, seconds=seconds, planted=watched.planted)
+    if result["failures"] and not result["reports"]:
+        result["output"] = text[-1500:]
+    return result
+
+
+def check(
+    tools: list[str], bodies: list[str], sanitizer: str, seconds: float, logs: Path
+) -> dict[str, Any]:
+    """Every tool over every body. The kernels are compiled first."""
+    version = subprocess.run(
+        [sanitizer, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    subprocess.run([sys.executable, *_GRID, "--compile", "--body", *bodies], check=True)
+    jobs = [Watched(tool, body) for tool in tools for body in bodies]
+    jobs += [Watched(tool, bodies[0], planted=True) for tool in tools if tool in PLANTED]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        results = list(
+            pool.map(
+                lambda number, job: watch(
+                    job,
+                    sanitizer,
+                    _PORTS + number * _PORTS_EACH,
+                    seconds,
+                    logs / f"{job.tool}-{job.name.replace(' ', '-')}.txt",
+                ),
+                range(len(jobs)),
+                jobs,
+            )
+        )
+    return {
+        "sanitizer": next(iter(re.findall(r"Version .*", version)), version.strip()),
+        "commands": {
+            tool: _shown(Watched(tool, bodies[0]).command(sanitizer, _PORTS)) for tool in tools
+        },
+        "tools": {
+            tool: {
+                job.name: result
+                for job, result in zip(jobs, results, strict=True)
+                if job.tool == tool
+            }
+            for tool in tools
+        },
+        "failures": [
+            f"{job.tool}, {job.name}: {'; '.join(result['failures'])}"
+            for job, result in zip(jobs, results, strict=True)
+            if result["failures"]
+        ],
+    }
+
+
+def _shown(command: list[str]) -> str:
+    """Without the folders of this machine."""
+    names = {sys.executable: "python", _GRID[0]: "benchmarks/check"}
+    return " ".join(["compute-sanitizer", *(names.get(part, part) for part in command[1:])])
+
+
+def show(tools: dict[str, Any]) -> None:
+    table = Table("tool", "body", "cases", "seconds", "summary")
+    for tool, by_body in tools.items():
+        for body, result in by_body.items():
+            ran = f"{result['cases_run']} of {result['cases'] or '?'}"
+            table.add_row(tool, body, ran, str(result["seconds"]), result["summary"] or "none")
+            for text in result["reports"]:
+                console.print(f"{tool}, {body}: {text}", markup=False)
+            if "output" in result:
+                console.print(f"{tool}, {body}: {result['output']}", markup=False)
+    console.print(table)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tool", choices=TOOLS, nargs="*", default=[*TOOLS], help="default: all")
+    parser.add_argument("--body", choices=GRID, nargs="*", default=[*GRID], help="default: all")
+    parser.add_argument(
+        "--sanitizer",
+        metavar="FILE",
+        default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer",
+        help="the program compute-sanitizer; default: that of the path, or of CUDA (%(default)s)",
+    )
+    add_option(parser, "--seconds", default=600, help="that a tool may take")
+    parser.add_argument(
+        "--logs", type=folder_path, metavar="FOLDER", help="keep what the tools print"
+    )
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    if shutil.which(args.sanitizer) is None:
+        raise Refused(f"--sanitizer must be compute-sanitizer, got {args.sanitizer!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        logs = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        result = check(args.tool, args.body, args.sanitizer, args.seconds, logs)
+    write(args.json, {"meta": metadata(), **result})
+    show(result["tools"])
+    for failure in result["failures"]:
+        show_failure(failure)
+    console.print(f"{result['sanitizer']}: {'FAILED' if result['failures'] else 'passed'}")
+    return 1 if result["failures"] else 0

@@ -1,0 +1,310 @@
+"""pat under churn: does it stay right, up, and of one size?
+
+    python benchmarks/check soak [--minutes 10] [--unchecked] [--json FILE]
+
+A server with SGLANG_PAT_DEBUG=1, which plans every step and checks it against the radix tree (with
+--unchecked: without, as in production), and a KV pool that is too small. In waves, requests with
+prefixes shared on three levels arrive at random; some stop at stop tokens, some are aborted, some
+are retracted when the pool is full; between waves the cache is flushed. Some of the requests are
+samples, which were answered alone before: their tokens must be the same, up to a tie.
+
+The exit status is 1 if the server dies (a stale plan, a wrong slot), if a sample is answered
+differently, if the schedulers' resident memory or the GPU's grows by more than GROWTH after the
+waves of the first minute, or if something that was to happen did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from check.answers import Answer, Parting, agreement, with_candidates
+from check.memory import Memory, memory_of
+from common.metadata import metadata
+from common.results import write
+from common.suites import add_option
+from common.terminal import console, show_failure
+from sglang_pat.bench.server import Server, contender, running_server
+from sglang_pat.cli.arguments import real_number
+from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+
+WAVE_SECONDS = 20
+MAX_WAITING = 96  # requests under way, those in SGLang's queue included
+GROWTH_MIB = 64
+GROWTH_SHARE = 0.05
+SAMPLES = 12
+CANDIDATES = 8  # at each position of a sample
+NUM_SYSTEM_PROMPTS = 2
+DOCUMENTS = 3  # of each system prompt
+# How many of the requests are samples, end at a stop token, are aborted.
+SHARE_OF_SAMPLES, SHARE_STOPPED, SHARE_ABORTED = 0.25, 0.25, 0.15
+# SGLang admits requests by how much KV it expects them to need: let it expect little.
+_ADMIT_TOO_MANY = {"schedule_conservativeness": 0.1}
+MODEL = TinyModel()
+
+
+class Setup(NamedTuple):
+    """rate: requests per second. tie: by how much log-probabilities may differ in a tie: some ten
+    times the rounding in this model."""
+
+    arguments: dict[str, Any]
+    rate: float
+    tie: float
+
+
+ON_GPU = Setup(
+    {
+        "dtype": "float16",
+        "max_total_tokens": 1600,
+        "max_running_requests": 64,
+        "cuda_graph_backend_prefill": "disabled",
+    },
+    rate=60.0,
+    tie=0.02,
+)
+ON_CPU = Setup(
+    {
+        "dtype": "float32",
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "max_total_tokens": 1400,
+        "max_running_requests": 16,
+    },
+    rate=8.0,
+    tie=1e-4,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request. abort_after: seconds, or never. sample: which one it is, if any."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    abort_after: float | None = None
+    sample: int | None = None
+
+
+class Workload:
+    """Requests without end, seeded."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        systems = [self._tokens(200) for _ in range(NUM_SYSTEM_PROMPTS)]
+        self._contexts = [s + self._tokens(80) for s in systems for _ in range(DOCUMENTS)]
+        self.samples = [
+            Request(self._prompt(), _sampling(self._random.randint(24, 64)), sample=index)
+            for index in range(SAMPLES)
+        ]
+
+    def requests(self) -> Iterator[Request]:
+        while True:
+            kind = self._random.random()
+            if kind < SHARE_OF_SAMPLES:
+                yield self._random.choice(self.samples)
+                continue
+            sampling = _sampling(self._random.randint(8, 120))
+            abort_after = None
+            if kind < SHARE_OF_SAMPLES + SHARE_STOPPED:
+                sampling["stop_token_ids"] = self._tokens(40)
+            elif kind < SHARE_OF_SAMPLES + SHARE_STOPPED + SHARE_ABORTED:
+                abort_after = self._random.uniform(0.02, 1.0)
+            yield Request(self._prompt(), sampling, abort_after)
+
+    def gap(self, rate: float) -> float:
+        """Seconds until the next arrival."""
+        return self._random.expovariate(rate)
+
+    def _prompt(self) -> list[int]:
+        # A system prompt alone now and then: a request that ends inside others' prefix.
+        context = self._random.choice(self._contexts)
+        if self._random.random() < 0.1:
+            context = context[:200]
+        return context + self._tokens(self._random.randint(1, 60))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(NUM_SPECIAL_TOKENS, MODEL.vocab_size), k=count)
+
+
+class Soak:
+    """One soak of one server."""
+
+    def __init__(self, server: Server, setup: Setup, workload: Workload) -> None:
+        self._server = server
+        self._setup = setup
+        self._workload = workload
+        self._expected: list[Answer] = []
+        self.ended: Counter[str] = Counter()  # requests by how they ended, and what befell them
+        self.errors: list[Parting] = []
+        self.ties = 0
+
+    def answer_samples(self) -> None:
+        """Each alone, from an empty cache: what they must be answered later."""
+        for request in self._workload.samples:
+            self._server.flush()
+            answer = self._server.answer(
+                request.prompt, request.sampling, **with_candidates(CANDIDATES)
+            )
+            self._expected.append(Answer.of(answer))
+
+    def wave(self, seconds: float) -> None:
+        """Requests arrive for `seconds`; returns when all have ended and the cache is empty.
+
+        RuntimeError if the server fails to answer one.
+        """
+        begin = time.monotonic()
+        waiting: set[Future[None]] = set()
+        with ThreadPoolExecutor(max_workers=2 * MAX_WAITING) as clients:
+            for request in self._workload.requests():
+                if time.monotonic() - begin > seconds:
+                    break
+                rid = f"soak-{sum(self.ended.values())}-{len(waiting)}-{time.monotonic_ns()}"
+                waiting.add(clients.submit(self._ask, request, rid))
+                if request.abort_after is not None:
+                    clients.submit(self._abort, rid, request.abort_after)
+                time.sleep(self._workload.gap(self._setup.rate))
+                while len(waiting) >= MAX_WAITING:
+                    time.sleep(0.01)
+                    waiting = _still_waiting(waiting)
+                waiting = _still_waiting(waiting)
+        for each in waiting:
+            each.result()
+        self._server.flush()
+
+    def _ask(self, request: Request, rid: str) -> None:
+        more = with_candidates(CANDIDATES) if request.sample is not None else {}
+        answer = self._server.answer(request.prompt, request.sampling, rid=rid, **more)
+        reason = answer["meta_info"]["finish_reason"]
+        stopped = reason["type"] == "stop"
+        self.ended["stop token" if stopped else reason["type"]] += 1
+        self.ended["retractions"] += answer["meta_info"].get("num_retractions", 0)
+        if request.sample is not None:
+            self.ended["samples compared"] += 1
+            found = agreement(
+                [Answer.of(answer)], [self._expected[request.sample]], self._setup.tie
+            )
+            self.errors += [each._replace(request=request.sample) for each in found.errors]
+            self.ties += len(found.partings) - len(found.errors)
+
+    def _abort(self, rid: str, seconds: float) -> None:
+        time.sleep(seconds)
+        self._server.abort(rid)
+
+
+def _still_waiting(waiting: set[Future[None]]) -> set[Future[None]]:
+    """Without those that are done; raises what one of them raised."""
+    for each in waiting:
+        if each.done():
+            each.result()
+    return {each for each in waiting if not each.done()}
+
+
+def _sampling(num_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": num_tokens}
+
+
+def grown(before: Memory, after: Memory) -> list[str]:
+    """Name memory that grew by more than it may; for people."""
+    pairs = [("schedulers", before.schedulers, after.schedulers)]
+    if before.device is not None and after.device is not None:
+        pairs.append(("GPU", before.device, after.device))
+    return [
+        f"memory of {name} grew from {old:,.0f} to {new:,.0f} MiB"
+        for name, old, new in pairs
+        if new - old > GROWTH_MIB + GROWTH_SHARE * old
+    ]
+
+
+def missing(ended: Counter[str]) -> list[str]:
+    """Name events that should have happened and did not."""
+    expected = ("length", "stop token", "abort", "retractions", "samples compared")
+    return [f"no {name}" for name in expected if not ended[name]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=real_number(0.01, 1e5), default=10, metavar="N")
+    parser.add_argument("--unchecked", action="store_true", help="without SGLANG_PAT_DEBUG")
+    add_option(parser, "--seed", default=1)
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    setup = ON_GPU if cuda_driver_is_present() else ON_CPU
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        debug = {} if args.unchecked else {"SGLANG_PAT_DEBUG": "1"}
+        result = soak(Path(folder), setup, 60 * args.minutes, args.seed, debug)
+    console.print(json.dumps({name: result[name] for name in ("ended", "ties")}))
+    for failure in result["failures"]:
+        show_failure(failure)
+    write(args.json, {"meta": metadata(), **result})
+    return 1 if result["failures"] else 0
+
+
+def soak(
+    folder: Path, setup: Setup, seconds: float, seed: int, environment: dict[str, str]
+) -> dict[str, Any]:
+    """Waves until `seconds` are over. What happened, ready for JSON; `failures` is empty if all
+    is well."""
+    model = MODEL.write(folder / "model")
+    arguments = {"skip_tokenizer_init": True, **_ADMIT_TOO_MANY, **setup.arguments}
+    console.print("starting the server")
+    with running_server(
+        contender("pat"), model, folder, environment=environment, **arguments
+    ) as server:
+        run = Soak(server, setup, Workload(seed))
+        samples: list[tuple[float, Memory]] = []
+        failures: list[str] = []
+        begin = time.monotonic()
+
+        def take_sample() -> None:
+            samples.append((time.monotonic() - begin, memory_of(server.process)))
+            _show(*samples[-1], run.ended)
+
+        try:
+            run.answer_samples()
+            take_sample()
+            while time.monotonic() - begin < seconds:
+                run.wave(min(WAVE_SECONDS, seconds / 3))
+                take_sample()
+        except RuntimeError as error:
+            failures.append(str(error))
+        stats = server.stats()
+    warm = next((each for at, each in samples[1:] if at > min(60, seconds / 3)), None)
+    if warm is not None:
+        failures += grown(warm, samples[-1][1])
+    failures += [f"sample answered differently: {error}" for error in run.errors]
+    failures += missing(run.ended)
+    return {
+        "seconds": time.monotonic() - begin,
+        "ended": dict(run.ended),
+        "ties": run.ties,
+        "memory_mib": [
+            {"seconds": at, "host": memory.host, "device": memory.device} for at, memory in samples
+        ],
+        "stats": stats,
+        "failures": failures,
+    }
+
+
+def _show(at: float, memory: Memory, ended: Counter[str]) -> None:
+    table = Table.grid(padding=(0, 2))
+    device = "" if memory.device is None else f"GPU {memory.device:,.0f} MiB"
+    table.add_row(
+        f"{at:5.0f} s",
+        f"schedulers {memory.schedulers:,.0f} MiB",
+        device,
+        ", ".join(f"{name}: {count}" for name, count in sorted(ended.items())),
+    )
+    console.print(table)

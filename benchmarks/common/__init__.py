@@ -1,0 +1,1 @@
+"""Shared by all folders: the command line, metadata, results, the terminal."""

@@ -1,0 +1,71 @@
+"""The origin of a number, which every benchmark writes beside its results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("sglang-pat", "sglang", "flashinfer-python", "sglang-kernel", "triton")
+
+
+def metadata() -> dict[str, object]:
+    """Command, commit, machine and versions. GIT_COMMIT names the commit where there is no git."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+    }
+
+
+def gpu_state() -> str | None:
+    """SM and memory clock, temperature and power, as nvidia-smi reports them."""
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+    return _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def gpu_id() -> str | None:
+    """Which card this is: two of the same name need not be equally fast."""
+    return _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+
+
+def _commit() -> str | None:
+    folder = str(Path(__file__).parent)
+    return os.environ.get("GIT_COMMIT") or _output(
+        "git", "-C", folder, "rev-parse", "--short", "HEAD"
+    )
+
+
+def _cpu() -> str:
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() or None

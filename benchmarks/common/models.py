@@ -1,0 +1,113 @@
+"""The models that are served: shapes of well-known ones with random weights.
+
+A folder with config.json and a word-level tokenizer of the model's vocabulary is all that SGLang
+needs: weights are drawn by `load_format=dummy`, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.cli.demo.tiny_model import TinyModel
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """config: that of the Hugging Face model. arguments: for the server, which dtype and device."""
+
+    name: str
+    config: dict[str, Any]
+    arguments: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.config["vocab_size"]
+        return size
+
+    def write(self, folder: Path) -> Path:
+        """Write all that SGLang reads of the model to `folder`, and return it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.name == TINY:
+            TinyModel().write(folder)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        if not self.arguments.get("skip_tokenizer_init"):
+            write_tokenizer(folder, self.vocab_size, self.config["eos_token_id"])
+        return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int, end: int) -> None:
+    """A tokenizer whose word `w7` is token 7: text and tokens have the same length, always."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{token}": token for token in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", eos_token=f"w{end}"
+    ).save_pretrained(folder)
+
+
+_GPU = {
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "context_length": 16384,
+    "mem_fraction_static": 0.85,
+    "cuda_graph_backend_prefill": "disabled",  # half of the time that a server takes to start
+}
+_LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_QWEN3_8B = _LLAMA_3_8B | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+TINY = "tiny"
+MODELS = {
+    shape.name: shape
+    for shape in (
+        ModelShape("llama-3-8b", _LLAMA_3_8B, _GPU),
+        ModelShape("qwen3-8b", _QWEN3_8B, _GPU),
+        # For a machine without a GPU, where it takes seconds: shows that everything works.
+        ModelShape(
+            TINY,
+            TinyModel().config(),
+            {
+                "dtype": "float32",
+                "device": "cpu",
+                "disable_cuda_graph": True,
+                "sleep_on_idle": True,
+                # Whatever else takes memory while servers start: theirs is small.
+                "max_total_tokens": 32768,
+                "mem_fraction_static": 0.95,
+            },
+        ),
+    )
+}

@@ -1,0 +1,67 @@
+"""The JSON file of a benchmark: written after each measurement, and continued by the next command,
+so that contenders can be measured one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from common.metadata import metadata
+from common.terminal import console
+
+# Of the metadata, what has to be the same for numbers to be compared.
+_SAME = ("commit", "gpu", "torch", "cuda", "versions")
+
+
+def earlier(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Read what `path` holds. ValueError if it was measured elsewhere or with other versions."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    for name in _SAME:
+        before, now = data["meta"].get(name), meta[name]
+        if before != now:
+            raise ValueError(
+                f"{path} was measured with {name} {before!r}, this is {now!r}: "
+                "write to another file"
+            )
+    return data
+
+
+def write(path: Path | None, data: Mapping[str, Any]) -> None:
+    """Write a file, if one is asked for. All at once: a file that is there is whole."""
+    if path is None:
+        return
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(path)
+
+
+def at_most(value: float, limit: float) -> dict[str, Any]:
+    """Return a gate: value, limit and whether it is met."""
+    return {"value": value, "limit": limit, "met": value <= limit}
+
+
+def at_least(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any]:
+    """Return a gate that `value` may miss by `noise`."""
+    more = {"noise": noise} if noise else {}
+    return {"value": value, "limit": limit, **more, "met": value >= limit - noise}
+
+
+def report(verdict: Mapping[str, Any], path: Path | None) -> int:
+    """Write what a check found to `path` if given, and print it, the verdict last. Returns the exit
+    status: 1 if it names failures."""
+    write(path, {"meta": metadata(), **verdict})
+    table = Table(show_header=False)
+    for name, found in verdict.items():
+        if name != "failures":
+            table.add_row(name, Text(json.dumps(found)))
+    for failure in verdict["failures"]:
+        table.add_row("FAILED", Text(failure))
+    table.add_row("verdict", "FAILED" if verdict["failures"] else "passed")
+    console.print(table)
+    return 1 if verdict["failures"] else 0

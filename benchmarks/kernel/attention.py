@@ -1,0 +1,270 @@
+"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, FlashInfer's cascade.
+
+All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers with a cold L2;
+each is compared with float64 before it is timed. KV slots are scattered over the pool, as in a
+server that has run for a while; with `--slots runs`, those of a node follow one another, as in one
+that has just started. Times are per layer. The suites are in workloads.py; what has to hold is in
+kernel_gates.py.
+
+    python benchmarks/kernel attention --quick --seconds 110 --no-compile
+    python benchmarks/kernel attention --suite rank unshared --json FILE
+    python benchmarks/kernel attention --suite hybrid
+    python benchmarks/kernel attention --tree 1,64_8192,256 --heads 32/8 --contenders pat fa3
+
+The exit status is 1 if a result of pat was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import add_option
+from kernel.contenders import ABLATIONS, CONTENDERS
+from kernel.gates import Case, as_json, gates, is_peer, summary, versus_best
+from kernel.numerics import compare
+from kernel.pat_trees import PrefixTree
+from kernel.request_forests import SLOTS, Forest
+from kernel.workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
+from sglang_pat.bench import timing
+from sglang_pat.cli.arguments import quoted
+from sglang_pat.executors.reference import dense_attention
+
+_CHECKED_REQUESTS = 16
+_CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once
+_POOL_BYTES = 64 << 30
+_SPARE_BYTES = 14 << 30  # plans, partials, workspaces, the float64 results
+_MOST_TOKENS = 1 << 24  # of --tree
+_ROUNDS = {False: 21, True: 7}  # by whether it is quick
+
+
+def pool_for(workloads: Iterable[Workload]) -> KvPool:
+    """Return a pool for the largest of them, or as much as the GPU has."""
+    free, _ = torch.cuda.mem_get_info()
+    return KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
+
+
+def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> dict[str, object]:
+    """Check and time one case."""
+    tensors = WorkloadTensors.make(workload)
+    caches = pool.layers(workload)
+    rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
+    exact, in_torch = (
+        _dense(tensors, *caches[0], rows, dtype) for dtype in (torch.float64, workload.dtype)
+    )
+    layers, graphs, errors, mean_errors, failed = {}, {}, {}, {}, {}
+    for name in names:
+        try:
+            # Kept until all is timed: a graph does not own the memory that it reads and writes.
+            layer = layers[name] = (CONTENDERS | ABLATIONS)[name](workload, tensors)
+            report = compare(layer(*caches[0])[rows].to(workload.dtype), in_torch, exact)
+            errors[name], mean_errors[name] = report.max_error, report.mean_error
+            # Split-KV kernels with 16-bit partials are a little worse than torch; wrong is far off.
+            if not report.acceptable and (not is_peer(name) or report.max_error > 0.05):
+                failed[name] = str(report)
+                continue
+            graph = timing.capture(lambda layer=layer: [layer(k, v) for k, v in caches])
+            if not is_peer(name) and (differs := _differs(layer, graph, caches[-1])):
+                failed[name] = differs
+                continue
+            graphs[name] = graph
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            torch.cuda.synchronize()
+    us = timing.interleaved_us({n: g.replay for n, g in graphs.items()}, rounds=rounds)
+    us = {name: total / len(caches) for name, total in us.items()}
+    return {"layers": len(caches), "us": us, "error": errors, "mean_error": mean_errors} | {
+        "failed": failed
+    }
+
+
+def _dense(
+    tensors: WorkloadTensors, k: torch.Tensor, v: torch.Tensor, rows: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    """Attention without a plan, of some requests; by KV head where the contexts are long."""
+    _, num_heads, head_dim = tensors.q.shape
+    longest = tensors.req_to_token.shape[1]
+    kv_heads = k.shape[1]
+    step = kv_heads if longest * num_heads * head_dim * 8 <= _CHECKED_BYTES else 1
+    group = num_heads // kv_heads
+    parts = []
+    for head in range(0, kv_heads, step):
+        mine = slice(head * group, (head + step) * group)
+        out, _ = dense_attention(
+            tensors.q[rows, mine],
+            k[:, head : head + step],
+            v[:, head : head + step],
+            tensors.req_to_token,
+            tensors.req_pool_indices[rows],
+            tensors.seq_lens[rows],
+            sinks=None if tensors.sinks is None else tensors.sinks[mine],
+            dtype=dtype,
+        )
+        parts.append(out)
+    return torch.cat(parts, dim=1)
+
+
+def _differs(
+    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    graph: torch.cuda.CUDAGraph,
+    last: tuple[torch.Tensor, torch.Tensor],
+) -> str | None:
+    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
+    first = layer(*last).clone()
+    out = layer(*last)
+    if not torch.equal(first, out):
+        return "a second run of the same plan has other bits"
+    out.zero_()
+    graph.replay()
+    return None if torch.equal(first, out) else "the graph has other bits than the eager run"
+
+
+def report_line(case: Case, names: Iterable[str]) -> str:
+    us, floor = case["us"], case["floor_us"]
+    cells = "".join(f"{us[n]:9.1f}" if n in us else f"{'-':>9}" for n in names)
+    mine = us.get("pat", math.nan)
+    ratio = versus_best(case)
+    versus = f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"
+    bandwidth = case["unique_kv_bytes"] / mine / 1e3
+    return f"{case['name']:54}{floor:9.1f}{cells}{bandwidth:8.0f}{mine / floor:8.2f}{versus}"
+
+
+def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
+    forest = workload.forest
+    return {
+        "suite": workload.suite,
+        "kind": workload.kind,
+        "name": workload.name,
+        "tree": forest.name,
+        "heads_q": workload.num_qo_heads,
+        "heads_kv": workload.num_kv_heads,
+        "head_dim": workload.head_dim,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
+        "sinks": workload.with_sinks,
+        "shared": forest.is_shared,
+        "requests": forest.num_requests,
+        "tokens": int(forest.seq_lens.sum()),
+        "unique_tokens": forest.num_tokens,
+        "floor_us": workload.floor_us(copy_bandwidth),
+        "unique_kv_bytes": workload.unique_kv_bytes,
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few cases of each suite, without cascade"
+    )
+    add_option(
+        parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
+    )
+    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
+    parser.add_argument(
+        "--heads", type=_heads, default="32/8", help="of --tree: query heads / KV heads"
+    )
+    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
+    )
+    parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
+    add_option(parser, "--rounds", help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    begin = time.perf_counter()
+    if args.no_compile:  # before FlashInfer is imported
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    names = args.contenders or [*CONTENDERS, *(ABLATIONS if args.ablations else ())]
+    if args.quick and not args.contenders:
+        names.remove("cascade")
+    copy_bandwidth = timing.copy_bandwidth()
+    info = metadata() | {
+        "copy_gbps": copy_bandwidth / 1e9,
+        "clocks": {"before": gpu_state()},
+        "slots": args.slots,
+    }
+    print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
+    workloads = _workloads(args)
+    pool = pool_for(workloads)
+    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
+    header = f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}"
+    cases: list[dict[str, object]] = []
+    left_out: list[str] = []
+    for workload in workloads:
+        if time.perf_counter() - begin > args.seconds:
+            left_out.append(f"{workload.suite}: {workload.name}")
+            continue
+        if not cases or cases[-1]["suite"] != workload.suite:
+            print(f"{workload.suite:54}{header}")
+        case = _described(workload, copy_bandwidth)
+        case |= measure(workload, pool, names, args.rounds or _ROUNDS[args.quick])
+        cases.append(case)
+        print(report_line(case, names), flush=True)
+        for name, message in case["failed"].items():
+            print(f"    {name}: {message}", flush=True)
+        info["seconds"] = time.perf_counter() - begin
+        # Each time: a run that is ended early loses nothing.
+        found = gates(cases) if "pat" in names and not args.tree else []
+        write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
+        torch.cuda.empty_cache()
+    info["clocks"]["after"] = gpu_state()
+    print("\n".join([*summary(cases, names), *map(str, found)]))
+    print(f"clocks after {info['clocks']['after']}, {info['seconds']:.0f} s")
+    for name in left_out:
+        print(f"left out after {args.seconds} s: {name}")
+    result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
+    write(args.json, result)
+    return 1 if any("pat" in case["failed"] for case in cases) else 0
+
+
+def _workloads(args: argparse.Namespace) -> list[Workload]:
+    if args.tree:
+        chosen = [Workload(args.tree, *args.heads)]
+    else:
+        chosen = [
+            case for name in SUITES if name in args.suite for case in suite(name, quick=args.quick)
+        ]
+    dtype = getattr(torch, args.dtype)
+    return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]
+
+
+def _tree(text: str) -> Forest:
+    """The argparse type of a tree."""
+    try:
+        if PrefixTree.parse(text).num_tokens <= _MOST_TOKENS:
+            return Forest.of_tree(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{quoted(text)}; allowed: a tree such as 1,4,16_512,64,32 of up to {_MOST_TOKENS:,} tokens"
+    )
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """The argparse type of query heads / KV heads."""
+    found = re.fullmatch(r"([1-9]\d{0,2})/([1-9]\d{0,2})", text)
+    if found is None or int(found[1]) % int(found[2]):
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)}; allowed: a multiple of the KV heads / these, up to 999, e.g. 32/8"
+        )
+    return int(found[1]), int(found[2])

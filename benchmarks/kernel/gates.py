@@ -1,0 +1,195 @@
+"""Findings of the kernel benchmark: a summary by suite, and gates that must hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Case = Mapping[str, Any]
+
+# Least time of the best peer over pat's where nothing is shared, by kind of case.
+UNSHARED_LIMITS = {"uniform": 0.99, "ragged": 0.97, "long": 0.97}
+RANK_CASE, RANK_US = "1,10_4096,416 8/1", 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """suite: whose cases. passed: None if there was nothing to judge by."""
+
+    suite: str
+    rule: str
+    found: str
+    passed: bool | None
+
+    def __str__(self) -> str:
+        word = {True: "passed", False: "FAILED", None: "not measured"}[self.passed]
+        return f"{word:13}{self.suite:20}{self.rule}: {self.found}"
+
+
+def geomean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def over_floor(case: Case, name: str = "pat") -> float:
+    return float(case["us"][name] / case["floor_us"])
+
+
+def is_peer(name: str) -> bool:
+    return not name.startswith("pat")
+
+
+def versus_best(case: Case) -> float | None:
+    """Time of the best peer over pat's; below 1 pat loses. None without both."""
+    peers = [us for name, us in case["us"].items() if is_peer(name)]
+    return min(peers) / case["us"]["pat"] if peers and "pat" in case["us"] else None
+
+
+def summary(cases: Sequence[Case], names: Sequence[str]) -> list[str]:
+    """A line for each suite, of what is shared and what is not."""
+    lines = []
+    for suite in dict.fromkeys(case["suite"] for case in cases):
+        for title, shared in (("shared", True), ("unshared", False)):
+            rows = [c for c in cases if c["suite"] == suite and c["shared"] is shared]
+            if not rows:
+                continue
+            cells = []
+            for name in names:
+                ratios = [over_floor(case, name) for case in rows if name in case["us"]]
+                partly = "" if len(ratios) == len(rows) else f" ({len(ratios)} of {len(rows)})"
+                cells.append(f"{name} {geomean(ratios):.2f}{partly}")
+            versus = [ratio for case in rows if (ratio := versus_best(case)) is not None]
+            line = f"{suite}, {title}, {len(rows)} cases: time/floor {', '.join(cells)}"
+            if versus:
+                losses = sum(ratio < 1 for ratio in versus)
+                line += f"; best peer/pat {geomean(versus):.2f}, least {min(versus):.3f}"
+                line += f", {losses} losses"
+            lines.append(line)
+    return lines
+
+
+def gates(cases: Sequence[Case]) -> list[Gate]:
+    """All that has to hold. A case in which pat failed fails the gates of its suite."""
+
+    def of(suite: str, *, shared: bool = True) -> list[Case]:
+        return [case for case in cases if case["suite"] == suite and case["shared"] is shared]
+
+    nothing_shared = of("pat-20", shared=False) + of("unshared", shared=False)
+    found = [
+        _floor("pat-20 shared", of("pat-20"), 1.40),
+        _no_loss("pat-20 shared", of("pat-20")),
+        *(
+            _least(kind, [case for case in nothing_shared if case["kind"] == kind], limit)
+            for kind, limit in UNSHARED_LIMITS.items()
+        ),
+        _unshared_geomean(nothing_shared),
+        _floor("long-prefix", of("long-prefix"), 1.60),
+        _no_loss("rank", of("rank")),
+        _rank_case(of("rank")),
+        _floor("random", of("random"), 1.50),
+        *_fp8([case for case in cases if case["suite"] == "fp8"]),
+        _bitwise(cases),
+    ]
+    return [gate for gate in found if gate is not None]
+
+
+def _fp8(cases: Sequence[Case]) -> Iterable[Gate]:
+    if not cases:
+        return
+    shared = [case for case in cases if case["shared"]]
+    yield _floor("fp8 shared", shared, 1.70)
+    yield _no_loss("fp8 shared", shared)
+    yield _least("fp8", [case for case in cases if not case["shared"]], 0.97)
+    yield _error("largest", "error", cases)
+    yield _error("mean", "mean_error", cases)
+
+
+def as_json(found: Iterable[Gate]) -> list[dict[str, Any]]:
+    return [asdict(gate) for gate in found]
+
+
+def _failed(cases: Sequence[Case]) -> str | None:
+    names = [case["name"] for case in cases if "pat" not in case["us"]]
+    return f"pat failed in {', '.join(names)}" if names else None
+
+
+def _judged(suite: str, rule: str, cases: Sequence[Case], found: str, passed: bool) -> Gate:
+    failed = _failed(cases)
+    return Gate(suite, rule, failed or found, passed and failed is None)
+
+
+def _floor(suite: str, cases: Sequence[Case], limit: float) -> Gate:
+    rule = f"geomean time/floor <= {limit:.2f}"
+    if not cases:
+        return Gate(suite, rule, "no cases", None)
+    ratio = geomean(over_floor(case) for case in cases if "pat" in case["us"])
+    return _judged(suite, rule, cases, f"{ratio:.3f} over {len(cases)}", ratio <= limit)
+
+
+def _versus(cases: Sequence[Case]) -> dict[str, float]:
+    ratios = {case["name"]: versus_best(case) for case in cases}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+
+
+def _no_loss(suite: str, cases: Sequence[Case]) -> Gate:
+    rule = "pat is the fastest in all cases"
+    versus = _versus(cases)
+    if not versus:
+        return Gate(suite, rule, "no peers", None)
+    losses = {name: ratio for name, ratio in versus.items() if ratio < 1}
+    text = f"in {len(versus) - len(losses)} of {len(versus)}"
+    if losses:
+        text += "; not in " + ", ".join(f"{name} ({r:.3f}x)" for name, r in losses.items())
+    return _judged(suite, rule, cases, text, not losses)
+
+
+def _least(kind: str, cases: Sequence[Case], limit: float) -> Gate:
+    suite, rule = f"unshared, {kind}", f"best peer/pat >= {limit:.2f} in all cases"
+    versus = _versus(cases)
+    if not versus:
+        return Gate(suite, rule, "no peers", None)
+    worst = min(versus, key=lambda name: versus[name])
+    below = sum(ratio < limit for ratio in versus.values())
+    text = f"least {versus[worst]:.3f} ({worst}), {below} of {len(versus)} below"
+    return _judged(suite, rule, cases, text, not below)
+
+
+def _error(kind: str, key: str, cases: Sequence[Case]) -> Gate:
+    rule = f"{kind} error at most that of the best peer"
+    ratios = {}
+    for case in cases:
+        peers = [error for name, error in case[key].items() if is_peer(name)]
+        if peers and "pat" in case[key]:
+            ratios[case["name"]] = case[key]["pat"] / min(peers)
+    if not ratios:
+        return Gate("fp8", rule, "no peers", None)
+    worst = max(ratios, key=lambda name: ratios[name])
+    text = f"at most {ratios[worst]:.3f} of it ({worst})"
+    return _judged("fp8", rule, cases, text, ratios[worst] <= 1)
+
+
+def _unshared_geomean(cases: Sequence[Case]) -> Gate:
+    suite, rule = "unshared, all", "geomean best peer/pat >= 1.00"
+    versus = _versus(cases)
+    if not versus:
+        return Gate(suite, rule, "no peers", None)
+    ratio = geomean(versus.values())
+    return _judged(suite, rule, cases, f"{ratio:.3f} over {len(versus)}", ratio >= 1)
+
+
+def _rank_case(cases: Sequence[Case]) -> Gate:
+    rule = f"{RANK_CASE} at most {RANK_US:g} us"
+    chosen = [case for case in cases if case["name"] == RANK_CASE]
+    if not chosen:
+        return Gate("rank", rule, "no such case", None)
+    us = chosen[0]["us"].get("pat", math.inf)
+    return _judged("rank", rule, chosen, f"{us:.1f} us", us <= RANK_US)
+
+
+def _bitwise(cases: Sequence[Case]) -> Gate:
+    rule = "same plan, same bits; graph = eager; error at most twice torch's"
+    names = [case["name"] for case in cases if "pat" in case["failed"]]
+    found = f"not in {', '.join(names)}" if names else f"in all {len(cases)} cases"
+    return Gate("all", rule, found, not names if cases else None)

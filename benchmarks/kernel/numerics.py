@@ -1,0 +1,53 @@
+"""Results are compared with float64, by the error of plain torch in the same dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """Errors of a result and of plain torch in the same dtype, both against float64."""
+
+    max_error: float
+    max_torch_error: float
+    mean_error: float
+    mean_torch_error: float
+    worst: tuple[int, ...]  # index of the largest error
+    max_beyond_rounding: float  # largest error of more than one eps of the exact value
+
+    @property
+    def acceptable(self) -> bool:
+        """At most twice torch's error. Where few elements are compared, torch may be lucky: one eps
+        of the value itself is what rounding the probabilities and the result may cost anybody.
+        """
+        return (
+            self.max_beyond_rounding <= 2 * self.max_torch_error + 1e-5
+            and self.mean_error <= 2 * self.mean_torch_error + 1e-6
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"max error {self.max_error:.3g} (torch {self.max_torch_error:.3g}) at {self.worst}, "
+            f"mean {self.mean_error:.3g} (torch {self.mean_torch_error:.3g})"
+        )
+
+
+def compare(result: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tensor) -> ErrorReport:
+    """All of one shape; `exact` in float64. A NaN or a stray infinity counts as infinite error."""
+    error = (result.double() - exact).abs()
+    error[(result == exact) | (torch.isnan(result) & torch.isnan(exact))] = 0
+    error = error.nan_to_num(nan=float("inf"))
+    torch_error = (torch_result.double() - exact).abs().nan_to_num(nan=0.0, posinf=0.0)
+    rounding = torch.finfo(result.dtype).eps * exact.abs()
+    worst = torch.unravel_index(error.argmax(), error.shape)
+    return ErrorReport(
+        float(error.max()),
+        float(torch_error.max()),
+        float(error.mean()),
+        float(torch_error.mean()),
+        tuple(int(i) for i in worst),
+        float(torch.where(error > rounding, error, 0.0).max()),
+    )

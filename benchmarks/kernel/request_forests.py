@@ -1,0 +1,150 @@
+"""Batches of the kernel benchmark: prefix forests, and which KV slots their requests read."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from kernel.pat_trees import PrefixTree
+from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
+
+SLOTS = ("scattered", "runs")  # how a forest's KV lies in a pool
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Requests in the order of the tree.
+
+    Attributes
+    ----------
+    name : str
+        In tables and files.
+    nodes : tuple
+        Shared nodes, each (index of its parent or -1, tokens); parents come first.
+    requests : tuple
+        Each (index of its node or -1, private tokens).
+    """
+
+    name: str
+    nodes: tuple[tuple[int, int], ...]
+    requests: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of_tree(cls, text: str) -> Forest:
+        """Parse a uniform tree, such as `1,4,64_1024,256,64`. ValueError if it is none."""
+        tree = PrefixTree.parse(text)
+        nodes: list[tuple[int, int]] = []
+        above = [-1] * tree.num_requests  # by request, its node on the last level
+        for count, tokens in zip(tree.nodes[:-1], tree.tokens[:-1], strict=True):
+            first = len(nodes)
+            owner = [request * count // tree.num_requests for request in range(tree.num_requests)]
+            nodes += [(above[owner.index(node)], tokens) for node in range(count)]
+            above = [first + node for node in owner]
+        return cls(text, tuple(nodes), tuple((node, tree.tokens[-1]) for node in above))
+
+    @classmethod
+    def unshared(cls, name: str, lengths: list[int]) -> Forest:
+        return cls(name, (), tuple((-1, length) for length in lengths))
+
+    @cached_property
+    def paths(self) -> list[list[PathNode]]:
+        """By request, its shared nodes from the root on."""
+        of_node: list[list[PathNode]] = []
+        for index, (parent, tokens) in enumerate(self.nodes):
+            above = of_node[parent] if parent >= 0 else []
+            begin = above[-1].kv_end if above else 0
+            of_node.append([*above, PathNode(index, begin, begin + tokens)])
+        return [of_node[node] if node >= 0 else [] for node, _ in self.requests]
+
+    @cached_property
+    def seq_lens(self) -> IntArray:
+        shared = [path[-1].kv_end if path else 0 for path in self.paths]
+        private = [tokens for _, tokens in self.requests]
+        return np.add(shared, private, dtype=np.int32)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Distinct KV tokens: what has to be read at least."""
+        return sum(tokens for _, tokens in (*self.nodes, *self.requests))
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self.nodes)
+
+    def batch(self) -> DecodeBatch:
+        return DecodeBatch(self.seq_lens, PrefixPaths.from_lists(self.paths), key=self.name)
+
+    def token_table(
+        self, slots: str = "scattered", *, seed: int = 0, device: str = "cuda"
+    ) -> torch.Tensor:
+        """req_to_token, int32 `[num_requests, longest length]`: slots 1 to `num_tokens`.
+
+        Parameters
+        ----------
+        slots
+            Of `SLOTS`. scattered: in any order. runs: the slots of each node and of each request's
+            own tokens follow one another.
+        """
+        table = np.zeros((self.num_requests, int(self.seq_lens.max())), dtype=np.int64)
+        first = np.cumsum([0] + [tokens for _, tokens in (*self.nodes, *self.requests)])
+        for request, path in enumerate(self.paths):
+            end = 0
+            for node, begin, end in path:
+                table[request, begin:end] = np.arange(end - begin) + first[node]
+            length = int(self.seq_lens[request])
+            table[request, end:length] = np.arange(length - end) + first[len(self.nodes) + request]
+        placed = torch.from_numpy(table).to(device)
+        if slots == "scattered":
+            generator = torch.Generator(device).manual_seed(seed)
+            placed = torch.randperm(self.num_tokens, device=device, generator=generator)[placed]
+        return (placed + 1).int()
+
+
+def lognormal_lengths(count: int, median: int, seed: int = 0) -> list[int]:
+    """Lengths that vary as those of chats do."""
+    draw = random.Random(seed)
+    return [
+        min(max(int(median * draw.lognormvariate(0, 1)), 16), 32 * median) for _ in range(count)
+    ]
+
+
+def random_forest(seed: int) -> Forest:
+    """24 to 333 requests below nodes of any size and depth, and some alone."""
+    draw = random.Random(seed)
+    nodes: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
+
+    def tokens(median: int) -> int:
+        return min(max(int(median * draw.lognormvariate(0, 1)), 4), 32 * median)
+
+    def grow(parent: int, count: int, depth: int) -> None:
+        nodes.append((parent, tokens(512 if depth == 0 else 128)))
+        node = len(nodes) - 1
+        if depth == 5 or count < 4 or draw.random() < 0.3:
+            requests.extend((node, tokens(100)) for _ in range(count))
+            return
+        while count:
+            part = min(count, draw.randint(1, max(1, count // 2)))
+            count -= part
+            if part == 1:
+                requests.append((node, tokens(100)))
+            else:
+                grow(node, part, depth + 1)
+
+    left = draw.randint(24, 333)
+    while left:
+        part = min(left, draw.randint(1, max(1, left * 2 // 3)))
+        left -= part
+        if part == 1:
+            requests.append((-1, tokens(600)))
+        else:
+            grow(-1, part, 0)
+    return Forest(f"random-{seed}", tuple(nodes), tuple(requests))

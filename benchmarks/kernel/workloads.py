@@ -1,0 +1,310 @@
+"""The suites of the kernel benchmark, the least time a GPU needs for a case, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernel.pat_trees import PAT_TREES
+from kernel.request_forests import Forest, lognormal_lengths, random_forest
+
+HEAD_DIM = 128
+E4M3 = torch.float8_e4m3fn
+LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
+# What dense attention kernels reach on an H100 at best: the compute side of the floor.
+REFERENCE_FLOPS = 600e12
+LONG_TOKENS = 8000  # context from which up to LONG_REQUESTS requests are a long case
+LONG_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One decode step of a forest. quick: the quick mode measures it too. slots: of `SLOTS`, how
+    its KV lies in the pool. kv_dtype: of the KV cache, if not that of the queries."""
+
+    forest: Forest
+    num_qo_heads: int
+    num_kv_heads: int
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = HEAD_DIM
+    with_sinks: bool = False
+    suite: str = "tree"
+    quick: bool = False
+    slots: str = "scattered"
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def name(self) -> str:
+        name = f"{self.forest.name} {self.heads}"
+        if self.head_dim != HEAD_DIM:
+            name += f" d{self.head_dim}"
+        return name + " sinks" * self.with_sinks + " e4m3" * (self.kv_dtype == E4M3)
+
+    @property
+    def heads(self) -> str:
+        return f"{self.num_qo_heads}/{self.num_kv_heads}"
+
+    @property
+    def kind(self) -> str:
+        """shared, or of what is not shared: uniform, ragged or long."""
+        if self.forest.is_shared:
+            return "shared"
+        lens = self.forest.seq_lens
+        if len(lens) <= LONG_REQUESTS and lens.max() >= LONG_TOKENS:
+            return "long"
+        return "uniform" if lens.min() == lens.max() else "ragged"
+
+    @property
+    def unique_kv_bytes(self) -> int:
+        numbers = 2 * self.forest.num_tokens * self.num_kv_heads * self.head_dim
+        return numbers * self.cache_dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 4 * int(self.forest.seq_lens.sum()) * self.num_qo_heads * self.head_dim
+
+    def floor_us(self, copy_bandwidth: float) -> float:
+        """Every KV token, query and output moved once at copy bandwidth, or the arithmetic at the
+        reference rate, whichever takes longer."""
+        query_bytes = 2 * self.forest.num_requests * self.num_qo_heads * self.head_dim * 2
+        memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
+        return 1e6 * max(memory, self.flops / REFERENCE_FLOPS)
+
+
+class KvPool:
+    """K and V of all cases: filled with random numbers once, and cut into layers for each case."""
+
+    def __init__(self, num_bytes: int, device: str = "cuda") -> None:
+        self._k = torch.empty(num_bytes // 4, dtype=torch.bfloat16, device=device).normal_()
+        self._v = torch.empty_like(self._k).normal_()
+
+    @staticmethod
+    def bytes_for(workload: Workload) -> int:
+        """So many that no layers of the case overlap."""
+        forest = workload.forest
+        return LAYERS * (forest.num_tokens + 1) * workload.unique_kv_bytes // forest.num_tokens
+
+    def layers(self, workload: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of `LAYERS` layers, each `[slots, num_kv_heads, head_dim]`.
+
+        Layers of a case that is larger than the pool over `LAYERS` overlap, each shifted by far
+        more than an L2 cache holds. ValueError if not even one fits.
+        """
+        dtype = workload.cache_dtype
+        if self._k.dtype != dtype:
+            self._k, self._v = _filled(self._k.view(dtype)), _filled(self._v.view(dtype))
+        shape = (workload.forest.num_tokens + 1, workload.num_kv_heads, workload.head_dim)
+        size = shape[0] * shape[1] * shape[2]
+        stride = min(size, (len(self._k) - size) // (LAYERS - 1)) // HEAD_DIM * HEAD_DIM
+        if stride <= 0:
+            raise ValueError(
+                f"{workload.name}: K of a layer has {size} numbers, the pool {len(self._k)}"
+            )
+        begins = [index * stride for index in range(LAYERS)]
+        return [
+            (self._k[begin : begin + size].view(shape), self._v[begin : begin + size].view(shape))
+            for begin in begins
+        ]
+
+
+def _filled(numbers: torch.Tensor) -> torch.Tensor:
+    """Draw normally distributed numbers; fp8 ones are rounded from float16, part by part."""
+    if numbers.dtype.itemsize > 1:
+        return numbers.normal_()
+    for part in numbers.split(1 << 28):
+        part.copy_(torch.randn(len(part), device=part.device, dtype=torch.float16))
+    return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadTensors:
+    """The workload on the GPU, in SGLang's layout: what every contender is given beside K and V."""
+
+    q: torch.Tensor
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    sinks: torch.Tensor | None = None
+
+    @classmethod
+    def make(cls, workload: Workload) -> WorkloadTensors:
+        generator = torch.Generator("cuda").manual_seed(0)
+        forest = workload.forest
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device="cuda", dtype=workload.dtype)
+
+        return cls(
+            random(forest.num_requests, workload.num_qo_heads, workload.head_dim),
+            forest.token_table(workload.slots),
+            torch.arange(forest.num_requests, device="cuda"),
+            torch.from_numpy(forest.seq_lens).long().cuda(),
+            random(workload.num_qo_heads) if workload.with_sinks else None,
+        )
+
+
+def _product(
+    forests: Sequence[Forest], heads: Sequence[str], quick: Sequence[str]
+) -> list[Workload]:
+    """All forests with all heads. quick: names of the cases of the quick mode."""
+    cases = [
+        Workload(forest, *(int(count) for count in pair.split("/")))
+        for pair in heads
+        for forest in forests
+    ]
+    missing = set(quick) - {case.name for case in cases}
+    assert not missing, missing
+    return [replace(case, quick=case.name in quick) for case in cases]
+
+
+def _trees(*names: str) -> list[Forest]:
+    return [Forest.of_tree(name) for name in names]
+
+
+def pat_20() -> list[Workload]:
+    """The 20 trees of PAT's Figure 10; the last two share nothing."""
+    return _product(
+        _trees(*PAT_TREES),
+        ("32/8", "64/8", "16/8", "32/32"),
+        (  # launch-bound, many sharers, long tails, deep trees, nothing shared
+            "1,10_4096,416 32/8",
+            "1,1024_2048,32 32/8",
+            "1,1024_2048,32 64/8",
+            "1,2,64_1024,256,256 16/8",
+            "1,4,256_32,256,32 32/8",
+            "1,8,512_32,512,256 64/8",
+            "1,16,32,64,128,1024_256,128,64,32,32,32 32/8",
+            "1,16,32,64,128,1024_256,128,64,32,32,32 32/32",
+            "4,16,256,512_512,32,128,32 16/8",
+            "256_1024 32/8",
+            "256_1024 32/32",
+        ),
+    )
+
+
+def long_prefix() -> list[Workload]:
+    return _product(
+        _trees(
+            *(f"1,{count}_{tokens},256" for tokens in (8192, 32768) for count in (32, 128, 256)),
+            "1,1024_2048,32",
+        ),
+        ("32/8", "64/8", "16/2"),
+        (
+            "1,32_8192,256 16/2",
+            "1,128_8192,256 32/8",
+            "1,128_32768,256 64/8",
+            "1,1024_2048,32 16/2",
+        ),
+    )
+
+
+def rank() -> list[Workload]:
+    """One or two KV heads: a rank of a large model under tensor parallelism."""
+    return _product(
+        _trees(
+            "1,10_4096,416",
+            "1,4,8,256_32,256,256,32",
+            "1,16,64_1024,256,128",
+            "1,2,4,8,16,32,64,128_256,128,64,64,32,32,32,32",
+            "1,64_2048,128",
+            "1,128_8192,256",
+        ),
+        ("4/1", "8/1", "16/1", "8/2", "16/2", "32/2"),
+        (
+            "1,10_4096,416 8/1",
+            "1,4,8,256_32,256,256,32 8/1",
+            "1,16,64_1024,256,128 16/2",
+            "1,2,4,8,16,32,64,128_256,128,64,64,32,32,32,32 4/1",
+            "1,128_8192,256 8/1",
+            "1,64_2048,128 8/2",
+        ),
+    )
+
+
+def unshared() -> list[Workload]:
+    def ragged(count: int, median: int) -> Forest:
+        return Forest.unshared(f"{count}_lognormal-{median}", lognormal_lengths(count, median))
+
+    return _product(
+        [
+            *_trees("32_512", "128_1024", "32_4096"),
+            *(ragged(count, 1000) for count in (16, 64, 200)),
+            *_trees("1_8192", "1_32768", "1_131072", "2_65536", "4_32768", "8_8192", "8_50000"),
+            *_trees("1_500", "4_700"),  # a small chat
+            ragged(16, 300),
+        ],
+        ("32/8", "8/1"),
+        (
+            "128_1024 32/8",
+            "128_1024 8/1",
+            "200_lognormal-1000 32/8",
+            "16_lognormal-1000 8/1",
+            "1_8192 32/8",
+            "1_131072 8/1",
+            "8_50000 32/8",
+            "8_8192 8/1",
+            "4_700 32/8",
+        ),
+    )
+
+
+def random_forests() -> list[Workload]:
+    heads = ((32, 8), (64, 8), (16, 2), (8, 1), (32, 32), (40, 8))
+    return [
+        Workload(random_forest(seed), *heads[seed % len(heads)], quick=seed < 4)
+        for seed in range(18)
+    ]
+
+
+def hybrid() -> list[Workload]:
+    """Full-attention layers of gpt-oss-20b, Gemma-3-12b and Qwen3-Next."""
+    trees = (
+        "1,128_8192,256",
+        "1,10_4096,416",
+        "1,16,32,64,128,1024_256,128,64,32,32,32",
+        "256_1024",
+    )
+    layers = ((64, 8, 64, True), (16, 8, 256, False), (16, 2, 256, False))
+    return [
+        Workload(
+            forest,
+            heads,
+            kv_heads,
+            head_dim=head_dim,
+            with_sinks=with_sinks,
+            quick=index < 1,
+        )
+        for heads, kv_heads, head_dim, with_sinks in layers
+        for index, forest in enumerate(_trees(*trees))
+    ]
+
+
+def fp8() -> list[Workload]:
+    """PAT's trees, and what shares nothing with as many heads, over a KV cache in e4m3."""
+    cases = pat_20() + [case for case in unshared() if case.heads == "32/8"]
+    return [replace(case, kv_dtype=E4M3) for case in cases]
+
+
+# In the order in which they are measured: the most telling ones first.
+SUITES: dict[str, Callable[[], list[Workload]]] = {
+    "pat-20": pat_20,
+    "unshared": unshared,
+    "long-prefix": long_prefix,
+    "rank": rank,
+    "random": random_forests,
+    "hybrid": hybrid,
+    "fp8": fp8,
+}
+DEFAULT_SUITES = ("pat-20", "unshared", "long-prefix", "rank", "random")
+
+
+def suite(name: str, *, quick: bool = False) -> list[Workload]:
+    """The cases of a suite. quick: a few that stand for all."""
+    cases = [replace(case, suite=name) for case in SUITES[name]()]
+    return [case for case in cases if case.quick] if quick else cases

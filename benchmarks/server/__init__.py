@@ -1,0 +1,12 @@
+"""Time SGLang's server with pat and with its own backends."""
+
+SUITES = (
+    "gates",
+    "traffic",
+    "speculation",
+    "hybrids",
+    "jobs",
+    "planning",
+    "waits",
+    "routing",
+)

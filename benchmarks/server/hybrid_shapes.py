@@ -1,0 +1,159 @@
+"""Hybrid models: the shapes of well-known ones, in which only some layers attend to everything.
+
+Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of all
+models fit on a GPU at once and start quickly: `cut` says what was. Experts are not quantised: the 8
+of gpt-oss are as many bytes as the 32 of the real one, which have four bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.models import MODELS, TINY, ModelShape
+from server.fleet import SHARED_GPU
+
+_GPU = SHARED_GPU | {
+    "context_length": 16384,
+    "max_total_tokens": 96_000,  # 128 x (512 + an answer), and room
+    "max_running_requests": 128,
+    "cuda_graph_bs_decode": [128],  # of the batch that is measured; each takes its time to capture
+}
+
+
+@dataclass(frozen=True)
+class HybridModel:
+    """cut: config's name -> what the model has that the shape is of. full_layers: how many layers
+    attend to everything."""
+
+    shape: ModelShape
+    full_layers: int
+    cut: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+
+def _layer_types(windowed: int, groups: int) -> list[str]:
+    """Return groups of `windowed` layers with a window and one without."""
+    return (["sliding_attention"] * windowed + ["full_attention"]) * groups
+
+
+_GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "layer_types": _layer_types(1, 6),
+    "sliding_window": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "initial_context_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+    "eos_token_id": 200002,
+    "pad_token_id": 199999,
+}
+_GEMMA_3_12B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "torch_dtype": "bfloat16",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "layer_types": _layer_types(5, 1),
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+# As many tokens in windows: else prompts lose theirs, which decides what can be found again.
+_WINDOWS = {"swa_full_tokens_ratio": 1.0}
+# SGLang counts five states per request that runs; the cached prompts have theirs among them.
+_STATES = {"max_mamba_cache_size": 640}
+
+HYBRIDS = {
+    model.name: model
+    for model in (
+        HybridModel(
+            ModelShape("gpt-oss-20b", _GPT_OSS_20B, _GPU | _WINDOWS),
+            6,
+            {"num_hidden_layers": 24, "num_local_experts": 32},
+        ),
+        HybridModel(ModelShape("gemma-3-12b", _GEMMA_3_12B, _GPU), 1, {"num_hidden_layers": 48}),
+        HybridModel(
+            ModelShape("qwen3-next", _QWEN3_NEXT, _GPU | _STATES),
+            2,
+            {"num_hidden_layers": 48, "num_experts": 512},
+        ),
+        # For a machine without a GPU: shows that everything works.
+        HybridModel(MODELS[TINY], MODELS[TINY].config["num_hidden_layers"], {}),
+    )
+}

@@ -1,0 +1,148 @@
+"""A model and a smaller one that drafts for it: the first layers of the model, with its embeddings.
+
+Most tokens follow from the one before, by a permutation of the vocabulary. The others, one in some
+thirty, are chosen by attention, which is sharp: by tokens far away. Few of them are near ties, so
+that rounding seldom sends an answer elsewhere. The layers that the smaller model lacks change
+little. So drafts are accepted as those of a trained draft model are, and n-grams come again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.models import write_tokenizer
+
+# How much the layers that drafts do without add to what a token carries.
+_LATER = 0.01
+# How much of its predecessor's embedding the head holds for a token. Times 0.62, the share of an
+# embedding in the last layer's output, it stands against the largest of the random logits, 4.5.
+_ORDER = 10.0
+
+
+def write_nested(
+    folder: Path, config: Mapping[str, Any], counts: Sequence[int], draft_layers: int
+) -> dict[int, Path]:
+    """Write models of several numbers of layers, of which the smallest drafts for the others.
+
+    Parameters
+    ----------
+    folder : Path
+        Exists.
+    config : mapping
+        Of a Llama.
+    counts : sequence of int
+        Layers of the models.
+    draft_layers : int
+        Of the one that drafts.
+
+    Returns
+    -------
+    dict
+        Number of layers -> folder.
+    """
+    weights = folder / "weights"
+    weights.mkdir()
+    for name, tensors in _parts(config, max(counts), draft_layers):
+        save_file(tensors, weights / f"{name}.safetensors", metadata={"format": "pt"})
+    paths = {}
+    for count in sorted({*counts, draft_layers}):
+        path = paths[count] = folder / f"layers-{count}"
+        path.mkdir()
+        text = json.dumps({**config, "num_hidden_layers": count}, indent=2) + "\n"
+        (path / "config.json").write_text(text)
+        write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
+        for name in ("ends", *map(str, range(count))):
+            (path / f"{name}.safetensors").symlink_to(weights / f"{name}.safetensors")
+    return paths
+
+
+def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write an EAGLE head for the models that write_nested() wrote into `folder`.
+
+    Its one layer is their first. What the model knew of a token is left out, the token's embedding
+    goes through: so it drafts as that layer alone does. Nearly all of its drafts are accepted if
+    draft_layers was 1.
+
+    Parameters
+    ----------
+    folder : Path
+    config : mapping
+        Of a Llama.
+
+    Returns
+    -------
+    Path
+        The head's folder.
+    """
+    path = folder / "head"
+    path.mkdir()
+    head = {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
+    write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
+    # EAGLE's layer has no norm of its own at its beginning; the embeddings' length is that of one.
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in load_file(folder / "weights" / "0.safetensors").items()
+        if not name.endswith("input_layernorm.weight")
+    }
+    hidden, dtype = config["hidden_size"], getattr(torch, config["torch_dtype"])
+    weights["fc.weight"] = torch.eye(hidden, 2 * hidden, dtype=dtype)
+    weights["fc.bias"] = torch.zeros(hidden, dtype=dtype)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _parts(
+    config: Mapping[str, Any], layers: int, draft_layers: int
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The embeddings and the head, then each layer."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(1)
+    dtype = getattr(torch, config["torch_dtype"])
+
+    def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        return weight.normal_(std=gain / math.sqrt(columns), generator=generator).cpu()
+
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    ones = torch.ones(hidden, dtype=dtype)
+    q_size, kv_size = (
+        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
+    )
+    vocab_size = config["vocab_size"]
+    embeddings = normal(vocab_size, hidden, math.sqrt(hidden))
+    before = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(2))
+    head = normal(vocab_size, hidden)
+    head += embeddings[before] * (_ORDER / hidden)
+    yield (
+        "ends",
+        {
+            "model.embed_tokens.weight": embeddings,
+            "model.norm.weight": ones,
+            "lm_head.weight": head,
+        },
+    )
+    for layer in range(layers):
+        prefix, gain = f"model.layers.{layer}", 1.0 if layer < draft_layers else _LATER
+        yield (
+            str(layer),
+            {
+                f"{prefix}.input_layernorm.weight": ones.clone(),
+                f"{prefix}.post_attention_layernorm.weight": ones.clone(),
+                # Gain 2 in both: sharp enough that a far away token can decide the next one.
+                f"{prefix}.self_attn.q_proj.weight": normal(q_size, hidden, 2.0),
+                f"{prefix}.self_attn.k_proj.weight": normal(kv_size, hidden, 2.0),
+                f"{prefix}.self_attn.v_proj.weight": normal(kv_size, hidden, 2.0),
+                f"{prefix}.self_attn.o_proj.weight": normal(hidden, q_size, gain),
+                f"{prefix}.mlp.gate_proj.weight": normal(inner, hidden),
+                f"{prefix}.mlp.up_proj.weight": normal(inner, hidden),
+                f"{prefix}.mlp.down_proj.weight": normal(hidden, inner, gain),
+            },
+        )
