@@ -53,7 +53,7 @@ class DebugChecks:
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
         *,
-        follows: bool,
+        would_repeat: bool,
     ) -> None:
         """Raise RuntimeError, naming the request, if anything is not as it must be.
 
@@ -67,14 +67,15 @@ class DebugChecks:
             Which has read the step just now.
         req_to_token, req_pool_indices : torch.Tensor
             As given to `attention.plan()`.
-        follows : bool
-            Whether it would have been repeated: then each request must be a token longer.
+        would_repeat : bool
+            Whether it would repeat the last step if each were not checked: then each request must
+            be a token longer.
         """
         self._ranks.check(plan)
         planner, lens = self._before.get(reader, (None, attention.seq_lens))
         self._before[reader] = attention, attention.seq_lens
         # Graphs differ in padding.
-        if follows and planner is attention and len(lens) == len(attention.seq_lens):
+        if would_repeat and planner is attention and len(lens) == len(attention.seq_lens):
             check_growth(lens, attention.seq_lens)
         if (shared := reader.last_shared) is not None:
             plan_is_new = attention.step_time.kind != "unchanged"

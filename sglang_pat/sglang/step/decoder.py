@@ -35,7 +35,7 @@ from sglang_pat.sglang.tree.self_test import check_version
 from sglang_pat.sglang.tree.view import host_lengths
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
-# Where a step is planned as if it followed the last one, though it may not be repeated.
+# A step that is planned for one of these repeats the last one all the same.
 _WOULD_REPEAT = (Reason.CHECKED, Reason.DUE, Reason.EAGER)
 
 
@@ -173,10 +173,10 @@ class Decoder:
         reader, num_repeated = microbatch.reader, self._repeats.end()
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
-        follows = False
+        would_repeat = False
         if self._checks is not None and not kind.shape.speculates:
             last = self._reuse.reason(kind, reqs, plans, num_requests)
-            follows = last in _WOULD_REPEAT
+            would_repeat = last in _WOULD_REPEAT
         first = Reason.EAGER if place is Place.EAGER else Reason.PRIVATE
         self._reuse.hold(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
@@ -196,7 +196,7 @@ class Decoder:
         if self._checks is not None:
             for attention, plan in made:
                 self._checks.check(
-                    attention, plan, reader, table, req_pool_indices, follows=follows
+                    attention, plan, reader, table, req_pool_indices, would_repeat=would_repeat
                 )
             if reader.last_shared is not None:
                 check_host_lengths(reader.lens, view.seq_lens)
