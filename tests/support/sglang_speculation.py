@@ -7,6 +7,7 @@ Without its `sgl_kernel` wheel SGLang has none of these functions, and its plain
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,24 +42,27 @@ def install() -> None:
     # and no backend asks for lengths there.
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
-    view = speculative_hook.resolved_view
-
-    class View:
-        """Trees over pages: SGLang lists the backends by name."""
-
-        def __init__(self, arguments: Any) -> None:
-            self._view = view(arguments)
-
-        def __getattr__(self, name: str) -> Any:
-            return "triton" if name == "attention_backend" else getattr(self._view, name)
-
-    speculative_hook.resolved_view = View
+    if hasattr(speculative_hook, "resolved_view"):  # not in 0.5.17
+        speculative_hook.resolved_view = _view_with_triton(speculative_hook.resolved_view)
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
     DraftBackendFactory.create_decode_backend = _decode_backend
     DraftBackendFactory.create_draft_extend_backend = lambda self: _torch_native(
         self.draft_model_runner
     )
+
+
+def _view_with_triton(view: Callable[[Any], Any]) -> type:
+    """SGLang allows trees over pages by the name of the backend."""
+
+    class View:
+        def __init__(self, arguments: Any) -> None:
+            self._view = view(arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return "triton" if name == "attention_backend" else getattr(self._view, name)
+
+    return View
 
 
 def _decode_backend(factory: Any) -> Any:
