@@ -123,6 +123,9 @@ def test_speculation(
     small = FAMILIES[family]
     if speculation["speculative_algorithm"] == "NGRAM" and sglang.__version__ == "0.5.17":
         pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
+    has_trees = speculation.get("speculative_eagle_topk", 1) > 1
+    if has_trees and "page_size" in speculation and sglang.__version__ == "0.5.17":
+        pytest.skip("SGLang 0.5.17 allows trees over pages by the name of the backend")
     if speculation["speculative_algorithm"] == "STANDALONE":  # the same model drafts
         draft = small.write(tmp_path / "draft")
         speculation = speculation | {"speculative_draft_model_path": str(draft)}
