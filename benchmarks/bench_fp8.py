@@ -31,7 +31,6 @@ from sglang_pat.bench.peers import Layer
 from sglang_pat.cli.arguments import Parser, whole_number
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.output_file import output_file
 
@@ -47,7 +46,7 @@ def pat(workload: Workload, tensors: WorkloadTensors, kv_dtype: torch.dtype = KV
         workload.dtype, workload.head_dim, tensors.q.device, 0, kv_dtype
     )
     step = PlannedStep(
-        DecodeKernels(config),
+        config,
         workload.num_qo_heads,
         workload.num_kv_heads,
         cost=costs_of(tensors.q.device),

@@ -29,8 +29,8 @@ from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.invariant_reference import InvariantExecution
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs, Scale
+from sglang_pat.executors.loaded_kernels import LoadedKernels, load_kernels
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, new_scheduler, replan_cause
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
@@ -172,7 +172,7 @@ class PackAttention:
         self._batch_invariant = batch_invariant
         kernels = self._load_kernels(executor)
         if num_workers is None:
-            num_workers = default_workers(kernels, self.device, num_kv_heads)
+            num_workers = default_workers(kernels, num_kv_heads)
         self._new_scheduler = partial(
             new_scheduler,
             group_size=num_qo_heads // num_kv_heads,
@@ -479,8 +479,9 @@ class PackAttention:
         """What runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
-    def _load_kernels(self, name: str) -> DecodeKernels | None:
-        """The kernels that the executor `name` runs; None: plain torch does."""
+    def _load_kernels(self, name: str) -> LoadedKernels | None:
+        """The kernels that the executor `name` runs, compiled if need be (`jit.py`); None: plain
+        torch does."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
@@ -494,7 +495,8 @@ class PackAttention:
         config = KernelConfig.for_device(
             self.dtype, self.head_dim, self.device, self.v_head_dim, self.kv_dtype
         )
-        return DecodeKernels(config)
+        with torch.cuda.device(self.device):
+            return load_kernels(config, torch.cuda.current_device())
 
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
@@ -642,13 +644,13 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def default_workers(kernels: DecodeKernels | None, device: torch.device, num_kv_heads: int) -> int:
+def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
     """CTAs that share the work of one KV head: those that the device runs at the same time, over
     all KV heads.
     """
     if kernels is None:
         return _TORCH_WORKERS
-    return max(1, kernels.num_ctas(device) // num_kv_heads)
+    return max(1, kernels.num_ctas // num_kv_heads)
 
 
 def _paths_key(paths: PrefixPaths) -> Hashable:
