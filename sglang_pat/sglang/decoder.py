@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.plan import Shape
 from sglang_pat.sglang.channel import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
 from sglang_pat.sglang.debug import DebugChecks
 from sglang_pat.sglang.env import Environment
@@ -28,7 +29,7 @@ from sglang_pat.sglang.reader import OVERFLOW, BatchReader
 from sglang_pat.sglang.repeats import RepeatedSteps
 from sglang_pat.sglang.reports import StepReports
 from sglang_pat.sglang.reuse import Reason, Reuse
-from sglang_pat.sglang.routes import Routes, Shape
+from sglang_pat.sglang.routes import Routes
 from sglang_pat.sglang.rows import RowShape
 from sglang_pat.sglang.self_test import check_version
 from sglang_pat.sglang.step_plans import StepPlans

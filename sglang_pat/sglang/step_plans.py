@@ -8,9 +8,8 @@ import torch
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch, IntArray
-from sglang_pat.plan import DecodePlan, KvTokens
+from sglang_pat.plan import DecodePlan, KvTokens, Shape
 from sglang_pat.sglang.draft_trees import DraftTrees
-from sglang_pat.sglang.routes import Shape
 from sglang_pat.stats import PlanningTime, PlanStats
 
 

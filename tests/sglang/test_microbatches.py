@@ -9,9 +9,9 @@ import torch
 from sglang_trees import Tree
 
 from sglang_pat import PackAttention
+from sglang_pat.plan import Shape
 from sglang_pat.sglang.channel import StepRequests
 from sglang_pat.sglang.microbatches import Microbatches
-from sglang_pat.sglang.routes import Shape
 from sglang_pat.sglang.step_plans import StepPlans
 from sglang_pat.sglang.view import StepView
 
