@@ -80,7 +80,7 @@ class StagingBuffer:
 
 class PlanBuffers:
     """The device memory of a plan and of what the kernels write besides their output, the arguments
-    of the kernels that use it, and whose plan lies in it. Siblings share it.
+    of the kernels that use it, and which plan lies in it. Siblings share it.
 
     Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
     partials: two of them that run at the same time stop with an error.
@@ -99,8 +99,8 @@ class PlanBuffers:
     counters : torch.Tensor
         int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
         count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
-    executor : CudaExecutor or None
-        Whose plan lies in `plan`.
+    staging : StagingBuffer or None
+        What was copied to `plan`: it says whose plan lies there.
     loaded : PlanHeader
         Of that plan. All -1: there is none.
     stream : torch.cuda.Stream or None
@@ -119,7 +119,7 @@ class PlanBuffers:
         self.partial_out = empty((*rows, config.v_head_dim), dtype=config.partial_dtype)
         self.partial_lse = empty(rows, dtype=torch.float32)
         self.counters = integers((_COUNTERS, 2))
-        self.executor: CudaExecutor | None = None
+        self.staging: StagingBuffer | None = None
         self.loaded = _NO_PLAN
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.entries = [*sizes.plan.entries().values()]
@@ -219,7 +219,7 @@ class CudaExecutor:
         """
         assert self._sent is not None
         gather = gather and self._sent.header.num_gather_spans > 0
-        if self.buffers.executor is self and not gather:
+        if self.buffers.staging is self._sent and not gather:
             self.step = step
         else:
             self._send(self._sent, step)
@@ -318,7 +318,7 @@ class CudaExecutor:
         buffers, kernels = self.buffers, self.kernels
         buffers.bind(step)
         header = staging.header
-        buffers.executor, buffers.loaded = None, _NO_PLAN  # until all is launched
+        buffers.staging, buffers.loaded = None, _NO_PLAN  # until all is launched
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             buffers.take_over(stream)
@@ -336,7 +336,7 @@ class CudaExecutor:
                 )
                 grid = kernels.num_sms, _GATHER_CHUNKS
                 kernels.gather_slots(buffers.gather.address, stream.cuda_stream, grid)
-        buffers.executor, buffers.loaded = self, header
+        buffers.staging, buffers.loaded = staging, header
         self._sent, self.step = staging, step
 
     def _write(self, scheduler: PackScheduler) -> tuple[StagingBuffer, DecodePlan | None]:

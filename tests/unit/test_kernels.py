@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +100,19 @@ def test_a_step_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.checks == ["req_pool_indices", "seq_lens", *["out"] * 3]
     merge = ("merge", (len(CASE.seq_lens) * HEADS, 1))
     assert device.launches == [("gather", (SMS, 8)), *[("pack_decode", (CTAS, 1)), merge] * 3]
+
+
+def test_buffers_are_freed_with_their_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: until Python looks for cycles, their memory on the device would be missing."""
+    executor = Device(monkeypatch).executor()
+    executor.run(layer())
+    plan = weakref.ref(executor.buffers.plan)
+    gc.disable()
+    try:
+        del executor
+        assert plan() is None
+    finally:
+        gc.enable()
 
 
 def test_soft_cap_and_sinks_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
