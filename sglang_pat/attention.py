@@ -29,10 +29,17 @@ from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.invariant_reference import InvariantExecution
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs, Scale
+from sglang_pat.executors.loaded_kernels import LoadedKernels, load_kernels
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
-from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens, new_scheduler, replan_cause
+from sglang_pat.plan import (
+    BufferSizes,
+    DecodePlan,
+    KvTokens,
+    Shape,
+    new_scheduler,
+    replan_cause,
+)
 from sglang_pat.stats import PlanningTime, PlanStats, StepKind
 from sglang_pat.support import GROWTH_TOKENS
 
@@ -146,36 +153,22 @@ class PackAttention:
             max_shared_slots=max_shared_slots,
             max_seq_len=max_seq_len,
         )
-        _check_heads(num_qo_heads, num_kv_heads)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        if (head_dim, v_head_dim) not in support.HEAD_DIMS:
-            raise support.unsupported("head_dim", support.head_dim_name(head_dim, v_head_dim))
-        kv_dtype = dtype if kv_dtype is None else kv_dtype
-        for each in (dtype, kv_dtype):
-            if not isinstance(each, torch.dtype):
-                raise TypeError(f"a dtype must be a torch.dtype, got {each!r}")
-        if str(dtype).removeprefix("torch.") not in support.DTYPES:
-            raise support.unsupported("dtype of queries and KV cache", dtype)
-        kv_name = str(kv_dtype).removeprefix("torch.")
-        if kv_dtype != dtype and kv_name not in support.CONVERTED_KV_DTYPES:
-            raise support.unsupported("dtype of queries and KV cache", f"{dtype} and {kv_dtype}")
+        self.shape = shape = Shape(num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+        self.dtype = dtype
+        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
+        _check_shape(shape)
+        _check_dtypes(dtype, self.kv_dtype)
         if policy not in support.POLICIES:
             raise support.unsupported("packing policy", policy)
-        self.num_qo_heads = num_qo_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.v_head_dim = v_head_dim
-        self.dtype = dtype
-        self.kv_dtype = kv_dtype
         self.device = _canonical_device(device)
-        self.policy = policy
         self._batch_invariant = batch_invariant
         kernels = self._load_kernels(executor)
         if num_workers is None:
-            num_workers = default_workers(kernels, self.device, num_kv_heads)
+            num_workers = default_workers(kernels, num_kv_heads)
         self._new_scheduler = partial(
             new_scheduler,
-            group_size=num_qo_heads // num_kv_heads,
+            group_size=shape.group_size,
             num_workers=num_workers,
             policy=policy,
             growth_tokens=growth_tokens,
@@ -186,14 +179,11 @@ class PackAttention:
         )
         sizes = None
         if max_requests is not None:
-            if max_requests < 1:
-                raise ValueError(f"max_requests must be at least 1, got {max_requests}")
             if max_shared_slots < 0:
                 raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
-            group_size = num_qo_heads // num_kv_heads
             if not batch_invariant:
                 sizes = BufferSizes.for_requests(
-                    max_requests, max_shared_slots, num_workers, group_size
+                    max_requests, max_shared_slots, num_workers, shape.group_size
                 )
             elif max_seq_len is None:
                 raise ValueError("batch_invariant with max_requests needs max_seq_len")
@@ -427,32 +417,32 @@ class PackAttention:
         """
         if self._plan is None:
             raise RuntimeError("run() needs a plan: call plan() first")
-        num_requests = self._num_requests
-        self._check_tensor("q", q, (num_requests, self.num_qo_heads, self.head_dim))
-        kv_dtype = self.kv_dtype
-        self._check_tensor("k_cache", k_cache, (None, self.num_kv_heads, self.head_dim), kv_dtype)
-        self._check_tensor("v_cache", v_cache, (None, self.num_kv_heads, self.v_head_dim), kv_dtype)
+        num_requests, dtype, kv_dtype = self._num_requests, self.dtype, self.kv_dtype
+        num_heads, num_kv_heads, head_dim, v_head_dim = self.shape
+        self._check_tensor("q", q, (num_requests, num_heads, head_dim), dtype)
+        self._check_tensor("k_cache", k_cache, (None, num_kv_heads, head_dim), kv_dtype)
+        self._check_tensor("v_cache", v_cache, (None, num_kv_heads, v_head_dim), kv_dtype)
         if k_cache.shape[0] != v_cache.shape[0]:
             raise ValueError(
                 f"k_cache and v_cache must have as many slots, got {list(k_cache.shape)} and "
                 f"{list(v_cache.shape)}"
             )
-        out_shape = (num_requests, self.num_qo_heads, self.v_head_dim)
+        out_shape = (num_requests, num_heads, v_head_dim)
         if out is not None:
-            self._check_tensor("out", out, out_shape)
+            self._check_tensor("out", out, out_shape, dtype)
         if not 0 <= logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
         self._check_scale("k_scale", k_scale)
         self._check_scale("v_scale", v_scale)
         if sinks is not None:
-            self._check_sinks(sinks)
-        scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
+            self._check_tensor("sinks", sinks, (num_heads,), *_SINK_DTYPES)
+        scale = head_dim**-0.5 if sm_scale is None else sm_scale
         if not 0 < scale < math.inf:
             raise ValueError(f"sm_scale must be positive, got {scale}")
         out = q.new_empty(out_shape) if out is None else out
         lse = None
         if return_lse:
-            lse = q.new_empty((num_requests, self.num_qo_heads), dtype=torch.float32)
+            lse = q.new_empty((num_requests, num_heads), dtype=torch.float32)
         self._executor.run(
             LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap, sinks, k_scale, v_scale)
         )
@@ -480,8 +470,9 @@ class PackAttention:
         """What runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
-    def _load_kernels(self, name: str) -> DecodeKernels | None:
-        """The kernels that the executor `name` runs; None: plain torch does."""
+    def _load_kernels(self, name: str) -> LoadedKernels | None:
+        """The kernels that the executor `name` runs, compiled if need be (`jit.py`); None: plain
+        torch does."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
@@ -492,10 +483,12 @@ class PackAttention:
             name = "reference"
         if name == "reference" or not on_gpu:
             return None
+        _, _, head_dim, v_head_dim = self.shape
         config = KernelConfig.for_device(
-            self.dtype, self.head_dim, self.device, self.v_head_dim, self.kv_dtype
+            self.dtype, head_dim, self.device, v_head_dim, self.kv_dtype
         )
-        return DecodeKernels(config)
+        with torch.cuda.device(self.device):
+            return load_kernels(config, torch.cuda.current_device())
 
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
@@ -561,16 +554,6 @@ class PackAttention:
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
 
-    def _check_sinks(self, sinks: torch.Tensor) -> None:
-        _check_is_tensor("sinks", sinks)
-        if sinks.shape != (self.num_qo_heads,):
-            raise ValueError(f"sinks must have shape [{self.num_qo_heads}], got {[*sinks.shape]}")
-        if sinks.dtype not in _SINK_DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in _SINK_DTYPES)
-            raise ValueError(f"sinks must be one of {allowed}, got {sinks.dtype}")
-        if sinks.device != self.device:
-            raise ValueError(f"sinks must be on {self.device}, got {sinks.device}")
-
     def _check_scale(self, name: str, scale: Scale) -> None:
         if not isinstance(scale, torch.Tensor):
             if not 0 < scale < math.inf:
@@ -586,23 +569,19 @@ class PackAttention:
             raise ValueError(f"{name} must be on {self.device}, got {scale.device}")
 
     def _check_tensor(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        shape: tuple[int | None, ...],
-        dtype: torch.dtype | None = None,
+        self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
     ) -> None:
-        dtype = self.dtype if dtype is None else dtype
+        """A shape that begins with None has any number of slots."""
         if type(tensor) is not torch.Tensor:  # nearly all are; isinstance() takes longer
             _check_is_tensor(name, tensor)
-        matches = tensor.ndim == len(shape) and all(
-            want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
-        )
-        if not matches:
+        have = tensor.shape
+        is_cache = shape[0] is None
+        if have != shape and not (is_cache and len(have) == len(shape) and have[1:] == shape[1:]):
             expected = ", ".join("num_slots" if want is None else str(want) for want in shape)
-            raise ValueError(f"{name} must have shape [{expected}], got {list(tensor.shape)}")
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+            raise ValueError(f"{name} must have shape [{expected}], got {list(have)}")
+        if tensor.dtype not in dtypes:
+            allowed = "one of " * (len(dtypes) > 1) + ", ".join(map(str, dtypes))
+            raise ValueError(f"{name} must be {allowed}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
 
@@ -623,14 +602,28 @@ def _check_integers(**values: int | None) -> None:
             raise ValueError(f"{name} must fit into int32, got {value}")
 
 
-def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
+def _check_shape(shape: Shape) -> None:
+    num_qo_heads, num_kv_heads, *head_dims = shape
     if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(
             "num_qo_heads must be a positive multiple of num_kv_heads, "
             f"got {num_qo_heads} and {num_kv_heads}"
         )
-    if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
-        raise support.unsupported("query heads per KV head", num_qo_heads // num_kv_heads)
+    if shape.group_size > MAX_GROUP_SIZE:
+        raise support.unsupported("query heads per KV head", shape.group_size)
+    if tuple(head_dims) not in support.HEAD_DIMS:
+        raise support.unsupported("head_dim", support.head_dim_name(*head_dims))
+
+
+def _check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    for each in (dtype, kv_dtype):
+        if not isinstance(each, torch.dtype):
+            raise TypeError(f"a dtype must be a torch.dtype, got {each!r}")
+    name, kv_name = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype))
+    if name not in support.DTYPES:
+        raise support.unsupported("dtype of queries and KV cache", dtype)
+    if kv_dtype != dtype and kv_name not in support.CONVERTED_KV_DTYPES:
+        raise support.unsupported("dtype of queries and KV cache", f"{dtype} and {kv_dtype}")
 
 
 def _canonical_device(device: torch.device | str) -> torch.device:
@@ -643,13 +636,13 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def default_workers(kernels: DecodeKernels | None, device: torch.device, num_kv_heads: int) -> int:
+def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
     """CTAs that share the work of one KV head: those that the device runs at the same time, over
     all KV heads.
     """
     if kernels is None:
         return _TORCH_WORKERS
-    return max(1, kernels.num_ctas(device) // num_kv_heads)
+    return max(1, kernels.num_ctas // num_kv_heads)
 
 
 def _paths_key(paths: PrefixPaths) -> Hashable:

@@ -64,6 +64,20 @@ def new_scheduler(
     )
 
 
+class Shape(NamedTuple):
+    """What plans are made for: the heads of this rank, and how long their keys and values are."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
 class PlanHeader(NamedTuple):
     """`PlanHeader` of plan_format.h without its reserved words."""
 

@@ -33,8 +33,8 @@ from sglang_pat.attention import GROWTH_TOKENS
 from sglang_pat.batch import Step
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig, build_all
-from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
 from sglang_pat.plan import BufferSizes
 
@@ -298,7 +298,8 @@ def _kernels_with_tight_buffers(
 ) -> CudaExecutor:
     """Buffers that hold this plan, and end where it ends."""
     sizes = BufferSizes.needed_by(plan)  # type: ignore[arg-type]  # a plan by hand knows it too
-    executor = CudaExecutor(DecodeKernels(config), case.heads[0], device, sizes)
+    kernels = load_kernels(config, torch.cuda.current_device())
+    executor = CudaExecutor(kernels, case.heads[0], device, sizes)
     buffers = executor.buffers
     # Once more, by a copy: not every version of initcheck sees what torch's kernels write.
     buffers.counters.copy_(torch.zeros(buffers.counters.shape, dtype=torch.int32))

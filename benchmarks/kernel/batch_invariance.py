@@ -26,7 +26,6 @@ from kernel.invariance import World, random_forest
 from kernel.workloads import Workload, suite
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
 
 MODE = "pat-batch-invariant"
 PRICE_LIMIT = 1.15
@@ -49,13 +48,12 @@ def check_bits(num_worlds: int, num_batches: int, seed: int) -> list[dict[str, o
         if force_mma_sync and not config.tiles_agree:
             continue  # the device's own bodies, which the other variants are about already
         config = replace(config, force_mma_sync=force_mma_sync)
-        kernels = DecodeKernels(config)
         case = {"name": f"{config.name} {q_heads}/{kv_heads}" + " sinks" * sinks}
         case |= {"worlds": num_worlds, "batches": 0, "requests": 0, "differing": 0}
         for world in range(num_worlds):
             random = np.random.default_rng((seed, world))
             torch.manual_seed(seed + world)
-            made = World(kernels, (q_heads, kv_heads), random_forest(random), random, sinks=sinks)
+            made = World(config, (q_heads, kv_heads), random_forest(random), random, sinks=sinks)
             for requests, differing in made.differing(num_batches):
                 case["batches"] += 1
                 case["requests"] += requests

@@ -21,7 +21,6 @@ from sglang_pat.bench import peers
 from sglang_pat.bench.peers import Layer
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
 
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
@@ -37,7 +36,7 @@ def pat(
         config = KernelConfig.for_device(workload.dtype, workload.head_dim, device, 0, kv_dtype)
         options = {} if max_block_q is None else {"max_block_q": max_block_q}
         step = PlannedStep(
-            DecodeKernels(config),
+            config,
             workload.num_qo_heads,
             workload.num_kv_heads,
             policy=policy,

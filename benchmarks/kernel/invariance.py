@@ -18,7 +18,7 @@ from forests import ForestCase, make_case
 from kernel.planned_step import PlannedStep
 from sglang_pat._scheduler import TILE_TABLE, num_chunks
 from sglang_pat.batch import DecodeBatch, PathNode, PrefixPaths
-from sglang_pat.executors.kernels import DecodeKernels
+from sglang_pat.executors.jit import KernelConfig
 
 _WORKERS = (1, 5, 33, 264)
 _GRAPH_ROWS = (8, 40)
@@ -59,14 +59,13 @@ class World:
 
     def __init__(
         self,
-        kernels: DecodeKernels,
+        config: KernelConfig,
         heads: tuple[int, int],
         case: ForestCase,
         random: np.random.Generator,
         *,
         sinks: bool = False,
     ) -> None:
-        config = kernels.config
         self._case, self._random = case, random
         self._heads = heads
 
@@ -85,7 +84,7 @@ class World:
         blocks = [tile[0] for tile in TILE_TABLE] if config.tiles_agree else [TILE_TABLE[-1][0]]
         self._steps = [
             PlannedStep(
-                kernels,
+                config,
                 *heads,
                 num_workers=workers,
                 max_block_q=block_q,

@@ -32,7 +32,6 @@ from kernel.planned_step import PlannedStep
 from kernel.request_forests import Forest
 from sglang_pat.bench import timing
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
 from sglang_pat.executors.kv_writer import KvWriter
 
 LAYERS = 32
@@ -196,7 +195,7 @@ class Case:
         rows = torch.arange(num_tokens, device=device)
         lengths = torch.from_numpy(forest.seq_lens).to(device)
         self.slots = table[rows, lengths.long() - 1].long()
-        self.step = PlannedStep(DecodeKernels(self.config), num_qo_heads, num_kv_heads)
+        self.step = PlannedStep(self.config, num_qo_heads, num_kv_heads)
         self.step.write(forest.batch(), table, rows, lengths)
         self.out = torch.empty(num_tokens, num_qo_heads, HEAD_DIM, dtype=BF16, device=device)
         self.scale = _SCALE if kv_dtype == FP8 else 1.0

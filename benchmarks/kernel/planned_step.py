@@ -12,8 +12,9 @@ from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapa
 from sglang_pat.attention import GROWTH_TOKENS, default_workers
 from sglang_pat.batch import DecodeBatch, Step
 from sglang_pat.executors.cuda import CudaExecutor
-from sglang_pat.executors.kernels import DecodeKernels
+from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.plan import MIN_PIECE_TOKENS, BufferSizes, DecodePlan
 
 
@@ -22,7 +23,7 @@ class PlannedStep:
 
     def __init__(
         self,
-        kernels: DecodeKernels,
+        config: KernelConfig,
         num_qo_heads: int,
         num_kv_heads: int,
         *,
@@ -38,8 +39,9 @@ class PlannedStep:
         by_time: bool = True,
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
+        kernels = load_kernels(config, torch.cuda.current_device())
         if num_workers is None:
-            num_workers = default_workers(kernels, device, num_kv_heads)
+            num_workers = default_workers(kernels, num_kv_heads)
         self.scheduler = PackScheduler(
             group_size=num_qo_heads // num_kv_heads,
             num_workers=num_workers,
@@ -49,7 +51,7 @@ class PlannedStep:
             growth_tokens=GROWTH_TOKENS,
             cost=cost or CostModel(),
             batch_invariant=batch_invariant,
-            one_tile=batch_invariant and not kernels.config.tiles_agree,
+            one_tile=batch_invariant and not config.tiles_agree,
             by_time=by_time,
         )
         capacity = PlanCapacity(

@@ -1,24 +1,28 @@
-"""CudaExecutor: executes plans with the CUDA kernels.
+"""CudaExecutor: executes plans with the CUDA kernels, on torch's current stream.
 
 A plan is written into pinned memory and copied to the device on the current stream. It takes effect
 in order with the kernels of the last plan, and the host never waits for them.
+
+Types, shapes and devices are checked by the caller (`PackAttention`). Checked here is what only the
+kernels ask for: strides, alignment, and the plan that lies on the device.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
 import torch
 
+from sglang_pat._launch_params import DecodeArgument, GatherArgument, SinkType
 from sglang_pat._scheduler import PackScheduler
-from sglang_pat.batch import Step
-from sglang_pat.executors.kernels import DecodeKernels, DeviceBuffers, LoadedPlan, StagingBuffer
-from sglang_pat.executors.layer import LayerInputs
-from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
+from sglang_pat.batch import IntArray, Step
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.layer import LayerInputs, Scale
+from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_map
+from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
 # Two more than the graphs that have a counter of their own; a server captures some 50. Of more,
 # those that share one must not run at the same time.
@@ -28,30 +32,163 @@ _COUNTERS = 256
 # while step N runs; one more absorbs jitter.
 _RING = 3
 
+_ALIGNMENT = 16  # bytes of an asynchronous copy
+_GATHER_CHUNKS = 8  # CTAs that share a span
+_SINK_TYPES = {
+    torch.float32: SinkType.FLOAT32,
+    torch.bfloat16: SinkType.BFLOAT16,
+    torch.float16: SinkType.FLOAT16,
+}
+_MAX_INT32 = 2**31 - 1
+_MAX_UINT32 = 2**32 - 1
+_NO_PLAN = PlanHeader(*[-1] * len(PlanHeader._fields))
+
 
 class PlanOverflowError(ValueError):
     """A plan needs more than the buffers that were reserved. Nothing was launched."""
 
 
-@dataclass(slots=True)
-class _InBuffers:
-    """Whose plan lies in the buffers. Siblings share it."""
+class StagingBuffer:
+    """Pinned memory in which a plan waits until it has been copied to the device.
 
-    executor: CudaExecutor | None = None
+    tensor: int32 `[size]`. array: the same memory.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        with torch.cuda.device(device):  # else it would be pinned in a context on another device
+            self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.array: IntArray = self.tensor.numpy()
+
+    def wait(self) -> None:
+        """Block until the memory is reusable (normally at once)."""
+        # Not synchronize() at once: that lets go of the GIL.
+        if not self._copied.query():  # type: ignore[no-untyped-call]
+            self._copied.synchronize()
+
+    def copy_to(self, plan: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Send the memory to the device, without waiting."""
+        # copy_() keeps the pinned memory from being handed out again before it has been read.
+        plan.copy_(self.tensor, non_blocking=True)
+        self._copied.record(stream)
+
+    @property
+    def header(self) -> PlanHeader:
+        """Of the plan in the memory."""
+        return PlanHeader(*self.array[: len(PlanHeader._fields)].tolist())
+
+
+class PlanBuffers:
+    """The device memory of a plan and of what the kernels write besides their output, the arguments
+    of the kernels that use it, and which plan lies in it. Siblings share it.
+
+    Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
+    partials: two of them that run at the same time stop with an error.
+
+    Attributes
+    ----------
+    sizes : BufferSizes
+    plan : torch.Tensor
+        int32, laid out for `sizes.plan` (plan_format.h).
+    shared_slots : torch.Tensor
+        int32, the KV slots of all shared ranges.
+    partial_out : torch.Tensor
+        `[num_partials, num_qo_heads, v_head_dim]`, in the dtype of the kernels.
+    partial_lse : torch.Tensor
+        float32 `[num_partials, num_qo_heads]`.
+    counters : torch.Tensor
+        int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
+        count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
+    staging : StagingBuffer or None
+        What was copied to `plan`: it says whose plan lies there.
+    loaded : PlanHeader
+        Of that plan. All -1: there is none.
+    stream : torch.cuda.Stream or None
+        The last one that used the tensors; at first the one that fills them with zeros.
+    """
+
+    def __init__(
+        self, sizes: BufferSizes, num_qo_heads: int, config: KernelConfig, device: torch.device
+    ) -> None:
+        integers = partial(torch.zeros, dtype=torch.int32, device=device)
+        empty = partial(torch.empty, device=device)
+        rows = (sizes.num_partials, num_qo_heads)
+        self.sizes = sizes
+        self.plan = integers(sizes.plan.layout()["size"])
+        self.shared_slots = integers(sizes.num_shared_slots)
+        self.partial_out = empty((*rows, config.v_head_dim), dtype=config.partial_dtype)
+        self.partial_lse = empty(rows, dtype=torch.float32)
+        self.counters = integers((_COUNTERS, 2))
+        self.staging: StagingBuffer | None = None
+        self.loaded = _NO_PLAN
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.entries = [*sizes.plan.entries().values()]
+        self.gather, self.decode = GatherArgument(), DecodeArgument()
+        self.decode.set_buffers(
+            self.plan.data_ptr(),
+            self.entries,
+            self.shared_slots.data_ptr(),
+            self.partial_out.data_ptr(),
+            self.partial_lse.data_ptr(),
+        )
+        self._step: Step | None = None  # that the argument of pack_decode was last set to
+
+    def bind(self, step: Step) -> None:
+        """Set the argument of pack_decode to a step. ValueError if the kernels cannot read it."""
+        if step is self._step:
+            return
+        table, rows, lens = step.req_to_token, step.req_pool_indices, step.seq_lens
+        if table.stride(1) != 1:
+            raise ValueError(f"req_to_token must have dense rows, got strides {table.stride()}")
+        _check_contiguous(rows, "req_pool_indices")
+        _check_contiguous(lens, "seq_lens")
+        self.decode.set_step(
+            table.data_ptr(),
+            table.stride(0),
+            min(table.shape[1], _MAX_INT32),
+            rows.data_ptr(),
+            rows.dtype == torch.int64,
+            lens.data_ptr(),
+            lens.dtype == torch.int64,
+        )
+        self._step = step
+
+    def take_over(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for what the last stream has done with the buffers so far."""
+        if self.stream == stream:
+            return
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+            self.keep_for(stream)
+        self.stream = stream
+
+    def keep_for(self, stream: torch.cuda.Stream) -> None:
+        """Should the memory be freed, it is handed out again only when this stream is done."""
+        for tensor in (
+            self.plan,
+            self.shared_slots,
+            self.partial_out,
+            self.partial_lse,
+            self.counters,
+        ):
+            tensor.record_stream(stream)
 
 
 class CudaExecutor:
-    """Executes plans with the kernels of one (dtype, head_dim, v_head_dim) on one device.
+    """Executes plans with the kernels of one KernelConfig on one device.
 
     Without a reservation, buffers grow as needed. With one, their addresses never change, run() can
     be captured in a CUDA graph, and a plan that does not fit raises PlanOverflowError.
+
+    Outside of a graph, a launch on another stream than the plan's waits for that one. A graph must
+    be replayed on the stream on which plans are loaded, or the caller orders the two.
     """
 
     name = "cuda"
 
     def __init__(
         self,
-        kernels: DecodeKernels,
+        kernels: LoadedKernels,
         num_qo_heads: int,
         device: torch.device,
         reservation: BufferSizes | None,
@@ -61,10 +198,8 @@ class CudaExecutor:
         self._device = device
         self._reserved = reservation is not None
         self.step: Step | None = None
-        self._loaded: StagingBuffer | None = None  # where the last plan lies on the host
+        self._sent: StagingBuffer | None = None  # where the last plan lies on the host
         self._allocate(reservation or BufferSizes())
-        if device.type == "cuda":
-            kernels.num_ctas(device)  # loads them: the first launch may be in a capture
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
         """Send the scheduler's last plan to the device and gather its shared slots there. The
@@ -82,78 +217,188 @@ class CudaExecutor:
         """The last plan serves this step too: its tensors are read from now on. gather: read the
         slots of shared ranges again, too.
         """
-        assert self._loaded is not None
-        gather = gather and self._loaded.header.num_gather_spans > 0
-        if self._in_buffers.executor is self and not gather:
+        assert self._sent is not None
+        gather = gather and self._sent.header.num_gather_spans > 0
+        if self.buffers.staging is self._sent and not gather:
             self.step = step
         else:
-            self._send(self._loaded, step)
+            self._send(self._sent, step)
 
     def sibling(self) -> CudaExecutor:
         """One for other plans, executed in the same buffers. ValueError without a reservation."""
         if not self._reserved:
             raise ValueError("only buffers that never move can be shared: pass max_requests")
         sibling = copy.copy(self)
-        sibling.step = sibling._loaded = None
-        sibling._ring = self._new_ring(self._sizes)
+        sibling.step = sibling._sent = None
+        sibling._ring = self._new_ring()
         return sibling
 
-    def _send(self, staging: StagingBuffer, step: Step) -> None:
-        self.kernels.load_plan(staging, self.buffers, step)
-        self._loaded = staging
-        self._in_buffers.executor = self
-        self.step = step
-
     def run(self, layer: LayerInputs) -> None:
-        """One layer; writes its `out`, and `lse` if given."""
+        """Attention of one layer: pack_decode, then merge_partials, which a plan without merges
+        does not need outside of a graph. Writes `out` of the layer, and `lse` if given.
+
+        Raises
+        ------
+        ValueError
+            The kernels cannot read a tensor as it lies, or the plan in the buffers is of another
+            batch. Nothing is launched.
+        """
+        buffers, kernels = self.buffers, self.kernels
         assert self.step is not None
-        self.kernels.decode(self.buffers, self.step, layer)
+        buffers.bind(self.step)
+        self._set_layer(layer)
+        with torch.cuda.device(self._device):
+            if kernels.config.has_tensor_maps:
+                buffers.decode.set_maps(_map_of(layer.k_cache), _map_of(layer.v_cache))
+            stream = torch.cuda.current_stream()
+            if torch.cuda.is_current_stream_capturing():
+                # A graph has a counter of its own: it may be replayed while another one runs.
+                counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
+                # It is replayed with other plans, of as many requests.
+                max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
+            else:
+                # Not in a graph, which is replayed on streams unknown here.
+                buffers.take_over(stream)
+                counter, max_merges = 1, buffers.loaded.num_merges
+            argument = buffers.decode
+            argument.set_launch(buffers.counters.data_ptr(), counter, max_merges)
+            pack_decode = kernels.pack_decode[layer.logit_cap > 0]
+            pack_decode(argument.address, stream.cuda_stream, (kernels.num_ctas, 1))
+            if max_merges > 0:
+                most = kernels.facts.merge_ctas_per_sm * kernels.num_sms
+                grid = min(max_merges * layer.q.shape[1], most), 1
+                merge_partials = kernels.merge_partials[layer.sinks is not None]
+                merge_partials(argument.address, stream.cuda_stream, grid)
+
+    def _set_layer(self, layer: LayerInputs) -> None:
+        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
+        num_requests, num_q_heads, num_kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
+        loaded, group_size = self.buffers.loaded, num_q_heads // num_kv_heads
+        if (loaded.num_requests, loaded.group_size) != (num_requests, group_size):
+            raise ValueError(
+                "q must have the requests and the group size of the plan, "
+                f"{loaded.num_requests} and {loaded.group_size}, got {num_requests} and "
+                f"{group_size}"
+            )
+        chunks = _row_bytes(q, "q") // _ALIGNMENT
+        if num_requests * chunks > _MAX_INT32:
+            raise ValueError(
+                f"q must span at most {_MAX_INT32} times {_ALIGNMENT} bytes, got shape "
+                f"{[*q.shape]} and strides {q.stride()}"
+            )
+        k_slot_bytes, v_slot_bytes = _row_bytes(k_cache, "k_cache"), _row_bytes(v_cache, "v_cache")
+        _check_contiguous(out, "out")
+        _row_bytes(out, "out")
+        if sinks is not None:
+            _check_contiguous(sinks, "sinks")
+        self.buffers.decode.set_layer(
+            q.data_ptr(),
+            chunks,
+            num_requests,
+            num_q_heads,
+            num_kv_heads,
+            k_cache.data_ptr(),
+            k_slot_bytes,
+            v_cache.data_ptr(),
+            v_slot_bytes,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            sm_scale,
+            logit_cap,
+            _number(k_scale),
+            _number(v_scale),
+            _address(k_scale),
+            _address(v_scale),
+            0 if sinks is None else sinks.data_ptr(),
+            SinkType.FLOAT32 if sinks is None else _SINK_TYPES[sinks.dtype],
+        )
+
+    def _send(self, staging: StagingBuffer, step: Step) -> None:
+        """Copy a plan to the device, and gather its shared slots out of the step's rows."""
+        buffers, kernels = self.buffers, self.kernels
+        buffers.bind(step)
+        header = staging.header
+        buffers.staging, buffers.loaded = None, _NO_PLAN  # until all is launched
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            buffers.take_over(stream)
+            staging.copy_to(buffers.plan, stream)
+            if header.num_gather_spans > 0:
+                table, rows = step.req_to_token, step.req_pool_indices
+                buffers.gather.set(
+                    buffers.plan.data_ptr(),
+                    buffers.entries,
+                    buffers.shared_slots.data_ptr(),
+                    table.data_ptr(),
+                    table.stride(0),
+                    rows.data_ptr(),
+                    rows.dtype == torch.int64,
+                )
+                grid = kernels.num_sms, _GATHER_CHUNKS
+                kernels.gather_slots(buffers.gather.address, stream.cuda_stream, grid)
+        buffers.staging, buffers.loaded = staging, header
+        self._sent, self.step = staging, step
 
     def _write(self, scheduler: PackScheduler) -> tuple[StagingBuffer, DecodePlan | None]:
         staging = next(self._ring)
         staging.wait()
-        return staging, write_plan(scheduler, self._sizes, staging.array)
+        return staging, write_plan(scheduler, self.buffers.sizes, staging.array)
 
     def _make_room(self, scheduler: PackScheduler) -> None:
-        needed = BufferSizes.needed_by(scheduler)
+        needed, sizes = BufferSizes.needed_by(scheduler), self.buffers.sizes
         if self._reserved:
-            raise PlanOverflowError(f"the plan needs {needed}; reserved are {self._sizes}")
-        self._release()
-        self._allocate(self._sizes.grown(needed))
-
-    def _release(self) -> None:
-        """Let the allocator reuse the buffers only behind the kernels under way."""
-        if self._device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self._device)
-        for buffer in self.buffers:
-            if isinstance(buffer, torch.Tensor) and buffer.is_cuda:
-                buffer.record_stream(stream)
+            raise PlanOverflowError(f"the plan needs {needed}; reserved are {sizes}")
+        if self._device.type == "cuda":  # behind the kernels under way
+            self.buffers.keep_for(torch.cuda.current_stream(self._device))
+        self._allocate(sizes.grown(needed))
 
     def _allocate(self, sizes: BufferSizes) -> None:
-        plan_size = sizes.plan.layout()["size"]
-        rows = (sizes.num_partials, self._num_qo_heads)
-        v_head_dim = self.kernels.config.v_head_dim
-        integers = partial(torch.zeros, dtype=torch.int32, device=self._device)
-        empty = partial(torch.empty, device=self._device)
-        self.buffers = DeviceBuffers(
-            plan=integers(plan_size),
-            capacity=sizes.plan,
-            shared_slots=integers(sizes.num_shared_slots),
-            partial_out=empty((*rows, v_head_dim), dtype=self.kernels.config.partial_dtype),
-            partial_lse=empty(rows, dtype=torch.float32),
-            counters=integers((_COUNTERS, 2)),
-            loaded=LoadedPlan(self._stream()),
-        )
-        # Earlier ones may be dropped while they are being copied: load_plan() keeps their memory.
-        self._ring = self._new_ring(sizes)
-        self._sizes = sizes
-        self._in_buffers = _InBuffers()
+        self.buffers = PlanBuffers(sizes, self._num_qo_heads, self.kernels.config, self._device)
+        # Earlier ones may be dropped while they are being copied: copy_to() keeps their memory.
+        self._ring = self._new_ring()
 
-    def _stream(self) -> torch.cuda.Stream | None:
-        """The stream that fills new buffers with zeros: the first plan is ordered behind it."""
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-
-    def _new_ring(self, sizes: BufferSizes) -> Iterator[StagingBuffer]:
-        plan_size = sizes.plan.layout()["size"]
+    def _new_ring(self) -> Iterator[StagingBuffer]:
+        plan_size = len(self.buffers.plan)
         return cycle([StagingBuffer(plan_size, self._device) for _ in range(_RING)])
+
+
+def _number(scale: Scale) -> float:
+    """A scale, if the host has it; else 1."""
+    return 1.0 if isinstance(scale, torch.Tensor) else scale
+
+
+def _address(scale: Scale) -> int:
+    """Address of a scale on the device; 0 if the host has it."""
+    return scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
+
+
+def _map_of(cache: torch.Tensor) -> int:
+    size = cache.element_size()
+    return kv_map(cache.data_ptr(), cache.shape, size, cache.stride(0) * size)
+
+
+def _row_bytes(tensor: torch.Tensor, name: str) -> int:
+    """Bytes from row to row of `[rows, heads, columns]`. ValueError unless the heads of a row are
+    dense and rows aligned. Rows may lie apart: a head alone may be a part of its row."""
+    _, num_heads, num_columns = tensor.shape
+    row_stride, head_stride, column_stride = tensor.stride()
+    if column_stride != 1 or (num_heads > 1 and head_stride != num_columns):
+        raise ValueError(f"{name} must have dense heads, got strides {tensor.stride()}")
+    row_bytes = row_stride * tensor.element_size()
+    if tensor.data_ptr() % _ALIGNMENT or row_bytes % _ALIGNMENT:
+        raise ValueError(
+            f"{name} must be aligned to {_ALIGNMENT} bytes, got address {tensor.data_ptr()} and "
+            f"row stride {row_bytes} bytes"
+        )
+    if not 0 < row_bytes <= _MAX_UINT32:
+        raise ValueError(
+            f"{name} must have a row stride of 1 to {_MAX_UINT32} bytes, got {row_bytes}"
+        )
+    return row_bytes
+
+
+def _check_contiguous(tensor: torch.Tensor, name: str) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, got shape {[*tensor.shape]} and strides {tensor.stride()}"
+        )

@@ -99,11 +99,12 @@ class LoadedKernels:
 
     Attributes
     ----------
+    config : KernelConfig
     facts : LaunchFacts
     num_sms : int
         SMs of the device.
     num_ctas : int
-        CTAs of pack_decode that the device runs at the same time.
+        CTAs of pack_decode that the device runs at the same time: as many are launched.
     pack_decode : tuple of Launcher
         Without soft-cap and with it.
     merge_partials : tuple of Launcher
@@ -113,6 +114,7 @@ class LoadedKernels:
     """
 
     def __init__(self, image: bytes, config: KernelConfig) -> None:
+        self.config = config
         device = torch.cuda.current_device()
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         library = check(

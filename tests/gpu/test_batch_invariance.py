@@ -6,20 +6,9 @@ import numpy as np
 import pytest
 import torch
 from forests import make_case
-from pack_decode_cases import BF16, FP16, MIXED, Heads, check_case, needs_gpu
-
-from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
+from pack_decode_cases import BF16, FP16, MIXED, Heads, check_case, config_of, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
-
-
-def kernels_for(heads: Heads) -> DecodeKernels:
-    device = torch.device("cuda")
-    config = KernelConfig.for_device(
-        heads.dtype, heads.head_dim, device, heads.v_head_dim, heads.kv_dtype
-    )
-    return DecodeKernels(config)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -41,12 +30,12 @@ def kernels_for(heads: Heads) -> DecodeKernels:
 def test_a_request_has_the_same_bits_in_every_batch(heads: Heads, sinks: bool) -> None:
     from kernel.invariance import World, random_forest
 
-    kernels = kernels_for(heads)
+    config = config_of(heads)
     for seed in range(4):
         random = np.random.default_rng(seed)
         torch.manual_seed(seed)
         qo_kv = (heads.num_qo_heads, heads.num_kv_heads)
-        world = World(kernels, qo_kv, random_forest(random), random, sinks=sinks)
+        world = World(config, qo_kv, random_forest(random), random, sinks=sinks)
         batches = list(world.differing(50))
         assert len(batches) == 50
         assert [other for _, other in batches] == [0] * 50

@@ -13,11 +13,19 @@ import textwrap
 import pytest
 import torch
 from forests import make_case
-from pack_decode_cases import MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
+from pack_decode_cases import (
+    MIXED,
+    Heads,
+    Tensors,
+    check,
+    config_of,
+    needs_gpu,
+    planned_step,
+    run,
+)
 
 from sglang_pat.attention import PackAttention, default_workers
-from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels
+from sglang_pat.executors.loaded_kernels import load_kernels
 
 pytestmark = needs_gpu
 
@@ -149,8 +157,7 @@ def test_the_counter_is_back_at_zero_without_a_merge() -> None:
     plan = step.write(
         case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
     )
-    num_ctas = step.executor.kernels.num_ctas(tensors.q.device)
-    assert plan.header.num_tickets * heads.num_kv_heads > num_ctas
+    assert plan.header.num_tickets * heads.num_kv_heads > step.executor.kernels.num_ctas
     assert plan.header.num_merges == 0
     for _ in range(3):
         check(*run(step, tensors), tensors)
@@ -219,7 +226,7 @@ def test_the_first_plan_waits_for_the_stream_that_made_the_buffers() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step = planned_step(HEADS)
-    assert step.executor.buffers.loaded.stream == stream
+    assert step.executor.buffers.stream == stream
 
 
 def test_buffers_grow_on_another_stream() -> None:
@@ -244,18 +251,19 @@ def test_buffers_grow_on_another_stream() -> None:
 def test_nothing_runs_before_a_plan_is_loaded() -> None:
     tensors, step = Tensors.make(MIXED, HEADS), planned_step(HEADS)
     step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.buffers.loaded.num_requests = step.executor.buffers.loaded.group_size = -1
+    buffers = step.executor.buffers
+    buffers.loaded = buffers.loaded._replace(num_requests=-1, group_size=-1)
     with pytest.raises(ValueError, match="of the plan, -1 and -1"):
         run(step, tensors)
 
 
 def test_workers_are_the_ctas_that_the_device_holds() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = DecodeKernels(KernelConfig.for_device(HEADS.dtype, HEADS.head_dim, device))
+    kernels = load_kernels(config_of(HEADS), device.index)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     ctas_per_sm = 1 if torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0)) else 2
-    assert kernels.num_ctas(device) == ctas_per_sm * num_sms
-    assert default_workers(kernels, device, 8) == ctas_per_sm * num_sms // 8
+    assert kernels.num_ctas == ctas_per_sm * num_sms
+    assert default_workers(kernels, 8) == ctas_per_sm * num_sms // 8
 
 
 @pytest.mark.parametrize(
@@ -264,8 +272,7 @@ def test_workers_are_the_ctas_that_the_device_holds() -> None:
 def test_a_write_stops_at_a_slot_that_is_not_there(slot: int, kv_dtype: str) -> None:
     assert_stopped(
         run_apart(f"""
-            from sglang_pat.executors.jit import KernelConfig
-            from sglang_pat.executors.kv_writer import KvWriter
+                        from sglang_pat.executors.kv_writer import KvWriter
 
             device = torch.device("cuda", 0)
             kv_dtype = torch.{kv_dtype}

@@ -161,19 +161,24 @@ def test_a_graph_has_the_sinks_of_each_layer_and_sees_them_change() -> None:
 @pytest.mark.parametrize(
     ("sinks", "message"),
     [
-        (torch.zeros(7), r"sinks must be on cuda:0 like the plan, got cpu"),
-        ((7, torch.float32), r"sinks must have shape \[8\], got \[7\]"),
-        ((8, torch.float64), "sinks must be float32 or bfloat16 or float16, got float64"),
+        ((8, torch.float32, "cpu"), "sinks must be on cuda:0, got cpu"),
+        ((7, torch.float32, "cuda"), r"sinks must have shape \[8\], got \[7\]"),
+        ((8, torch.float64, "cuda"), "sinks must be one of .*, got torch.float64"),
     ],
 )
-def test_bad_sinks(sinks: object, message: str) -> None:
-    heads = Heads(8, 2)
-    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    if isinstance(sinks, tuple):
-        sinks = torch.zeros(sinks[0], dtype=sinks[1], device="cuda")
+def test_bad_sinks(sinks: tuple[int, torch.dtype, str], message: str) -> None:
+    tensors = Tensors.make(MIXED, Heads(8, 2))
+    attention = PackAttention(8, 2, 128, dtype=BF16, device="cuda")
+    attention.plan(
+        MIXED.batch(),
+        req_to_token=tensors.req_to_token,
+        req_pool_indices=tensors.req_pool_indices,
+        seq_lens=tensors.seq_lens,
+    )
+    count, dtype, device = sinks
+    each = torch.zeros(count, dtype=dtype, device=device)
     with pytest.raises(ValueError, match=message):
-        run(step, tensors, sinks=sinks)
+        attention.run(tensors.q, tensors.k_cache, tensors.v_cache, sinks=each)
 
 
 # --- both ---

@@ -25,7 +25,7 @@ from pack_decode_cases import (
 from slot_placements import PLACEMENTS, move, place
 
 from sglang_pat.batch import Step
-from sglang_pat.executors import kernels
+from sglang_pat.executors import cuda
 from sglang_pat.executors.loaded_kernels import kv_map
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
@@ -321,7 +321,7 @@ def test_runs_are_copied_by_maps_and_nothing_else_is(
             return kv_map(ones.data_ptr(), shape, element_bytes, slot_bytes)
 
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "kv_map", other_map)
+            patch.setattr(cuda, "kv_map", other_map)
             wrong = run(step, tensors)
         assert torch.equal(wrong[0], right[0]) is not is_read, placement
         again = run(step, tensors)

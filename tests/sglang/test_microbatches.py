@@ -9,8 +9,8 @@ import torch
 from sglang_trees import Tree
 
 from sglang_pat import PackAttention
+from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.start.routes import Shape
 from sglang_pat.sglang.step.microbatches import Microbatches
 from sglang_pat.sglang.tree.channel import StepRequests
 from sglang_pat.sglang.tree.view import StepView

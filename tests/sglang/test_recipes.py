@@ -11,8 +11,9 @@ import yaml
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.cli.main import build_parser
+from sglang_pat.plan import Shape
 from sglang_pat.sglang.start.options import Reason
-from sglang_pat.sglang.start.routes import Routes, Shape
+from sglang_pat.sglang.start.routes import Routes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -99,17 +99,20 @@ class Tensors:
         )
 
 
+def config_of(heads: Heads):
+    from sglang_pat.executors.jit import KernelConfig
+
+    device = torch.device("cuda")
+    return KernelConfig.for_device(
+        heads.dtype, heads.head_dim, device, heads.v_head_dim, heads.kv_dtype
+    )
+
+
 def planned_step(heads: Heads, **options):
     from kernel.planned_step import PlannedStep
-    from sglang_pat.executors.jit import KernelConfig
-    from sglang_pat.executors.kernels import DecodeKernels
 
-    config = KernelConfig.for_device(
-        heads.dtype, heads.head_dim, torch.device("cuda"), heads.v_head_dim, heads.kv_dtype
-    )
-    kernels = DecodeKernels(config)
     options = {"by_time": False, **options}  # small cases, which are to share
-    return PlannedStep(kernels, heads.num_qo_heads, heads.num_kv_heads, **options)
+    return PlannedStep(config_of(heads), heads.num_qo_heads, heads.num_kv_heads, **options)
 
 
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:

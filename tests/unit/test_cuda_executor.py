@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,11 +21,13 @@ from sglang_pat.plan import BufferSizes, PlanHeader, copy_plan
 HEADS, HEAD_DIM = 8, 64
 SMALL = make_case([(-1, 100)], [(0, 10)] * 2)
 LARGE = make_case([(-1, 3000), (0, 200)], [(1, 70), (0, 400)] * 20)
-NO_STEP = Step(*[torch.zeros(0)] * 3, np.zeros(0, dtype=np.int32))
+NO_STEP = Step(torch.zeros(0, 1), *[torch.zeros(0)] * 2, np.zeros(0, dtype=np.int32))
 
 
 class Staging:
     """Like StagingBuffer, of a device that is done only when it is waited for."""
+
+    sent: ClassVar[list[Staging]]  # in this order
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.memory = np.zeros(size, dtype=np.int32)
@@ -44,29 +46,30 @@ class Staging:
     def wait(self) -> None:
         self.is_busy = False
 
-
-class Kernels:
-    """Like DecodeKernels, as far as plans are loaded."""
-
-    config = SimpleNamespace(partial_dtype=torch.bfloat16, head_dim=192, v_head_dim=HEAD_DIM)
-
-    def __init__(self) -> None:
-        self.loaded: list[tuple[Staging, Any]] = []
-
-    def load_plan(self, staging: Staging, buffers: Any, step: Step) -> None:
-        assert len(staging.memory) == len(buffers.plan)
-        staging.is_busy = True
-        self.loaded.append((staging, buffers))
+    def copy_to(self, plan: torch.Tensor, stream: Any) -> None:
+        assert len(self.memory) == len(plan)
+        self.is_busy = True
+        self.sent.append(self)
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Staging]:
+    """What is sent to the device."""
+    stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(cuda, "StagingBuffer", Staging)
-    return Kernels()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(Staging, "sent", [], raising=False)
+    return Staging.sent
 
 
-def make_executor(kernels: Kernels, reservation: BufferSizes | None) -> CudaExecutor:
-    return CudaExecutor(kernels, HEADS, torch.device("cpu"), reservation)  # type: ignore[arg-type]
+def make_executor(reservation: BufferSizes | None) -> CudaExecutor:
+    kernels: Any = SimpleNamespace(
+        config=SimpleNamespace(partial_dtype=torch.bfloat16, head_dim=192, v_head_dim=HEAD_DIM),
+        num_sms=132,
+        gather_slots=lambda *args: None,
+    )
+    return CudaExecutor(kernels, HEADS, torch.device("cpu"), reservation)
 
 
 def planned(case: ForestCase) -> Any:
@@ -75,19 +78,19 @@ def planned(case: ForestCase) -> Any:
     return scheduler
 
 
-def test_a_plan_that_exceeds_the_reservation_is_refused(kernels: Kernels) -> None:
+def test_a_plan_that_exceeds_the_reservation_is_refused(sent: list[Staging]) -> None:
     reservation = BufferSizes.for_requests(2, 1000, num_workers=33, group_size=4)
-    executor = make_executor(kernels, reservation)
+    executor = make_executor(reservation)
     buffers = executor.buffers
     with pytest.raises(PlanOverflowError, match=r"3200 shared_slots; reserved are .* 1000 shared"):
         executor.load_plan(planned(LARGE), NO_STEP)
-    assert kernels.loaded == []
+    assert sent == []
     executor.load_plan(planned(SMALL), NO_STEP)
     assert executor.buffers is buffers, "captured graphs have their addresses"
 
 
-def test_without_a_reservation_buffers_grow_and_stay(kernels: Kernels) -> None:
-    executor = make_executor(kernels, None)
+def test_without_a_reservation_buffers_grow_and_stay(sent: list[Staging]) -> None:
+    executor = make_executor(None)
     large = planned(LARGE)
     plan = executor.load_plan(large, NO_STEP)
     assert plan.describe() == copy_plan(large).describe()
@@ -101,50 +104,50 @@ def test_without_a_reservation_buffers_grow_and_stay(kernels: Kernels) -> None:
     assert executor.buffers is buffers
 
 
-def test_slots_are_gathered_again_where_they_may_have_moved(kernels: Kernels) -> None:
-    executor = make_executor(kernels, None)
+def test_slots_are_gathered_again_where_they_may_have_moved(sent: list[Staging]) -> None:
+    executor = make_executor(None)
     executor.load_plan(planned(SMALL), NO_STEP)
     executor.reuse_plan(NO_STEP)
-    assert len(kernels.loaded) == 1
+    assert len(sent) == 1
     executor.reuse_plan(NO_STEP, gather=True)
-    assert len(kernels.loaded) == 2
+    assert len(sent) == 2
     executor.load_plan(planned(make_case([], [(-1, 10)])), NO_STEP)
     executor.reuse_plan(NO_STEP, gather=True)
-    assert len(kernels.loaded) == 3, "nothing is shared"
+    assert len(sent) == 3, "nothing is shared"
 
 
-def test_pinned_memory_is_written_again_only_after_it_was_copied(kernels: Kernels) -> None:
+def test_pinned_memory_is_written_again_only_after_it_was_copied(sent: list[Staging]) -> None:
     reservation = BufferSizes.for_requests(8, 1000, num_workers=33, group_size=4)
-    executor = make_executor(kernels, reservation)
+    executor = make_executor(reservation)
     for _ in range(7):
         executor.load_plan(planned(SMALL), NO_STEP)
-    used = [id(staging) for staging, _ in kernels.loaded]
+    used = [id(staging) for staging in sent]
     assert len(set(used)) == 3
     assert used[:3] * 2 == used[:6]
 
 
-def test_siblings_send_their_plan_again_when_the_other_was_there(kernels: Kernels) -> None:
-    first = make_executor(kernels, BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
+def test_siblings_send_their_plan_again_when_the_other_was_there(sent: list[Staging]) -> None:
+    first = make_executor(BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
     second = first.sibling()
     assert second.buffers is first.buffers
     first.load_plan(planned(SMALL), NO_STEP)
     second.load_plan(planned(LARGE), NO_STEP)
-    (of_first, _), (of_second, _) = kernels.loaded
+    of_first, of_second = sent
     assert of_first is not of_second
     written = of_first.memory.copy()
     second.reuse_plan(NO_STEP)
-    assert len(kernels.loaded) == 2, "its plan is in the buffers"
+    assert len(sent) == 2, "its plan is in the buffers"
     for _ in range(2):
         first.reuse_plan(NO_STEP)
-    assert [staging for staging, _ in kernels.loaded[2:]] == [of_first]
+    assert sent[2:] == [of_first]
     assert np.array_equal(of_first.memory, written)
     second.reuse_plan(NO_STEP)
-    assert kernels.loaded[-1][0] is of_second
+    assert sent[-1] is of_second
 
 
-def test_buffers_that_may_move_are_not_shared(kernels: Kernels) -> None:
+def test_buffers_that_may_move_are_not_shared(sent: list[Staging]) -> None:
     with pytest.raises(ValueError, match="pass max_requests"):
-        make_executor(kernels, None).sibling()
+        make_executor(None).sibling()
 
 
 def test_memory_is_pinned_in_the_context_of_the_executors_device(
@@ -175,10 +178,10 @@ def test_memory_is_pinned_in_the_context_of_the_executors_device(
 
 @pytest.mark.parametrize(("num_ctas", "num_kv_heads", "workers"), [(264, 8, 33), (84, 8, 10)])
 def test_workers_are_the_ctas_that_fit(num_ctas: int, num_kv_heads: int, workers: int) -> None:
-    kernels: Any = SimpleNamespace(num_ctas=lambda device: num_ctas)
-    assert default_workers(kernels, torch.device("cuda", 0), num_kv_heads) == workers
+    kernels: Any = SimpleNamespace(num_ctas=num_ctas)
+    assert default_workers(kernels, num_kv_heads) == workers
 
 
 def test_more_kv_heads_than_ctas_leave_one_worker() -> None:
-    kernels: Any = SimpleNamespace(num_ctas=lambda device: 30)
-    assert default_workers(kernels, torch.device("cuda", 0), 32) == 1
+    kernels: Any = SimpleNamespace(num_ctas=30)
+    assert default_workers(kernels, 32) == 1

@@ -1,8 +1,10 @@
-"""DecodeKernels without a GPU: what is checked and launched. Driver and streams are fakes."""
+"""CudaExecutor without a GPU: what is checked and launched. Driver and streams are fakes."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,9 @@ import torch
 from forests import make_case, make_scheduler, plan_case
 
 from sglang_pat.batch import Step
-from sglang_pat.executors import kernels
-from sglang_pat.executors.cuda import CudaExecutor
+from sglang_pat.executors import cuda
+from sglang_pat.executors.cuda import CudaExecutor, PlanBuffers, StagingBuffer
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kernels import DecodeKernels, StagingBuffer
 from sglang_pat.executors.layer import LayerInputs
 
 CASE = make_case([(-1, 3000)], [(0, 200)] * 4)
@@ -27,19 +28,11 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[str, tuple[int, int]]] = []
         self.checks: list[str] = []
-        loaded = SimpleNamespace(
-            num_sms=SMS,
-            num_ctas=CTAS,
-            facts=SimpleNamespace(merge_ctas_per_sm=2),
-            gather_slots=self._launcher("gather"),
-            pack_decode=(self._launcher("pack_decode"), self._launcher("with soft-cap")),
-            merge_partials=(self._launcher("merge"), self._launcher("with sinks")),
-        )
-        check_step = kernels._check_step
+        check_contiguous = cuda._check_contiguous
 
-        def note_step(step: Step, plan: torch.Tensor) -> None:
-            self.checks.append("step")
-            check_step(step, plan)
+        def note(tensor: torch.Tensor, name: str) -> None:
+            self.checks.append(name)
+            check_contiguous(tensor, name)
 
         def pin(staging: Any, size: int, device: torch.device) -> None:
             staging.tensor = torch.zeros(size, dtype=torch.int32)
@@ -50,18 +43,46 @@ class Device:
         for owner, name, fake in (
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "current_stream", lambda: stream),
-            (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (kernels, "load_kernels", lambda config, index: loaded),
-            (kernels, "_take_over", lambda *args: None),
-            (kernels, "_check_step", note_step),
-            (DecodeKernels, "_check_buffers", lambda *args: self.checks.append("buffers")),
+            (PlanBuffers, "take_over", lambda *args: None),
+            (cuda, "_check_contiguous", note),
             (StagingBuffer, "__init__", pin),
         ):
             monkeypatch.setattr(owner, name, fake)
 
+    def kernels(self, config: KernelConfig) -> Any:
+        """Like LoadedKernels."""
+        return SimpleNamespace(
+            config=config,
+            num_sms=SMS,
+            num_ctas=CTAS,
+            facts=SimpleNamespace(merge_ctas_per_sm=2),
+            gather_slots=self._launcher("gather"),
+            pack_decode=(self._launcher("pack_decode"), self._launcher("with soft-cap")),
+            merge_partials=(self._launcher("merge"), self._launcher("with sinks")),
+        )
+
     def _launcher(self, name: str) -> Any:
         return lambda argument, stream, grid: self.launches.append((name, grid))
+
+    def executor(
+        self,
+        arch: tuple[int, int] = (9, 0),
+        *,
+        heads: int = HEADS,
+        head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM),
+    ) -> CudaExecutor:
+        """An executor that has loaded a plan."""
+        scheduler = make_scheduler()
+        plan_case(scheduler, CASE)
+        config = KernelConfig(torch.bfloat16, head_dims[0], arch, head_dims[1])
+        executor = CudaExecutor(self.kernels(config), heads, torch.device("cpu"), None)
+        count = len(CASE.seq_lens)
+        table = torch.zeros(count, 4000, dtype=torch.int32)
+        lens = torch.from_numpy(CASE.seq_lens)
+        plan = executor.load_plan(scheduler, Step(table, torch.arange(count), lens, CASE.seq_lens))
+        assert plan.header.num_merges == count
+        return executor
 
 
 def layer(**change: Any) -> LayerInputs:
@@ -71,32 +92,32 @@ def layer(**change: Any) -> LayerInputs:
     return inputs._replace(**change)
 
 
-def loaded_executor(arch: tuple[int, int] = (9, 0)) -> CudaExecutor:
-    scheduler = make_scheduler()
-    plan_case(scheduler, CASE)
-    config = KernelConfig(torch.bfloat16, HEAD_DIM, arch)
-    executor = CudaExecutor(DecodeKernels(config), HEADS, torch.device("cpu"), None)
-    count = len(CASE.seq_lens)
-    table = torch.zeros(count, 4000, dtype=torch.int32)
-    lens = torch.from_numpy(CASE.seq_lens)
-    plan = executor.load_plan(scheduler, Step(table, torch.arange(count), lens, CASE.seq_lens))
-    assert plan.header.num_merges == count
-    return executor
-
-
-def test_buffers_and_step_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    executor = loaded_executor()
+    executor = device.executor()
     for _ in range(3):
         executor.run(layer())
-    assert device.checks == ["buffers", "step"]
+    assert device.checks == ["req_pool_indices", "seq_lens", *["out"] * 3]
     merge = ("merge", (len(CASE.seq_lens) * HEADS, 1))
     assert device.launches == [("gather", (SMS, 8)), *[("pack_decode", (CTAS, 1)), merge] * 3]
 
 
+def test_buffers_are_freed_with_their_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: until Python looks for cycles, their memory on the device would be missing."""
+    executor = Device(monkeypatch).executor()
+    executor.run(layer())
+    plan = weakref.ref(executor.buffers.plan)
+    gc.disable()
+    try:
+        del executor
+        assert plan() is None
+    finally:
+        gc.enable()
+
+
 def test_soft_cap_and_sinks_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    loaded_executor().run(layer(logit_cap=30.0, sinks=torch.zeros(HEADS)))
+    device.executor().run(layer(logit_cap=30.0, sinks=torch.zeros(HEADS)))
     assert [name for name, _ in device.launches] == ["gather", "with soft-cap", "with sinks"]
 
 
@@ -104,28 +125,115 @@ def test_soft_cap_and_sinks_have_kernels_of_their_own(monkeypatch: pytest.Monkey
 def test_keys_and_values_of_a_layer_have_a_map_on_hopper(
     arch: tuple[int, int], num_maps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Device(monkeypatch)
+    device = Device(monkeypatch)
     asked: list[tuple[Any, ...]] = []
 
     def note(*cache: Any) -> int:
         asked.append(cache)
         return 0
 
-    monkeypatch.setattr(kernels, "kv_map", note)
+    monkeypatch.setattr(cuda, "kv_map", note)
     keys, values = (torch.zeros(40, 4, HEAD_DIM, dtype=torch.bfloat16)[:, 1:3] for _ in range(2))
-    loaded_executor(arch).run(layer(k_cache=keys, v_cache=values))
+    device.executor(arch).run(layer(k_cache=keys, v_cache=values))
     slot_bytes = 4 * HEAD_DIM * 2
     both = [(cache.data_ptr(), cache.shape, 2, slot_bytes) for cache in (keys, values)]
     assert asked == both[:num_maps]
 
 
-def test_another_step_is_checked_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_may_be_a_part_of_the_keys_of_one_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As latent attention keeps them: one buffer, of which the first columns are values too."""
     device = Device(monkeypatch)
-    executor = loaded_executor()
+    executor = device.executor(heads=4, head_dims=(192, 128))
+    kv = torch.zeros(40, 1, 192, dtype=torch.bfloat16)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda, "kv_map", lambda *cache: asked.append(cache) or 0)
+    q, out = rows(4, columns=192), rows(4, columns=128)
+    executor.run(layer(q=q, out=out, k_cache=kv, v_cache=kv[..., :128]))
+    assert [name for name, _ in device.launches] == ["gather", "pack_decode", "merge"]
+    assert asked == [(kv.data_ptr(), (40, 1, dim), 2, 384) for dim in (192, 128)]
+    both = torch.zeros(40, 2, 192, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="v_cache must have dense heads"):
+        executor.run(layer(q=rows(8, columns=192), out=out, k_cache=both, v_cache=both[..., :128]))
+
+
+APART = torch.zeros(2 * len(CASE.seq_lens), dtype=torch.int64)[::2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": APART}, r"seq_lens must be contiguous, got shape \[4\] and strides \(2,\)"),
+        ({"req_pool_indices": APART}, "req_pool_indices must be contiguous"),
+        (
+            {"req_to_token": torch.zeros(4, 8000, dtype=torch.int32)[:, ::2]},
+            r"req_to_token must have dense rows, got strides \(8000, 2\)",
+        ),
+    ],
+)
+def test_another_step_is_checked_before_a_launch(
+    change: dict[str, torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    executor = device.executor()
     device.launches.clear()
     assert executor.step is not None
-    executor.step = executor.step._replace(seq_lens=executor.step.seq_lens.float())
+    executor.reuse_plan(executor.step._replace(**change))
     for _ in range(2):  # what was refused is not remembered as checked
-        with pytest.raises(ValueError, match="seq_lens must be 1-D int32 or int64, got 1-D float"):
+        with pytest.raises(ValueError, match=message):
             executor.run(layer())
     assert device.launches == []
+
+
+def rows(heads: int, *, shift: int = 0, row: int = 0, columns: int = HEAD_DIM) -> torch.Tensor:
+    """bfloat16 `[4, heads, columns]` that begins `shift` numbers on, `row` numbers per row."""
+    count, row = len(CASE.seq_lens), row or heads * columns
+    flat = torch.zeros(count * row + shift, dtype=torch.bfloat16)[shift:]
+    return flat.as_strided((count, heads, columns), (row, columns, 1), shift)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": rows(HEADS, shift=1)}, r"q must be aligned to 16 bytes, got address \d+ and row"),
+        ({"q": rows(HEADS, row=1028)}, "q must be aligned to 16 bytes, .* row stride 2056 bytes"),
+        ({"q": rows(2 * HEADS)[:, ::2]}, r"q must have dense heads, got strides \(2048, 256, 1\)"),
+        ({"q": rows(HEADS)[:1].expand(4, -1, -1)}, "q must have a row stride of 1 to .*, got 0"),
+        ({"q": rows(HEADS)[1:]}, "the plan, 4 and 4, got 3 and 4"),
+        ({"k_cache": rows(2, columns=256)[..., ::2]}, "k_cache must have dense heads"),
+        ({"v_cache": rows(2, shift=1)}, "v_cache must be aligned to 16 bytes"),
+        ({"out": rows(2 * HEADS)[:, :HEADS]}, "out must be contiguous"),
+        ({"out": rows(HEADS, shift=1)}, "out must be aligned to 16 bytes"),
+        ({"sinks": torch.zeros(2 * HEADS)[::2]}, "sinks must be contiguous"),
+    ],
+)
+def test_tensors_that_the_kernels_cannot_read_are_refused(
+    change: dict[str, torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    executor = device.executor()
+    device.launches.clear()
+    with pytest.raises(ValueError, match=message):
+        executor.run(layer(**change))
+    assert device.launches == []
+
+
+def test_a_plan_that_was_not_wholly_sent_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    executor = device.executor()
+    step = executor.step
+    assert step is not None
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.kernels, "gather_slots", fail)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            executor.reuse_plan(step, gather=True)
+    device.launches.clear()
+    with pytest.raises(ValueError, match="of the plan, -1 and -1, got 4 and 4"):
+        executor.run(layer())
+    assert device.launches == []
+    executor.reuse_plan(step)  # sends it once more
+    executor.run(layer())
+    assert [name for name, _ in device.launches] == ["gather", "pack_decode", "merge"]

@@ -8,8 +8,7 @@ import torch
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch, IntArray
-from sglang_pat.plan import DecodePlan, KvTokens
-from sglang_pat.sglang.start.routes import Shape
+from sglang_pat.plan import DecodePlan, KvTokens, Shape
 from sglang_pat.stats import PlanningTime, PlanStats
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import support
+from sglang_pat.plan import Shape
 from sglang_pat.sglang.start.kv_scales import are_scaled, is_converted, scales_reason
 from sglang_pat.sglang.start.options import Reason, server_reason
 
@@ -24,17 +25,9 @@ PAT, DEFAULT = "pat", "default"  # the routes
 _SINKS = ("sinks", "attention_sink_bias")
 
 
-class Shape(NamedTuple):
-    """What a PackAttention is made for."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-
-    @classmethod
-    def of(cls, layer: RadixAttention) -> Shape:
-        return cls(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+def shape_of(layer: RadixAttention) -> Shape:
+    """The shape of a layer on this rank."""
+    return Shape(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
 
 
 class Routes:
@@ -105,7 +98,7 @@ class Routes:
         routes.sinks = _layers_with_sinks(model)
         for layer in layers:
             reason = whole or reason_of(layer)
-            shape = Shape.of(layer)
+            shape = shape_of(layer)
             if reason is None and routes.shapes.get(layer.layer_id, shape) != shape:
                 reason = Reason("attention", "layers of different shapes with the same id")
             if reason is not None:

@@ -17,12 +17,13 @@ from typing import Any
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
+from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.env import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.options import batch_invariant, drafts_of
-from sglang_pat.sglang.start.routes import Routes, Shape
+from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.step.debug import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.kinds import Decode, DraftExtend, Place, StepKind, Verify
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
