@@ -65,7 +65,7 @@ def new_scheduler(
 
 
 class Shape(NamedTuple):
-    """What plans are made for: the heads of this rank, and how long their keys and values are."""
+    """Heads of this rank, and the lengths of their keys and values: plans are made for them."""
 
     num_qo_heads: int
     num_kv_heads: int

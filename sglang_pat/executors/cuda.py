@@ -74,7 +74,7 @@ class StagingBuffer:
 
     @property
     def header(self) -> PlanHeader:
-        """Of the plan in the memory."""
+        """Return the header of the plan in the memory."""
         return PlanHeader(*self.array[: len(PlanHeader._fields)].tolist())
 
 

@@ -1,4 +1,4 @@
-"""What a default backend of SGLang does otherwise with pat.
+"""Mixins over the classes of SGLang's backends: what these do otherwise with pat.
 
 `attach.py` puts these classes before the class of a backend, in the order of methods: `PatMixin`
 over the backend of the served model and over the one with which a draft model reads verified
@@ -29,7 +29,7 @@ _VERIFY = ForwardMode.TARGET_VERIFY
 
 
 class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """What a default backend does otherwise with pat. Before its class in the order of methods.
+    """A default backend's steps by pat. Before its class in the order of methods.
 
     Where the default backend decodes no layer, it is not prepared for decode steps: neither its
     metadata nor its tables for CUDA graphs are made.
@@ -266,7 +266,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
 
 class PatDraftSteps:
-    """What the container of all steps does otherwise with pat. Before its class in the order of
+    """All steps of a draft model by pat. Before the class of their container in the order of
     methods.
 
     Where pat attends in all layers, the default backend is not prepared for the steps.
@@ -363,7 +363,7 @@ class PatDraftSteps:
 
 
 class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """What the backend of one step does otherwise with pat."""
+    """One step of a draft model by pat."""
 
     _pat_steps: PatDraftSteps
     _pat_step: int

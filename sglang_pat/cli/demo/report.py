@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one run gave.
+    """The result of one run.
 
     Attributes
     ----------

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_pat.sglang.layer.draft_trees import ReadApart
+from sglang_pat.executors.layer import Scale
+from sglang_pat.sglang.layer.draft_trees import ReadApart, merge_drafts
 from sglang_pat.sglang.layer.kv_writes import KvWrites
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.kv_scales import read_scales
@@ -82,20 +83,25 @@ class LayerAttention:
             v_scale=scales[1],
         )
         if apart is not None:
-            run = partial(_merged, run, (apart, (keys, values), forward_batch, layer, scales))
+            keys_apart = partial(apart.keys, forward_batch)
+            run = partial(_merged, run, keys_apart, (keys, values), layer, scales)
         return _run_planned(run, q, plans, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
-def _merged(run: Callable[..., Any], rest: tuple[Any, ...], q: torch.Tensor) -> torch.Tensor:
-    """Attend under the plans, and to what each row reads beside them.
+def _merged(
+    run: Callable[..., Any],
+    keys_apart: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    caches: tuple[torch.Tensor, torch.Tensor],
+    layer: RadixAttention,
+    scales: tuple[Scale, Scale],
+    q: torch.Tensor,
+) -> torch.Tensor:
+    """Attend under the plans, and to the keys that each row reads beside them.
 
     Drafts are read from the caches: the pool may have rounded them to a smaller type.
     """
-    apart, caches, forward_batch, layer, scales = rest
-    out: torch.Tensor = apart.merge(
-        q, caches, forward_batch, layer, run(q, return_lse=True), scales
-    )
-    return out
+    before = run(q, return_lse=True)
+    return merge_drafts(q, caches, *keys_apart(len(q)), layer, before, scales)
 
 
 def _run_planned(

@@ -20,17 +20,13 @@ from sglang_pat.executors.layer import Scale
 
 
 class ReadApart(Protocol):
-    """What rows read beside their plan."""
+    """Keys that rows read beside their plan."""
 
-    def merge(
-        self,
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        forward_batch: Any,
-        layer: RadixAttention,
-        before: tuple[torch.Tensor, torch.Tensor],
-        scales: tuple[Scale, Scale] = (1.0, 1.0),
-    ) -> torch.Tensor: ...
+    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `slots` and `biases` of a step with so many rows: see `merge_drafts`.
+
+        forward_batch: SGLang's, with the slot of each draft token.
+        """
 
 
 class DraftTrees:
@@ -65,21 +61,8 @@ class DraftTrees:
         torch.log(masks, out=self._biases[:num_known])
         self._biases[:num_known, :, 0] = -torch.inf
 
-    def merge(
-        self,
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        forward_batch: Any,
-        layer: RadixAttention,
-        before: tuple[torch.Tensor, torch.Tensor],
-        scales: tuple[Scale, Scale] = (1.0, 1.0),
-    ) -> torch.Tensor:
-        """Attend to all that each draft token reads. See `merge_drafts`.
-
-        forward_batch: SGLang's, with the slot of each draft token.
-        """
-        slots = forward_batch.out_cache_loc[: len(q)]
-        return merge_drafts(q, caches, slots, self._biases, layer, before, scales)
+    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return forward_batch.out_cache_loc[:num_rows], self._biases
 
 
 class DraftPaths:
@@ -99,24 +82,15 @@ class DraftPaths:
         """Allocate what captured graphs of up to so many requests read."""
         self._biases = self._path.expand(max_requests, -1, -1).contiguous()
 
-    def merge(
-        self,
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        forward_batch: Any,
-        layer: RadixAttention,
-        before: tuple[torch.Tensor, torch.Tensor],
-        scales: tuple[Scale, Scale] = (1.0, 1.0),
-    ) -> torch.Tensor:
-        """Attend to all that each row reads. See `DraftTrees.merge`."""
-        groups = len(q) // self._num_drafts
+    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = num_rows // self._num_drafts
         biases = self._biases[:groups]
         if len(biases) < groups:
             biases = self._path.expand(groups, -1, -1).contiguous()
-        slots = forward_batch.out_cache_loc[: len(q)]
-        if len(slots) < len(q):  # the verify step had padding
-            slots = torch.cat((slots, slots.new_zeros(len(q) - len(slots))))
-        return merge_drafts(q, caches, slots, biases, layer, before, scales)
+        slots = forward_batch.out_cache_loc[:num_rows]
+        if len(slots) < num_rows:  # the verify step had padding
+            slots = torch.cat((slots, slots.new_zeros(num_rows - len(slots))))
+        return slots, biases
 
 
 class DraftBranches:
@@ -145,20 +119,10 @@ class DraftBranches:
         """Let rows read the drafts up to this step, counted from 0."""
         self._num_read = step + 1
 
-    def merge(
-        self,
-        q: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        forward_batch: Any,
-        layer: RadixAttention,
-        before: tuple[torch.Tensor, torch.Tensor],
-        scales: tuple[Scale, Scale] = (1.0, 1.0),
-    ) -> torch.Tensor:
-        """Attend to all that each row reads. See `DraftTrees.merge`."""
+    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = self._num_read
-        slots = self._slots[: len(q), :count].reshape(-1)
-        biases = self._biases[: len(q) * count].view(len(q), 1, count)
-        return merge_drafts(q, caches, slots, biases, layer, before, scales)
+        slots = self._slots[:num_rows, :count].reshape(-1)
+        return slots, self._biases[: num_rows * count].view(num_rows, 1, count)
 
 
 def merge_drafts(
