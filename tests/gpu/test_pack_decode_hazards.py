@@ -272,7 +272,8 @@ def test_workers_are_the_ctas_that_the_device_holds() -> None:
 def test_a_write_stops_at_a_slot_that_is_not_there(slot: int, kv_dtype: str) -> None:
     assert_stopped(
         run_apart(f"""
-                        from sglang_pat.executors.kv_writer import KvWriter
+            from sglang_pat.executors.jit import KernelConfig
+            from sglang_pat.executors.kv_writer import KvWriter
 
             device = torch.device("cuda", 0)
             kv_dtype = torch.{kv_dtype}
