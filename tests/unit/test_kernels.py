@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from forests import make_case, make_scheduler, plan_case
+from launch_parameters import read
 
 from sglang_pat.batch import Step
 from sglang_pat.executors import cuda
@@ -113,6 +115,89 @@ def test_buffers_are_freed_with_their_executor(monkeypatch: pytest.MonkeyPatch) 
         assert plan() is None
     finally:
         gc.enable()
+
+
+def passed(executor: CudaExecutor, layer: LayerInputs) -> dict[str, Any]:
+    """Run a layer and read what pack_decode was passed."""
+    executor.run(layer)
+    assert executor.step is not None
+    found = vars(executor.buffers) | executor.step._asdict() | layer._asdict()
+    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+    return read(executor.buffers.decode.address, "DecodeParams", tensors)
+
+
+def test_each_tensor_and_number_is_passed_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Device(monkeypatch).executor((8, 0), head_dims=(192, 128))
+    keys, values = (torch.zeros(9, 2, dim, dtype=torch.bfloat16) for dim in (192, 128))
+    whole = layer(
+        q=rows(HEADS, columns=192),
+        k_cache=keys,
+        v_cache=values,
+        out=rows(HEADS),
+        lse=torch.zeros(4, HEADS),
+        sm_scale=0.25,
+        logit_cap=0.0,
+        sinks=torch.zeros(HEADS, dtype=torch.bfloat16),
+        k_scale=torch.ones(1),
+        v_scale=torch.ones(1),
+    )
+    expected = {
+        "plan": "plan",
+        "q": "q",
+        "q_stride_chunks": HEADS * 192 * 2 // 16,
+        "num_requests": 4,
+        "k_cache": "k_cache",
+        "v_cache": "v_cache",
+        "k_slot_bytes": 2 * 192 * 2,
+        "v_slot_bytes": 2 * 128 * 2,
+        "shared_slots": "shared_slots",
+        "req_to_token": "req_to_token",
+        "req_to_token_stride": 4000,
+        "table_width": 4000,
+        "launch_tag": 1,
+        "req_pool_indices": ("req_pool_indices", True),
+        "seq_lens": ("seq_lens", False),
+        "out": "out",
+        "out_lse": "lse",
+        "partial_out": "partial_out",
+        "partial_lse": "partial_lse",
+        "tickets": "counters+8",
+        "partials_owner": "counters",
+        "max_tickets": executor.buffers.sizes.plan.entries()["num_tickets"],
+        "max_merges": 4,
+        "num_q_heads": HEADS,
+        "num_kv_heads": 2,
+        "rows": (4, 16384),
+        "logit_scale": (1.0, pytest.approx(0.25 * math.log2(math.e))),
+        "v_scale": 1.0,
+        "sinks": ("sinks", 1),
+        "has_kv_maps": False,
+        "k_scale_on_device": "k_scale",
+        "v_scale_on_device": "v_scale",
+    }
+    assert passed(executor, whole) == expected
+    gathered = {name: expected[name] for name in ("plan", "req_to_token", "shared_slots")}
+    gathered |= {name: expected[name] for name in ("req_to_token_stride", "req_pool_indices")}
+    assert executor.step is not None
+    tensors = vars(executor.buffers) | executor.step._asdict()
+    tensors = {name: tensors[name] for name in gathered if name != "req_to_token_stride"}
+    assert read(executor.buffers.gather.address, "GatherParams", tensors) == gathered
+
+    numbers = whole._replace(lse=None, sinks=None, logit_cap=5.0, k_scale=0.5, v_scale=0.75)
+    expected |= {
+        "out_lse": None,
+        "logit_scale": (pytest.approx(0.25 * 0.5 / 5), pytest.approx(5 * math.log2(math.e))),
+        "v_scale": 0.75,
+        "sinks": (None, 0),
+        "k_scale_on_device": None,
+        "v_scale_on_device": None,
+    }
+    assert passed(executor, numbers) == expected
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(cuda, "capture_id", lambda stream: 254 + 7)
+    expected |= {"launch_tag": 9, "tickets": "counters+72"}  # a counter of the graph's own
+    assert passed(executor, numbers) == expected
 
 
 def test_soft_cap_and_sinks_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
