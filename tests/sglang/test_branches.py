@@ -28,6 +28,7 @@ from sglang_trees import TREE_KINDS, late_lengths
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach, backend
 from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.step.kinds import BranchRound
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL
@@ -91,8 +92,7 @@ class Branching(DraftScene):
         if size:
             self.slots.zero_()
             self.slots[: len(own)] = own
-            slots = self.slots[: size * TOPK * STEPS]
-            view = replay_view(list(ROWS), lens, [0] * len(lens), size, out_cache_loc=slots)
+            view = replay_view(list(ROWS), lens, [0] * len(lens), size, out_cache_loc=own)
         else:
             view = decode_batch(list(ROWS), lens, [0] * len(lens))
             view.out_cache_loc = own
@@ -111,10 +111,15 @@ class Branching(DraftScene):
         if size:
             self.steps.init_forward_metadata_out_graph(view)
             self.steps.init_forward_metadata_in_graph(view)  # the graph does
+            self.graph_reads(size)
             for attention in self.steps._pat_plans._attentions:  # kernels read it in each replay
                 attention._executor.reuse_plan(attention._executor._step)
         else:
             self.steps.init_forward_metadata(view)
+
+    def graph_reads(self, size: int) -> None:
+        """Let rows read the slots that the graph of `size` requests has captured, and no others."""
+        round_of(self.steps).apart.take(self.slots[: size * TOPK * STEPS], size * TOPK)
 
     def attend(self, view: Any, step: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(view.batch_size * TOPK, QO_HEADS, HEAD_DIM)
@@ -136,6 +141,12 @@ class Branching(DraftScene):
                     exact = dense(q[row], self.runner.token_to_kv_pool, layer, slots)
                     torch.testing.assert_close(out[row].double(), exact, atol=2e-6, rtol=2e-6)
                 assert out.isfinite().all()  # padding, too
+
+
+def round_of(steps: Any) -> BranchRound:
+    (kind,) = steps._pat.kinds
+    assert isinstance(kind, BranchRound)
+    return kind
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +181,19 @@ def test_a_round_does_with_lengths_that_the_host_learns_late(size: int) -> None:
         view.seq_lens_cpu = None
         scene.prepare(view, size)
         scene.assert_round(view, lens)
+
+
+def test_a_larger_round_without_a_graph_leaves_graphs_what_they_read() -> None:
+    scene = Branching()
+    scene.steps.init_cuda_graph_state(1, TOPK)
+    scene.capture(1)
+    _, captured = round_of(scene.steps).apart.keys(None, TOPK)
+    view = scene.view([25, 31])
+    scene.prepare(view, 0)
+    scene.assert_round(view, [25, 31])
+    scene.capture(1)
+    _, biases = round_of(scene.steps).apart.keys(None, TOPK)
+    assert biases.data_ptr() == captured.data_ptr()
 
 
 def test_rounds_are_repeated_without_a_plan() -> None:

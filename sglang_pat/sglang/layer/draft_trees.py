@@ -96,24 +96,21 @@ class DraftPaths:
 class DraftBranches:
     """The draft tokens of a draft model that branches: each row reads those of its own branch.
 
-    SGLang does not move them when branches change parents: row `i` reads its own slots.
+    SGLang does not move them when branches change parents: row `i` reads its own slots. Captured
+    graphs read the slots and biases of the capture: `reserved` rows at most.
     """
 
-    def __init__(self, num_steps: int, device: torch.device) -> None:
-        self._biases = torch.zeros(0, device=device)  # all are read
+    def __init__(self, num_steps: int, device: torch.device, reserved: int = 0) -> None:
+        # All are read. Not replaced where it was reserved: graphs hold its address.
+        self._biases = torch.zeros(reserved * num_steps, device=device)
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
 
     def take(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Go to the next round. out_cache_loc: SGLang's slots, `[rows * steps]`. A captured graph
-        reads them where they lie."""
+        """Go to the next round. out_cache_loc: SGLang's slots, `[rows * steps]`."""
         self._slots = out_cache_loc.view(num_rows, -1)
         if len(self._biases) < self._slots.numel():
             self._biases = self._biases.new_zeros(self._slots.numel())
-
-    def reserve(self, max_rows: int) -> None:
-        """Allocate what captured graphs of up to so many rows read."""
-        self._biases = self._biases.new_zeros(max_rows * self._slots.shape[1])
 
     def go_to(self, step: int) -> None:
         """Let rows read the drafts up to this step, counted from 0."""

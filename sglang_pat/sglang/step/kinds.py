@@ -311,28 +311,30 @@ class BranchRound(DraftRound):
         super().__init__(num_steps, device)
         # On the host rows are a token longer than on the device: so each has an open tail.
         self.shape = RowShape(topk, first=1, are_drafts=True)
-        self.apart: DraftBranches = DraftBranches(num_steps, device)
         self._rows = partial(RowTensors, RowShape(topk, are_drafts=True), device)
-        self._eager_rows = self._captured_rows = self._rows()
+        self._branches = partial(DraftBranches, num_steps, device)
+        self._eager = self._captured = self._rows(), self._branches()
+        self.apart: DraftBranches = self._eager[1]
 
     def reserve(self, max_requests: int) -> int:
         self.graphs_are_complete = False
         num_rows = StepKind.reserve(self, max_requests)
-        self._captured_rows = self._rows(num_rows)
-        self.apart.reserve(num_rows)
+        self._captured = self._rows(num_rows), self._branches(num_rows)
         return num_rows
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        self._captured_rows.of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._captured[0].of(forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.graphs_are_complete = True
 
     def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._eager_rows if place is Place.EAGER else self._captured_rows
+        rows, _ = self._eager if place is Place.EAGER else self._captured
         return rows.of(view.req_pool_indices, view.seq_lens)
 
     def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
-        num_rows = forward_batch.batch_size * self.shape.per_request
-        self.apart.take(forward_batch.out_cache_loc, num_rows)
+        _, self.apart = self._eager if place is Place.EAGER else self._captured
+        if place is not Place.REPLAY:  # a graph reads SGLang's buffer, where padding has slot 0
+            num_rows = forward_batch.batch_size * self.shape.per_request
+            self.apart.take(forward_batch.out_cache_loc, num_rows)
 
     def go_to(self, step: int, plans: StepPlans) -> None:
         self.apart.go_to(step)
