@@ -271,7 +271,7 @@ class CudaExecutor:
                 merge_partials(argument.address, stream.cuda_stream, grid)
 
     def _set_layer(self, layer: LayerInputs) -> None:
-        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
+        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks, k_scale, v_scale, _ = layer
         num_requests, num_q_heads, num_kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
         loaded, group_size = self.buffers.loaded, num_q_heads // num_kv_heads
         if (loaded.num_requests, loaded.group_size) != (num_requests, group_size):

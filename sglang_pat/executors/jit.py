@@ -93,6 +93,14 @@ class KernelConfig:
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"
             )
+        converts_kv = self.kv_dtype is not None
+        if not support.has_kernels(
+            self.head_dim, self.v_head_dim, self.arch, converts_kv=converts_kv
+        ):
+            raise ValueError(
+                f"there are no CUDA kernels for head_dim {self._head_dim_name} over a KV cache of "
+                f"{self.cache_dtype} on compute capability {self.arch[0]}.{self.arch[1]}"
+            )
 
     @classmethod
     def for_device(
