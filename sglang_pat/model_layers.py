@@ -357,7 +357,7 @@ def _latent_refusal(
         words = f"latent attention with nothing to gain: {heads} heads on a GPU fill a tile"
         return Refusal("attention", words)
     if has_float8_cache(config):
-        return Refusal("dtype of queries and KV cache", "float8 of latent attention")
+        return Refusal("attention", "latent attention over an fp8 KV cache")
     return None
 
 

@@ -270,4 +270,4 @@ def _on_gpu(layer: Layer, gpu: Gpu) -> Layer:
     has_body = layer.kind != LATENT or has_kernels(*LATENT_HEAD_DIMS, gpu.capability)
     if not layer.is_accelerated or has_body:
         return layer
-    return replace(layer, refusal=Refusal("device", f"{gpu.name} for latent attention"))
+    return replace(layer, refusal=Refusal("attention", f"latent attention on a {gpu.name}"))

@@ -280,7 +280,7 @@ DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "fp8": (
         lambda: latent_runner(kv_cache_dtype=torch.float8_e4m3fn),
-        "dtype of queries and KV cache torch.float8_e4m3fn of latent attention",
+        "latent attention over a KV cache of torch.float8_e4m3fn",
     ),
     "a pool of another class": (
         lambda: latent_runner(token_to_kv_pool=other_pool()),
@@ -296,7 +296,7 @@ DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a GPU without kernels": (
         lambda: latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16)),
-        "device compute capability 10.0 for latent attention",
+        "latent attention on compute capability 10.0",
     ),
     "sparse attention": (
         lambda: latent_runner(

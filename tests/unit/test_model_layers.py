@@ -128,7 +128,7 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
         ({**MLA, "num_attention_heads": 64},
          "latent attention with nothing to gain: 64 heads on a GPU fill a tile"),
         ({**MLA, "quantization_config": {"kv_cache_quant_algo": "FP8"}},
-         "dtype of queries and KV cache float8 of latent attention"),
+         "latent attention over an fp8 KV cache"),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_not_accelerated_says_why(changes: dict[str, Any], reason: str) -> None:

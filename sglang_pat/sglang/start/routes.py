@@ -323,14 +323,14 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
         return Reason("attention", "latent attention with LoRA on kv_b_proj")
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype:
-        return Reason("dtype of queries and KV cache", f"{dtype} of latent attention")
+        return Reason("attention", f"latent attention over a KV cache of {dtype}")
     if str(dtype).removeprefix("torch.") not in support.DTYPES:
         return Reason("dtype of queries and KV cache", dtype)
     if model_runner.device != "cpu":
         capability = torch.cuda.get_device_capability()
         if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
             name = "{}.{}".format(*capability)
-            return Reason("device", f"compute capability {name} for latent attention")
+            return Reason("attention", f"latent attention on compute capability {name}")
     return None
 
 
