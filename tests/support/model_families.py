@@ -602,6 +602,9 @@ FAMILIES = {
                 "attention_method": "MLA",
             },
             pat=(0, 1, 2, 3),
+            refused={
+                "0.5.17": "CUDA error: CUDA driver version is insufficient for CUDA runtime version"
+            },
             models="LongCat-Flash",
             accelerated="all layers (latent attention, two of a block)",
             delegated="",
