@@ -19,6 +19,7 @@ KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernel
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 # Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+LATENT_HEAD_DIMS = (576, 512)  # latent attention (MLA) of 512 columns and 64 of rope
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 # Compute capabilities that the kernels can be compiled for.
 CAPABILITIES = (
@@ -68,6 +69,11 @@ class SupportRow:
 def head_dim_name(head_dim: int, v_head_dim: int) -> str:
     """`128`, or `192/128` where values have another head_dim than keys."""
     return f"{head_dim}" if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
+
+
+def is_latent(head_dim: int, v_head_dim: int) -> bool:
+    """Whether values are the first columns of the keys, in one cache: latent attention (MLA)."""
+    return (head_dim, v_head_dim) == LATENT_HEAD_DIMS
 
 
 def _any_of(values: tuple[object, ...]) -> str:

@@ -96,11 +96,22 @@ class PlannedStep:
         sinks: torch.Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        q_rope: torch.Tensor | None = None,
     ) -> None:
         """Run the last plan written."""
-        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+        scale = k_cache.shape[-1] ** -0.5 if sm_scale is None else sm_scale
         self.executor.run(
             LayerInputs(
-                q, k_cache, v_cache, out, out_lse, scale, logit_cap, sinks, k_scale, v_scale
+                q,
+                k_cache,
+                v_cache,
+                out,
+                out_lse,
+                scale,
+                logit_cap,
+                sinks,
+                k_scale,
+                v_scale,
+                q_rope=q_rope,
             )
         )

@@ -86,8 +86,14 @@ class KernelConfig:
             raise ValueError(
                 f"the CUDA kernels support a KV cache of {allowed}; got {self.kv_dtype}"
             )
-        if (self.head_dim, self.v_head_dim) not in support.HEAD_DIMS:
+        if (self.head_dim, self.v_head_dim) not in (*support.HEAD_DIMS, support.LATENT_HEAD_DIMS):
             raise support.unsupported("head_dim", self._head_dim_name)
+        if self.is_latent and (not self.tiles_agree or self.kv_dtype is not None):
+            raise ValueError(
+                f"the CUDA kernels have head_dim {self._head_dim_name} (latent attention) for "
+                "compute capability 9.0, by wgmma, and a KV cache of the queries' dtype; got "
+                f"{self.arch[0]}.{self.arch[1]} and {self.cache_dtype}"
+            )
         if self.arch < support.OLDEST_CAPABILITY:
             raise ValueError(
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
@@ -105,6 +111,11 @@ class KernelConfig:
     ) -> KernelConfig:
         """The variant that a CUDA device runs."""
         return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim, kv_dtype)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first columns of the keys: latent attention (MLA)."""
+        return support.is_latent(self.head_dim, self.v_head_dim)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -24,6 +24,8 @@ class LayerInputs(NamedTuple):
     logit_cap : `cap * tanh(logit / cap)` if positive, off if 0.
     sinks : `[num_qo_heads]`, float32, bfloat16 or float16: a logit per head that no value belongs
         to, beside those of the keys. It is neither scaled nor capped.
+    q_rope : `[num_requests, num_qo_heads, head_dim - v_head_dim]`, in latent attention: the last
+        columns of the queries, of which `q` has the first `v_head_dim` then.
     k_scale, v_scale : what the caches' numbers are multiplied with. A tensor is float32, of one
         element, and belongs to a cache of one-byte numbers.
     """
@@ -38,3 +40,4 @@ class LayerInputs(NamedTuple):
     sinks: torch.Tensor | None = None
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
+    q_rope: torch.Tensor | None = None
