@@ -19,8 +19,9 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 16;
 inline constexpr int kMergeCtasPerSm = 2;
-// A row of up to this many partials is one warp's: at most two rounds of loads.
-inline constexpr int kWarpPartials = 12;
+// A row of up to this many partials is one warp's: at most two rounds of loads; more, where rows are many.
+template <int kColumns>
+inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
 // Partials that make another warp worthwhile in a row of more.
 inline constexpr int kPartPartials = 6;
 
@@ -47,8 +48,7 @@ struct PartialSum {
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static_assert(kLanes * kVectors * 4 == kColumns && kLanes >= 16 && kLanes <= 32);
   // Partials loaded before the first is used, as many as there are registers for.
-  static constexpr int kInFlight =
-      (32 % kLanes == 0 && kStride == kColumns && !kSinks ? 8 : 6) / kVectors;
+  static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 8 : 6) / kVectors;
   static constexpr float kLog2E = 1.4426950408889634f;
 
   float maximum = -INFINITY;   // of the LSEs; NaN is left out, but not of `weight`
@@ -302,7 +302,8 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   // in every warp.
   int first_own = blockIdx.x;
   const auto merge_few = [&]<int kFew>(Few<kFew>) {
-    constexpr int kRows = std::max(Sum::kInFlight / kFew, 1);
+    constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // by registers
+    constexpr int kRows = std::max(std::min(Sum::kInFlight / kFew, kMost), 1);
     if constexpr (kRows == 1) return false;
     MergeRow rows[kRows];
     PartialRow<Partial> partials[kRows];
@@ -337,7 +338,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
     MergeRow row{entry.x, place, entry.y, entry.z};
     const bool is_mine = own < num_rows;
-    const bool is_long = is_mine && row.num_partials > kWarpPartials;
+    const bool is_long = is_mine && row.num_partials > kWarpPartials<kColumns>;
     if (own + row_step < num_rows) {
       entry = entries[(own + row_step) / num_places];
       place = (own + row_step) % num_places;

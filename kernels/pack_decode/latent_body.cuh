@@ -269,8 +269,11 @@ struct LatentConsumer {
         values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
       }
       if (mixed_item != kNotMixed) rows_with_nan |= find_nan(values) << 32 * h;
-      store_row<T, Dims, false, false>(params, KvScales<false>{}, targets[lane / 4 + 8 * h],
-                                       kFirstColumn, values, part.maximum[h], total[h], lane);
+      const RowTarget row = targets[lane / 4 + 8 * h];
+      const auto [scale, log2_sum] = row_scale<Dims>(
+          params, KvScales<false>{}, row, part.maximum[h] * params.logit_scale.outer, total[h]);
+      store_long_row<T, Dims>(params, row, kFirstColumn, values, scale, lane);
+      if (kGroup == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
     }
     if (rows_with_nan != 0) {
       recompute_rows<T, Dims, false>(params, targets, mixed_item, unit * kUnitRows, rows_with_nan,
