@@ -37,8 +37,16 @@ struct SplitCosts {
   int32_t query_row = 61;  // 0.95
   // A work item takes as long as this many tokens at least: the latency of its loads.
   int32_t shortest = 48 * kCostUnit;
-  // A KV token, by the body that takes it (in the order of the tile table). The same for all: they wait for memory.
+  // A KV token, by the rows of the body that takes it (in the order of kTileTable). The same for all: they wait for
+  // memory.
   std::array<int32_t, kNumTiles> token = default_token();
+
+  // Bodies of another kind of layer have the rows of one of kTileTable.
+  constexpr int32_t token_of(const TileConfig& body) const {
+    int32_t tile = 0;
+    while (tile + 1 < kNumTiles && kTileTable[tile].block_q < body.block_q) ++tile;
+    return token[tile];
+  }
 
   bool operator==(const SplitCosts&) const = default;
 

@@ -14,6 +14,9 @@ namespace pat {
 
 inline constexpr int kLatentGroups = 2;  // warpgroups: each has half of the output's columns
 static_assert(kLatentConsumerWarps == 4 * kLatentGroups);
+static_assert(kNumLatentTiles == 1 && kLatentTileTable[0].block_q == kMaxTileRows &&
+              kLatentTileTable[0].block_kv == LatentOperand::kRows &&
+              kLatentTileTable[0].num_warps == kLatentConsumerWarps);
 // 168 on average: with more, some would wait for ever.
 inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
 inline constexpr int kLatentStages = 2;

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <ctime>
 
 #include "plan_checks.h"
@@ -55,8 +54,28 @@ TEST(plans_fit_what_is_reserved_for_their_requests) {
   }
 }
 
+// A tile holds the rows of 64 / heads requests, so that is how often what all share is read less.
+TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
+  const Batch batch = balanced_batch({1, 128}, 8192);
+  for (const int32_t heads : {1, 5, 8, 12, 16, 20, 32, 33, 64}) {
+    SchedulerConfig made = config(heads, 132);
+    made.latent = true;
+    PackScheduler scheduler(made);
+    plan(scheduler, batch);
+    check_plan(scheduler, made, batch);
+    check_bounds(scheduler, made);
+    const int32_t tiles = (128 + 64 / heads - 1) / (64 / heads);
+    CHECK(scheduler.summarize().tiles_by_body == std::vector<int32_t>{tiles});
+    CHECK_EQ(scheduler.last_plan().kv_tokens().planned, int64_t{8192} * (tiles + 128));
+  }
+  SchedulerConfig made = config(65);
+  made.latent = true;
+  CHECK_THROWS(PackScheduler{made}, "group_size must be 1 to 64 query heads per KV head, got 65");
+  CHECK_THROWS(PackScheduler{config(17)}, "group_size must be 1 to 16 query heads per KV head");
+}
+
 TEST(plan_bounds_grow_with_the_requests) {
-  const TileSelection tiles(4, 64);
+  const TileSelection tiles(kTiles, 4, 64);
   for (int32_t n = 1; n < 300; ++n) {
     const PlanBounds less = plan_bounds(n, 33, tiles), more = plan_bounds(n + 1, 33, tiles);
     CHECK(less.num_partials < more.num_partials);
@@ -82,7 +101,7 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   };
   SchedulerConfig made = config(8, 264);
   made.max_block_q = 64;
-  using Bodies = std::array<int32_t, kNumTiles>;
+  using Bodies = std::vector<int32_t>;
   CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{0, 16, 0}));
   CHECK((tiles_by_body(made, {1, 16, 64}, 20'000) == Bodies{0, 0, 8}));
   // A wide tile is no wider.

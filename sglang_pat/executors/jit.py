@@ -86,18 +86,22 @@ class KernelConfig:
             raise ValueError(
                 f"the CUDA kernels support a KV cache of {allowed}; got {self.kv_dtype}"
             )
-        if (self.head_dim, self.v_head_dim) not in (*support.HEAD_DIMS, support.LATENT_HEAD_DIMS):
+        if (self.head_dim, self.v_head_dim) not in support.HEAD_DIMS:
             raise support.unsupported("head_dim", self._head_dim_name)
-        if self.is_latent and (not self.tiles_agree or self.kv_dtype is not None):
-            raise ValueError(
-                f"the CUDA kernels have head_dim {self._head_dim_name} (latent attention) for "
-                "compute capability 9.0, by wgmma, and a KV cache of the queries' dtype; got "
-                f"{self.arch[0]}.{self.arch[1]} and {self.cache_dtype}"
-            )
         if self.arch < support.OLDEST_CAPABILITY:
             raise ValueError(
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"
+            )
+        if self.is_latent and self.force_mma_sync:
+            raise ValueError(f"head_dim {self._head_dim_name} has no bodies on mma.sync")
+        converts_kv = self.kv_dtype is not None
+        if not support.has_kernels(
+            self.head_dim, self.v_head_dim, self.arch, converts_kv=converts_kv
+        ):
+            raise ValueError(
+                f"there are no CUDA kernels for head_dim {self._head_dim_name} over a KV cache of "
+                f"{self.cache_dtype} on compute capability {self.arch[0]}.{self.arch[1]}"
             )
 
     @classmethod

@@ -27,6 +27,8 @@ from kernel.numerics import compare
 from sglang_pat import PackAttention
 from sglang_pat._scheduler import OPEN_END
 from sglang_pat.batch import Step
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import KvWriter
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [*needs_gpu, pytest.mark.skipif(not HOPPER, reason="has kernels on Hopper only")]
@@ -42,7 +44,7 @@ def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> Non
     """Twice: the second run finds the counters at zero."""
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
     tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.load_plan(plan, Step(*tables, case.seq_lens))
+    step.executor.load_plan(plan.as_latent(), Step(*tables, case.seq_lens))
     first = run(step, tensors, **options)
     check(*first, tensors, **options)
     second = run(step, tensors, **options)
@@ -56,14 +58,14 @@ def planned(case: ForestCase, heads: Heads, **options):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 12, 16])
+@pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 12, 16, 20, 32, 33, 64])
 def test_group_sizes(dtype: torch.dtype, group_size: int) -> None:
     check_case(MIXED, latent(group_size, dtype))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 132, 1000])
 def test_splits(num_workers: int) -> None:
-    for group_size in (5, 16):
+    for group_size in (5, 16, 32):
         check_case(MIXED, latent(group_size), num_workers=num_workers, min_piece_tokens=64)
 
 
@@ -79,7 +81,7 @@ def test_lengths(length: int, num_requests: int) -> None:
     check_case(make_case([(-1, length)], [(0, 7)] * num_requests), latent(8))
 
 
-@pytest.mark.parametrize("group_size", [1, 5, 12, 16])
+@pytest.mark.parametrize("group_size", [1, 5, 12, 16, 20, 64])
 def test_random_plans(group_size: int) -> None:
     for seed in range(8):
         case = random_case(100 * group_size + seed)
@@ -87,7 +89,7 @@ def test_random_plans(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("group_size", [1, 3, 8, 16])
+@pytest.mark.parametrize("group_size", [1, 3, 8, 16, 20])
 def test_rows_may_be_masked_before_they_count(group_size: int, *, reverse: bool) -> None:
     lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: 64 // group_size]
     check_plan(tails_case(lengths), tails(lengths, group_size, reverse=reverse), latent(group_size))
@@ -191,7 +193,7 @@ def test_sinks() -> None:
 # --- isolation ---
 
 
-@pytest.mark.parametrize("group_size", [5, 8, 16])
+@pytest.mark.parametrize("group_size", [5, 8, 16, 20])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_broken_kv_stays_with_its_request(group_size: int, poison: float) -> None:
     """In the private tail of one request of an item, whether the weights or the values get it."""
@@ -199,7 +201,7 @@ def test_broken_kv_stays_with_its_request(group_size: int, poison: float) -> Non
     case, plan, heads = tails_case(lengths), tails(lengths, group_size), latent(group_size)
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
     tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.load_plan(plan, Step(*tables, case.seq_lens))
+    step.executor.load_plan(plan.as_latent(), Step(*tables, case.seq_lens))
     expected, expected_lse = run(step, tensors)
     broken = 1
     row = tensors.req_to_token[tensors.req_pool_indices[broken]]
@@ -270,3 +272,52 @@ def test_pack_attention_agrees_with_its_reference() -> None:
     exact, _ = tensors.reference(torch.float64)
     report = compare(results[0], results[1], exact)
     assert report.acceptable, str(report)
+
+
+@pytest.mark.parametrize("group_size", [8, 20])
+def test_pack_attention_takes_queries_in_two_tensors(group_size: int) -> None:
+    tensors = Tensors.make(MIXED, latent(group_size))
+    attention = PackAttention(
+        group_size, 1, 576, v_head_dim=512, dtype=BF16, device="cuda", max_requests=256
+    )
+    attention.plan(
+        MIXED.batch(),
+        req_to_token=tensors.req_to_token,
+        req_pool_indices=tensors.req_pool_indices,
+        seq_lens=tensors.seq_lens,
+    )
+    whole = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    nope, rope = tensors.q.split([COLUMNS, ROPE], dim=-1)
+    parts = attention.run(nope.contiguous(), tensors.k_cache, tensors.v_cache, q_rope=rope)
+    assert torch.equal(parts, whole)
+
+
+# --- writes ---
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rows_are_written_as_they_are(dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    """In two parts of wider tensors, and in one; slot 0 is nobody's."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    writer = KvWriter(KernelConfig.for_device(dtype, 576, device, COLUMNS), device)
+    for num_tokens in (1, 7, 300):
+        slots = torch.randperm(3 * num_tokens, device="cuda")[:num_tokens].to(index_dtype)
+        k = torch.randn(num_tokens, 1, COLUMNS + ROPE, device="cuda").to(dtype)
+        wide = torch.full((num_tokens, 3, COLUMNS), torch.nan, device="cuda", dtype=dtype)
+        wide[:, 1:2] = k[..., :COLUMNS]
+        rope = k[..., COLUMNS:].contiguous()
+        expected = torch.full((3 * num_tokens, 1, COLUMNS + ROPE), 7.0, device="cuda", dtype=dtype)
+        written = expected.clone(), expected.clone()
+        kept = slots.long() != 0
+        expected[slots.long()[kept]] = k[kept]
+        assert writer.write_latent(k, None, slots, written[0])
+        assert writer.write_latent(wide[:, 1:2], rope, slots, written[1])
+        for cache in written:
+            assert torch.equal(cache, expected)
+
+
+def test_the_writer_agrees_with_torch() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    writer = KvWriter(KernelConfig.for_device(BF16, 576, device, COLUMNS), device)
+    assert writer.agrees_with_torch()

@@ -120,6 +120,14 @@ class HandPlan:
             *(self.num_partials, self.num_shared_slots, np.iinfo(np.int32).max),
         ]
 
+    def as_latent(self) -> HandPlan:
+        """The same plan for latent attention, which has one tile."""
+        plan = copy.copy(self)
+        plan._sections = self._sections | {
+            "work_items": [(0, *rest) for _, *rest in self._sections["work_items"]]
+        }
+        return plan
+
     def said_to_be_read_once(self, value: bool) -> HandPlan:
         """The same plan with all of its segments said to be read once, or none."""
         plan = copy.copy(self)

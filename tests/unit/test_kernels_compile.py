@@ -16,7 +16,7 @@ from cubin import constant
 
 from sglang_pat.executors.jit import Compiler, KernelBuildError, KernelConfig, build, report_of
 from sglang_pat.executors.loaded_kernels import LaunchFacts
-from sglang_pat.support import HEAD_DIMS
+from sglang_pat.support import GQA_HEAD_DIMS
 
 # Kept between runs: the entries' names contain a hash of the sources.
 CACHE = Path(__file__).parents[2] / "build" / "kernels"
@@ -27,7 +27,7 @@ ALL = [
     KernelConfig(dtype, head_dim, arch, v_head_dim, kv_dtype)
     for dtype in (torch.float16, torch.bfloat16)
     for kv_dtype in (None, E4M3, E5M2)
-    for head_dim, v_head_dim in HEAD_DIMS
+    for head_dim, v_head_dim in GQA_HEAD_DIMS
     for arch in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 ]
 
@@ -131,7 +131,7 @@ def check_resources(config: KernelConfig) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
-@pytest.mark.parametrize("pair", HEAD_DIMS)
+@pytest.mark.parametrize("pair", GQA_HEAD_DIMS)
 def test_hopper_compiles_the_bodies_of_other_architectures(
     pair: tuple[int, int], kv_dtype: torch.dtype | None
 ) -> None:

@@ -313,6 +313,7 @@ def test_the_set_up_refuses_other_pythons(
 
 def test_support_agrees_with_the_scheduler() -> None:
     assert support.MAX_GROUP_SIZE == _scheduler.MAX_GROUP_SIZE
+    assert support.MAX_LATENT_GROUP_SIZE == _scheduler.MAX_LATENT_GROUP_SIZE
 
 
 def test_support_names_every_server_option_that_delegates_the_model() -> None:
