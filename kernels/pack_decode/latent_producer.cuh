@@ -40,8 +40,8 @@ class KvStages<Dims, kIsKey> {
 
   // The next stage. lane_slot: the slot of this half's token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
-    const int stage = ring_.stage;
-    const uint32_t target = ptx::shared_address(storage_.kv[stage]) + kFirstToken * kPanelRowBytes;
+    const uint32_t target =
+        ptx::shared_address(storage_.kv[ring_.stage]) + kFirstToken * kPanelRowBytes;
     const int num_tokens = record.num_tokens() - kFirstToken;
     const bool is_read_once = streams_ && record.is_read_once();
     const int32_t first_slot = __shfl_sync(kFullWarp, lane_slot, 0);
