@@ -290,6 +290,14 @@ py::tuple plan_sections() {
   return py::tuple(sections);
 }
 
+py::tuple shipped_tuple(std::span<const pat::ShippedCosts> shipped) {
+  py::list all;
+  for (const pat::ShippedCosts& costs : shipped) {
+    all.append(py::make_tuple(std::string(costs.gpu), costs.is_measured, costs.cost));
+  }
+  return py::tuple(all);
+}
+
 py::tuple tile_tuple(const pat::TileTable& table) {
   py::list tiles;
   for (const pat::TileConfig& tile : table) {
@@ -352,11 +360,8 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("values", &cost_dict)
       .def("__eq__",
            [](const pat::CostModel& self, const pat::CostModel& other) { return self == other; });
-  py::list shipped;
-  for (const pat::ShippedCosts& costs : pat::kShippedCosts) {
-    shipped.append(py::make_tuple(std::string(costs.gpu), costs.is_measured, costs.cost));
-  }
-  m.attr("SHIPPED_COSTS") = py::tuple(shipped);
+  m.attr("SHIPPED_COSTS") = shipped_tuple(pat::kShippedCosts);
+  m.attr("SHIPPED_LATENT_COSTS") = shipped_tuple(pat::kShippedLatentCosts);
 
   m.def("row_lengths", &row_lengths<int64_t>, py::arg("lengths").noconvert(),
         py::arg("num_requests"), py::arg("num_rows"));

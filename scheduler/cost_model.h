@@ -106,4 +106,18 @@ inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
     {.gpu = "B200", .is_measured = false, .cost = {.packing = {.reread_token = 32}}},
 }};
 
+// The same of latent attention; the unit is a token of its one KV head. A tile of 64 rows waits for the tensor cores
+// about as long as for memory, so a token that is read again costs nearly as much as one that is not: what packing
+// saves is tiles. Estimates, from the work of such a tile and the bandwidths of the GPU; of others the H100's.
+inline constexpr CostModel latent_costs(int32_t reread_token) {
+  return {.packing = {.reread_token = reread_token,
+                      .partial_row = 115,  // 1.8
+                      .item = 60 * kCostUnit},
+          .split = {.item = 60 * kCostUnit, .shortest = 128 * kCostUnit}};
+}
+inline constexpr std::array<ShippedCosts, 2> kShippedLatentCosts = {{
+    {.gpu = "H100", .is_measured = false, .cost = latent_costs(38)},
+    {.gpu = "H200", .is_measured = false, .cost = latent_costs(54)},
+}};
+
 }  // namespace pat

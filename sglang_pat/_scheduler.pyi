@@ -94,6 +94,8 @@ class CostModel:
 SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
 its own."""
+SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
+"""The same of latent attention. Of other GPUs the first one's."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.

@@ -176,7 +176,7 @@ class PackAttention:
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
             by_time=kernels is not None,
             latent=shape.is_latent,
-            cost=CostModel() if kernels is None else costs_of(self.device),
+            cost=CostModel() if kernels is None else costs_of(self.device, latent=shape.is_latent),
         )
         sizes = None
         if max_requests is not None:

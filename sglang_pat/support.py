@@ -54,6 +54,7 @@ DEFAULT_BACKENDS = (
     "triton",
     "torch_native",
     "intel_amx",
+    "flashmla",
 )
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
@@ -87,6 +88,14 @@ def is_latent(head_dim: int, v_head_dim: int) -> bool:
 def max_group_size(head_dim: int, v_head_dim: int) -> int:
     """Query heads per KV head that layers of these head_dims have at most."""
     return MAX_LATENT_GROUP_SIZE if is_latent(head_dim, v_head_dim) else MAX_GROUP_SIZE
+
+
+def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
+    """Whether a tile of latent attention holds one request: then packing saves nothing.
+
+    num_drafts: rows of a request in a step, each with `num_heads` query heads.
+    """
+    return MAX_LATENT_GROUP_SIZE // num_heads <= num_drafts
 
 
 def has_kernels(
@@ -131,7 +140,9 @@ _MATRIX = (
     SupportRow(
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
-        "tanh soft-cap; attention sinks",
+        "tanh soft-cap; attention sinks; latent attention (MLA) whose query heads times draft "
+        f"tokens are less than {MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA) and "
+        "LoRA on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
@@ -142,7 +153,8 @@ _MATRIX = (
     ),
     SupportRow(
         "dtype of queries and KV cache",
-        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}",
+        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}, but not of "
+        "latent attention",
         LAYER,
     ),
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),

@@ -126,11 +126,12 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
 }
 
 // By the splitter's own estimate, cuts and merges included. Work so large that it has none is left out.
-TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
+void check_no_dearer_than_unshared(bool latent, int num_rounds) {
   Random random(31);
   int num_compared = 0, num_small = 0, num_shared = 0;
-  for (int round = 0; round < 10'000; ++round) {
-    SchedulerConfig made = random_config(random);
+  for (int round = 0; round < num_rounds; ++round) {
+    SchedulerConfig made = random_config(random, latent);
+    if (latent) made.cost = kShippedLatentCosts[round % kShippedLatentCosts.size()].cost;
     const Batch batch = random_batch(random, {.max_nodes = draw(random, 1, 12),
                                               .max_requests = draw(random, 1, 64),
                                               .max_tokens = int64_t{1} << draw(random, 4, 13)});
@@ -148,7 +149,32 @@ TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
     num_small += tokens.query_centric < int64_t{300} * made.num_workers;
     num_shared += tokens.planned < tokens.query_centric;
   }
-  CHECK(num_compared > 8'000 && num_small > 6'000 && num_shared > 1'500);
+  CHECK(num_compared > num_rounds * 8 / 10 && num_small > num_rounds * 6 / 10);
+  CHECK(num_shared > num_rounds * (latent ? 5 : 15) / 100);
+}
+
+TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
+  check_no_dearer_than_unshared(false, 10'000);
+}
+
+TEST(latent_plans_are_expected_to_take_no_longer_than_without_sharing) {
+  check_no_dearer_than_unshared(true, 5'000);
+}
+
+// A tile of 64 rows holds one such request: to read what it shares with another one saves nothing.
+TEST(latent_requests_that_fill_a_tile_are_never_packed) {
+  Random random(5);
+  for (int round = 0; round < 1'000; ++round) {
+    SchedulerConfig made = random_config(random, true);
+    made.group_size = static_cast<int32_t>(draw(random, 33, 64));
+    made.policy = Policy::kMemory;
+    made.batch_invariant = one_in(random, 2);
+    made.cost = kShippedLatentCosts[0].cost;
+    PackScheduler scheduler(made);
+    plan(scheduler, random_batch(random, {}));
+    const KvTokens& tokens = scheduler.last_plan().kv_tokens();
+    CHECK_EQ(tokens.planned, tokens.query_centric);
+  }
 }
 
 struct Chains {

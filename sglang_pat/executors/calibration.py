@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat._scheduler import SHIPPED_COSTS, CostModel
+from sglang_pat._scheduler import SHIPPED_COSTS, SHIPPED_LATENT_COSTS, CostModel
 from sglang_pat.executors import jit, kernel_cache
 
 FOLDER = "calibration"
@@ -101,10 +101,12 @@ def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
         raise _unusable(path, error) from error
 
 
-def costs_of(device: torch.device) -> CostModel:
+def costs_of(device: torch.device, *, latent: bool = False) -> CostModel:
     """Those measured on this machine, else those shipped for its GPU. KernelCacheError as in
-    `load`."""
+    `load`. latent: of latent attention, which `sglang-pat calibrate` does not measure."""
     machine = _machine(device)
+    if latent:
+        return shipped_latent_costs(machine.gpu)
     found = load(machine)
     return shipped_costs(machine.gpu)[0] if found is None else found.cost_model
 
@@ -115,6 +117,12 @@ def shipped_costs(gpu: str) -> tuple[CostModel, str]:
         if name in gpu:
             return costs, f"measured on the {name}" if is_measured else f"estimates for the {name}"
     return CostModel(), "those of the H100"
+
+
+def shipped_latent_costs(gpu: str) -> CostModel:
+    """What comes with the package for latent attention on a GPU; the H100's if it is unknown."""
+    first = SHIPPED_LATENT_COSTS[0][2]
+    return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
 
 def driver_version() -> str:

@@ -117,7 +117,7 @@ def test_parts_of_another_shape_are_refused() -> None:
         attention.run(nope, *caches, q_rope=rope[:, :7])
     with pytest.raises(ValueError, match=rf"q must have shape \[{rows}, 8, 576\], got"):
         attention.run(nope, *caches)
-    with pytest.raises(ValueError, match="q_rope must be torch.float32, got torch.float16"):
+    with pytest.raises(ValueError, match=r"q_rope must be torch\.float32, got torch\.float16"):
         attention.run(nope, *caches, q_rope=rope.half())
 
 
