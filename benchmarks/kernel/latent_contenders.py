@@ -34,7 +34,7 @@ def pat(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
     """This package."""
     device = tensors.q.device
     config = KernelConfig.for_device(workload.dtype, workload.head_dim, device, COLUMNS)
-    step = PlannedStep(config, workload.num_qo_heads, 1, cost=costs_of(device))
+    step = PlannedStep(config, workload.num_qo_heads, 1, cost=costs_of(device, latent=True))
     step.write(
         workload.forest.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
     )
