@@ -39,7 +39,7 @@ CAPABILITIES = (
     (12, 1),
 )
 # Of these, those with kernels for latent attention.
-LATENT_CAPABILITIES: tuple[tuple[int, int], ...] = ()
+LATENT_CAPABILITIES = ((9, 0),)
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
