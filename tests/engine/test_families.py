@@ -116,7 +116,7 @@ def run_with_drafts(
         pytest.param("gemma-3", CHAINS, id="window layers", marks=pytest.mark.nightly),
         pytest.param(
             "deepseek-v2",
-            CHAINS | {"page_size": 64},
+            CHAINS | {"page_size": 16},
             id="latent attention",
             marks=pytest.mark.nightly,
         ),

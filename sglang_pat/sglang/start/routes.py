@@ -373,8 +373,11 @@ def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None
     heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
     if heads % kv_heads:
         return Reason("query heads per KV head", f"{heads}/{kv_heads}")
-    if support.is_latent(*head_dims) and support.fills_tile(heads):
-        return _nothing_to_gain(heads, 1)
+    if support.is_latent(*head_dims):
+        if layer.logit_cap:
+            return Reason("attention", "latent attention with a soft-cap")
+        if support.fills_tile(heads):
+            return _nothing_to_gain(heads, 1)
     if heads // kv_heads > support.max_group_size(*head_dims):
         return Reason("query heads per KV head", heads // kv_heads)
     if layer.logit_cap and layer.logit_capping_method != "tanh":
