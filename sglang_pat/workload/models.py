@@ -63,6 +63,45 @@ _NAMED_CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "torch_dtype": "bfloat16",
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "torch_dtype": "bfloat16",
+    },
 }
 MODEL_NAMES = tuple(_NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -263,10 +302,10 @@ def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> i
         rope, nope, value = (
             count(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         )
-        rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank") or hidden
+        rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank")
         down = hidden * (query_rank + layer.kv_elements)
         heads = layer.num_qo_heads
-        up = query_rank * heads * (nope + rope) + rank * heads * (nope + value)
+        up = (query_rank or hidden) * heads * (nope + rope) + rank * heads * (nope + value)
         return down + up + heads * value * hidden
     return _STATE_SQUARES * hidden * hidden  # STATE, or unknown
 

@@ -77,12 +77,13 @@ class Planner:
         if accelerated:
             layer = accelerated[0]
             is_latent = layer.kind == LATENT
-            # The one KV head of latent attention is on each GPU, with a part of the query heads.
-            heads = layer.num_qo_heads // time.tp if is_latent else layer.num_qo_heads
+            heads, workers = layer.num_qo_heads, time.gpu.workers(time.kv_heads(layer))
+            if is_latent:  # one KV head, on each GPU with a part of the query heads; one CTA per SM
+                heads, workers = heads // time.tp, time.gpu.num_sms
             self._schedulers = {
                 policy: new_scheduler(
                     group_size=max(1, heads // layer.num_kv_heads),
-                    num_workers=time.gpu.workers(time.kv_heads(layer)),
+                    num_workers=workers,
                     policy=policy,
                     latent=is_latent,
                     cost=shipped_latent_costs(time.gpu.name) if is_latent else None,
