@@ -808,17 +808,18 @@ _IN_BOTH = (
     "nemotron-h",
     "lfm2",
     "falcon-h1",
-    "deepseek-v2",
-    "deepseek-v3",
     "phi-3",
     "phi-2",
     "stablelm",
     "olmo",
     "starcoder",
 )
+_LATENT_IN_BOTH = ("deepseek-v2", "deepseek-v3", "kimi-k2", "glm-4.7-flash", "other-latent")
 CPU_RUNS = (
     RecordedRun("0.5.23", "2026-11-21", (*_IN_BOTH, "gemma-4", "mimo-v2")),
     RecordedRun("0.5.23", "2026-11-22", ("transformers", "qwen2.5-vl")),
+    RecordedRun("0.5.23", "2026-11-23", (*_LATENT_IN_BOTH, "longcat-flash")),
     RecordedRun("0.5.17", "2026-11-21", _IN_BOTH),
+    RecordedRun("0.5.17", "2026-11-23", _LATENT_IN_BOTH),
 )
 GPU_RUNS = (RecordedRun("0.5.17", "2026-11-22", ("gemma-3", "gpt-oss", "llama-4", "qwen3-next")),)
