@@ -21,6 +21,7 @@ from sglang_pat._scheduler import (
     PLAN_SECTIONS,
     READ_ONCE,
     SHARED_KV,
+    SHIPPED_LATENT_COSTS,
     TILE_TABLE,
     CostModel,
     PackScheduler,
@@ -65,6 +66,12 @@ def new_scheduler(
         latent=latent,
         cost=CostModel() if cost is None else cost,
     )
+
+
+def shipped_latent_costs(gpu: str) -> CostModel:
+    """What comes with the package for latent attention on a GPU; the H100's if it is unknown."""
+    first = SHIPPED_LATENT_COSTS[0][2]
+    return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
 
 class Shape(NamedTuple):

@@ -112,6 +112,11 @@ def has_kernels(
     return True
 
 
+def _latent_devices() -> str:
+    names = ", ".join("{}.{}".format(*each) for each in LATENT_CAPABILITIES)
+    return "on the CPU" + f" and on compute capability {names}" * bool(names)
+
+
 def _any_of(values: tuple[object, ...]) -> str:
     return ", ".join(str(value) for value in values)
 
@@ -140,9 +145,10 @@ _MATRIX = (
     SupportRow(
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
-        "tanh soft-cap; attention sinks; latent attention (MLA) whose query heads times draft "
-        f"tokens are less than {MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA) and "
-        "LoRA on kv_b_proj",
+        "tanh soft-cap; attention sinks; latent attention (MLA) "
+        f"{_latent_devices()}, whose query heads times draft tokens are less than "
+        f"{MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA), an fp8 KV cache and LoRA "
+        "on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
@@ -153,8 +159,7 @@ _MATRIX = (
     ),
     SupportRow(
         "dtype of queries and KV cache",
-        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}, but not of "
-        "latent attention",
+        f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}",
         LAYER,
     ),
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),

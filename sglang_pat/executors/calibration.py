@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from sglang_pat._scheduler import SHIPPED_COSTS, SHIPPED_LATENT_COSTS, CostModel
+from sglang_pat._scheduler import SHIPPED_COSTS, CostModel
 from sglang_pat.executors import jit, kernel_cache
+from sglang_pat.plan import shipped_latent_costs
 
 FOLDER = "calibration"
 _FORMAT = 1
@@ -117,12 +118,6 @@ def shipped_costs(gpu: str) -> tuple[CostModel, str]:
         if name in gpu:
             return costs, f"measured on the {name}" if is_measured else f"estimates for the {name}"
     return CostModel(), "those of the H100"
-
-
-def shipped_latent_costs(gpu: str) -> CostModel:
-    """What comes with the package for latent attention on a GPU; the H100's if it is unknown."""
-    first = SHIPPED_LATENT_COSTS[0][2]
-    return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
 
 def driver_version() -> str:

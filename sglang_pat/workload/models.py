@@ -94,6 +94,8 @@ class Gpu:
         Peak bandwidth of the device memory.
     flops_per_second
         Peak of the tensor cores, bfloat16, dense.
+    capability
+        Compute capability.
     default_backend
         What SGLang attends with there unless it is told otherwise.
     """
@@ -105,6 +107,7 @@ class Gpu:
     l2_bytes: int
     bytes_per_second: float
     flops_per_second: float
+    capability: tuple[int, int]
     default_backend: str
 
     def workers(self, num_kv_heads: int) -> int:
@@ -116,13 +119,13 @@ _GB, _MB = 10**9, 10**6
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, "FA3"),
-        Gpu("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, "FA3"),
-        Gpu("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, "FA3"),
-        Gpu("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, "TRT-LLM"),
-        Gpu("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, "FlashInfer"),
-        Gpu("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, "FlashInfer"),
-        Gpu("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, "FlashInfer"),
+        Gpu("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, (9, 0), "FA3"),
+        Gpu("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, (9, 0), "FA3"),
+        Gpu("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, (9, 0), "FA3"),
+        Gpu("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, (10, 0), "TRT-LLM"),
+        Gpu("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, (8, 0), "FlashInfer"),
+        Gpu("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, (8, 9), "FlashInfer"),
+        Gpu("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, (8, 9), "FlashInfer"),
     )
 }
 DEFAULT_GPU = "H100"

@@ -23,8 +23,12 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import Shape
+from sglang_pat.sglang.layer import kv_writes
+from sglang_pat.sglang.layer.kv_writes import KvWrites
 from sglang_pat.sglang.start.options import TREES
 from sglang_pat.sglang.start.routes import Routes
 
@@ -145,6 +149,53 @@ def test_queries_and_keys_in_one_piece(writes: list[str]) -> None:
     assert writes == ["whole"]
 
 
+class Writer:
+    """In place of KvWriter: notes rows, if it takes what it is given."""
+
+    takes = True
+
+    def __init__(self, config: KernelConfig, device: torch.device) -> None:
+        self.config = config
+        self.rows: list[torch.Tensor] = []
+
+    def agrees_with_torch(self) -> bool:
+        return True
+
+    def scale(self, divisor: None) -> KvScale:
+        return UNSCALED
+
+    def write_latent(
+        self, k: torch.Tensor, k_rope: torch.Tensor | None, slots: Any, cache: torch.Tensor
+    ) -> bool:
+        if self.takes:
+            self.rows.append(k if k_rope is None else torch.cat((k, k_rope), dim=-1))
+            assert self.rows[-1].shape == (len(slots), 1, KEYS)
+            assert cache.shape == (SLOTS, 1, KEYS)
+        return self.takes
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_on_a_gpu_the_kernel_writes_rows(
+    in_parts: bool, takes: bool, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_writes, "KvWriter", Writer)
+    monkeypatch.setattr(Writer, "takes", takes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model_runner = latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16))
+    store = KvWrites(model_runner, Routes.of_runner(model_runner, "fa3"))
+    writer: Any = store._writers[0]
+    assert store._writers == {0: writer, 1: writer}
+    k = torch.randn(3, 1, KEYS, dtype=torch.bfloat16)
+    layer, batch = model_runner.model[1].attn_mqa, decode_batch([1, 2, 3], [5, 5, 2], [20, 21, 22])
+    if in_parts:
+        store.store(layer, batch, k[..., :VALUES], k[..., :VALUES], k[..., VALUES:])
+    else:
+        store.store(layer, batch, k, k[..., :VALUES])
+    assert [torch.equal(each, k) for each in writer.rows] == [True] * takes
+    assert writes == ([] if takes else ["parts" if in_parts else "whole"])
+
+
 @pytest.mark.parametrize("layer_id", [0, 1])
 def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None:
     """As fa3 and flashinfer are called."""
@@ -249,6 +300,13 @@ def adapted_model() -> torch.nn.ModuleList:
     return model
 
 
+def capped_model() -> torch.nn.ModuleList:
+    model = make_model()
+    for each in model:
+        each.attn_mqa.logit_cap = 30.0
+    return model
+
+
 def speculating(algorithm: str, drafts: int, **change: Any) -> Any:
     arguments = server_arguments(
         speculative_algorithm=algorithm, speculative_num_draft_tokens=drafts
@@ -266,6 +324,10 @@ DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: speculating("EAGLE", 8),
         "latent attention with nothing to gain: 8 heads x 8 draft tokens fill a tile",
     ),
+    "soft-cap": (
+        lambda: latent_runner(model=capped_model()),
+        "latent attention with a soft-cap",
+    ),
     "too many heads": (
         lambda: latent_runner(model=make_model(heads=128)),
         "latent attention with nothing to gain: 128 heads fill a tile",
@@ -280,7 +342,7 @@ DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "fp8": (
         lambda: latent_runner(kv_cache_dtype=torch.float8_e4m3fn),
-        "dtype of queries and KV cache torch.float8_e4m3fn of latent attention",
+        "latent attention over a KV cache of torch.float8_e4m3fn",
     ),
     "a pool of another class": (
         lambda: latent_runner(token_to_kv_pool=other_pool()),
@@ -296,7 +358,7 @@ DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a GPU without kernels": (
         lambda: latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16)),
-        "device compute capability 10.0 for latent attention",
+        "latent attention on compute capability 10.0",
     ),
     "sparse attention": (
         lambda: latent_runner(

@@ -323,14 +323,14 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
         return Reason("attention", "latent attention with LoRA on kv_b_proj")
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype:
-        return Reason("dtype of queries and KV cache", f"{dtype} of latent attention")
+        return Reason("attention", f"latent attention over a KV cache of {dtype}")
     if str(dtype).removeprefix("torch.") not in support.DTYPES:
         return Reason("dtype of queries and KV cache", dtype)
     if model_runner.device != "cpu":
         capability = torch.cuda.get_device_capability()
         if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
             name = "{}.{}".format(*capability)
-            return Reason("device", f"compute capability {name} for latent attention")
+            return Reason("attention", f"latent attention on compute capability {name}")
     return None
 
 
@@ -373,8 +373,11 @@ def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None
     heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
     if heads % kv_heads:
         return Reason("query heads per KV head", f"{heads}/{kv_heads}")
-    if support.is_latent(*head_dims) and support.fills_tile(heads):
-        return _nothing_to_gain(heads, 1)
+    if support.is_latent(*head_dims):
+        if layer.logit_cap:
+            return Reason("attention", "latent attention with a soft-cap")
+        if support.fills_tile(heads):
+            return _nothing_to_gain(heads, 1)
     if heads // kv_heads > support.max_group_size(*head_dims):
         return Reason("query heads per KV head", heads // kv_heads)
     if layer.logit_cap and layer.logit_capping_method != "tanh":
