@@ -29,15 +29,6 @@ class KvStages<Dims, kIsKey> {
   // Whether KV that is read once is copied as such.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // Has a stage that will follow on its way to the L2, if no one else reads it: there are few stages in the ring, too
-  // few for the latency of device memory.
-  __device__ __forceinline__ void announce(int32_t lane_slot, const StageRecord& record) const {
-    if (!record.is_read_once() || kFirstToken + copy_.lane >= record.num_tokens()) return;
-    ptx::prefetch_to_l2<Dims::kTokenBytes>(static_cast<const char*>(params_.k_cache) + first_byte_ +
-                                           uint64_t{static_cast<uint32_t>(lane_slot)} *
-                                               params_.k_slot_bytes);
-  }
-
   // The next stage. lane_slot: the slot of this half's token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t target =

@@ -91,10 +91,6 @@ class Producer {
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
       do {
         if (i >= 0) {
-          if constexpr (Dims::kIsLatent) {
-            // Before the last one: the slots of the next batch are there by now.
-            if (i > turn && i + 1 == batch.count) announce(next_);
-          }
           const StageRecord record = batch.records[0];
           stages_.fill(batch.pop_front(), record);
         }
@@ -110,13 +106,6 @@ class Producer {
   }
 
  private:
-  __device__ __forceinline__ void announce(const StageBatch& batch) const {
-#pragma unroll
-    for (int i = 0; i < StageBatch::kStages; ++i) {
-      if (i < batch.count) stages_.announce(batch.slots[i], batch.records[i]);
-    }
-  }
-
   // Whether the plan reads more than the L2 keeps for long. Where it reads less, hints cost up to 2%.
   __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
     constexpr int64_t kBytes = 16'000'000;  // measured on an H100, whose L2 has 50 MB

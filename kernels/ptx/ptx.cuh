@@ -41,12 +41,6 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
                : "memory");
 }
 
-// Has so many bytes, of whole 16-byte chunks, on their way to the L2. From compute capability 9.0 on.
-template <int kBytes>
-__device__ __forceinline__ void prefetch_to_l2(const void* global) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "n"(kBytes) : "memory");
-}
-
 // The first one where `valid`, else 16 bytes of zeros; `global` must be a valid address either way.
 __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const void* global,
                                                       bool valid) {
