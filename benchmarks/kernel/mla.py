@@ -33,7 +33,7 @@ from kernel.numerics import compare
 from kernel.request_forests import SLOTS, Forest, lognormal_lengths
 from kernel.workloads import LAYERS, Workload, WorkloadTensors
 from sglang_pat.bench import timing
-from sglang_pat.cli.arguments import quoted
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.support import LATENT_HEAD_DIMS
 
@@ -252,7 +252,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
     )
     parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
-    parser.add_argument("--heads", type=_heads, default=16, help="of --tree; %(default)s")
+    parser.add_argument(
+        "--heads", type=whole_number(1, 64), default=16, help="of --tree; %(default)s"
+    )
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
@@ -312,10 +314,3 @@ def _workloads(args: argparse.Namespace) -> list[LatentWorkload]:
     chosen = [LatentWorkload(args.tree, args.heads)] if args.tree else workloads(quick=args.quick)
     dtype = getattr(torch, args.dtype)
     return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]
-
-
-def _heads(text: str) -> int:
-    """The argparse type of query heads."""
-    if text.isdecimal() and 1 <= int(text) <= 64:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: 1 to 64 query heads")
