@@ -91,15 +91,19 @@ void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32
   params.max_merges = max_merges;
 }
 
-void set_layer(DecodeArgument& self, uintptr_t q, uint32_t q_stride_chunks, int32_t num_requests,
-               int32_t num_q_heads, int32_t num_kv_heads, uintptr_t k_cache, uint32_t k_slot_bytes,
-               uintptr_t v_cache, uint32_t v_slot_bytes, uintptr_t out, uintptr_t out_lse,
-               float sm_scale, float logit_cap, float k_scale, float v_scale,
-               uintptr_t k_scale_on_device, uintptr_t v_scale_on_device, uintptr_t sinks,
-               pat::SinkType sink_type) {
+// rope: of latent attention; 0: none.
+void set_queries(DecodeArgument& self, uintptr_t q, uint32_t row_chunks, uint32_t head_chunks,
+                 uintptr_t rope, uint32_t rope_row_chunks, uint32_t rope_head_chunks) {
+  self.params.q = {pointer<const void>(q), row_chunks, head_chunks};
+  self.params.q_rope = {pointer<const void>(rope), rope_row_chunks, rope_head_chunks};
+}
+
+void set_layer(DecodeArgument& self, int32_t num_requests, int32_t num_q_heads,
+               int32_t num_kv_heads, uintptr_t k_cache, uint32_t k_slot_bytes, uintptr_t v_cache,
+               uint32_t v_slot_bytes, uintptr_t out, uintptr_t out_lse, float sm_scale,
+               float logit_cap, float k_scale, float v_scale, uintptr_t k_scale_on_device,
+               uintptr_t v_scale_on_device, uintptr_t sinks, pat::SinkType sink_type) {
   pat::DecodeParams& params = self.params;
-  params.q = pointer<const void>(q);
-  params.q_stride_chunks = q_stride_chunks;
   params.num_requests = num_requests;
   params.num_q_heads = num_q_heads;
   params.num_kv_heads = num_kv_heads;
@@ -175,6 +179,7 @@ PYBIND11_MODULE(_launch_params, module) {
       .def("set_buffers", &set_buffers)
       .def("set_step", &set_step)
       .def("set_launch", &set_launch)
+      .def("set_queries", &set_queries)
       .def("set_layer", &set_layer)
       .def("set_maps", &set_maps);
   py::class_<WriteArgument>(module, "WriteArgument", "The argument of write_kv_kernel.")

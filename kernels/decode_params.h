@@ -25,11 +25,18 @@ struct SinkArray {
 // Query row of a work item -> request of the item and query head of the group, without a division.
 struct QueryRows {
   int32_t group_size;
-  int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 16
+  int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 64
 
   static constexpr QueryRows of(int32_t group_size) {
     return {group_size, (65536 + group_size - 1) / group_size};
   }
+};
+
+// Queries, or some of their columns, each row aligned to 16 bytes.
+struct QueryArray {
+  const void* data;
+  uint32_t row_chunks;   // 16-byte chunks between requests
+  uint32_t head_chunks;  // between heads
 };
 
 // Score q.k -> logit in the base-2 domain: s * outer, or with soft-cap tanh(s * inner) * outer.
@@ -57,7 +64,8 @@ struct GatherParams {
 // multiplication (torch's division by a number of the host), or a division (torch's by a tensor of the device).
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
 
-// Keys or values of new tokens, and the cache that they go to. D: their head_dim.
+// Keys or values of new tokens, and the cache that they go to. D: their head_dim. In latent attention, with one KV
+// head, the first Dv columns of the rows, and the others, whose `cache` is where these columns begin.
 struct NewRows {
   const void* source;    // [num_tokens, num_kv_heads, D]
   int64_t token_stride;  // in elements
@@ -96,12 +104,12 @@ struct alignas(64) TensorMap {
 // Of both kernels of a decode step.
 struct DecodeParams {
   PlanView plan;
-  const void* q;             // [num_requests, Hq, D]
-  uint32_t q_stride_chunks;  // 16-byte chunks between requests
-  int32_t num_requests;      // the plan's must be the same
-  const void* k_cache;       // [num_slots, num_kv_heads, D]
-  const void* v_cache;       // [num_slots, num_kv_heads, Dv]
-  uint32_t k_slot_bytes;     // bytes between slots
+  QueryArray q;  // [num_requests, Hq, D], heads dense; in latent attention, the first Dv columns
+  QueryArray q_rope;      // in latent attention, the other columns
+  int32_t num_requests;   // the plan's must be the same
+  const void* k_cache;    // [num_slots, num_kv_heads, D]
+  const void* v_cache;    // [num_slots, num_kv_heads, Dv]
+  uint32_t k_slot_bytes;  // bytes between slots
   uint32_t v_slot_bytes;
   const int32_t* shared_slots;  // [num_shared_slots]
   const int32_t* req_to_token;  // [num_rows, table_width]

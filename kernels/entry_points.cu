@@ -34,6 +34,7 @@ __constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads<Dims>,
                                          .decode_shared_bytes = sizeof(SharedStorage<Dims>),
                                          .merge_threads = kMergeWarps * 32,
                                          .merge_ctas_per_sm = kMergeCtasPerSm,
+                                         .merge_slices = kMergeSlices<Dims::kValue>,
                                          .gather_threads = kGatherThreads,
                                          .write_threads = kWriteThreads};
 
@@ -42,10 +43,12 @@ __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
   pack_decode<Element, Dims, false>(params);
 }
 
+#if PAT_HEAD_DIM <= 256  // latent attention has no soft-cap
 __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
     pack_decode_soft_cap_kernel(const __grid_constant__ DecodeParams params) {
   pack_decode<Element, Dims, true>(params);
 }
+#endif
 
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
     merge_partials_kernel(const __grid_constant__ DecodeParams params) {

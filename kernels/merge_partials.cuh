@@ -2,7 +2,7 @@
 // LSE-weighted sum of their partials.
 //
 // Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x, so a few rows
-// occupy as many CTAs. One warp sums a row of few partials. All warps of a CTA share a row of many: each takes a
+// occupy as many CTAs. Of long outputs, a row is some of the columns of such a pair. One warp sums a row of few partials. All warps of a CTA share a row of many: each takes a
 // contiguous part, and one combines the parts in shared memory. Parts and orders depend on the number of partials
 // alone, so the result does not depend on the launch.
 #pragma once
@@ -19,8 +19,9 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 16;
 inline constexpr int kMergeCtasPerSm = 2;
-// A row of up to this many partials is one warp's: at most two rounds of loads.
-inline constexpr int kWarpPartials = 12;
+// A row of up to this many partials is one warp's: at most two rounds of loads; more, where rows are many.
+template <int kColumns>
+inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
 // Partials that make another warp worthwhile in a row of more.
 inline constexpr int kPartPartials = 6;
 
@@ -32,9 +33,15 @@ struct PartialRow {
   int num_heads;  // rows from one partial to the next
 };
 
-// Weighted sum of some partials of a row, in a warp. kLanes lanes hold a row, kVectors times 4 columns each. Where that
+// Columns of a row, of outputs of so many.
+template <int kColumns>
+inline constexpr int kMergeColumns = kColumns > 256 ? 128 : kColumns;
+template <int kColumns>
+inline constexpr int kMergeSlices = kColumns / kMergeColumns<kColumns>;
+
+// Weighted sum of some partials of a row, in a warp. kStride: from one output to the next. kLanes lanes hold a row, kVectors times 4 columns each. Where that
 // is half the warp, each half takes every other partial; lanes that are left over do what the first ones do.
-template <typename T, int kColumns, bool kSinks>
+template <typename T, int kColumns, int kStride, bool kSinks>
 struct PartialSum {
   static constexpr int kVectors = (kColumns + 127) / 128;
   static constexpr int kLanes = kColumns / 4 / kVectors;
@@ -56,7 +63,7 @@ struct PartialSum {
     const int first = kRowsAtOnce == 1 ? 0 : lane / kLanes;
     const float* lse = row.partial_lse + int64_t{begin + first} * row.num_heads;
     const T* out =
-        row.partial_out + lane % kLanes * 4 + int64_t{begin + first} * row.num_heads * kColumns;
+        row.partial_out + lane % kLanes * 4 + int64_t{begin + first} * row.num_heads * kStride;
     const int step = kRowsAtOnce * row.num_heads;
 #pragma unroll 1
     for (int left = end - begin - first; left > 0; left -= kInFlight * kRowsAtOnce) {
@@ -71,7 +78,7 @@ struct PartialSum {
             values[i][v] = __ldcg(reinterpret_cast<const uint2*>(out) + v * kLanes);
           }
         }
-        out += step * kColumns;
+        out += step * kStride;
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -100,7 +107,7 @@ struct PartialSum {
         const int partial = i * kRowsAtOnce + first;
         const int64_t row = int64_t{partial} * rows[r].num_heads;
         const auto* columns =
-            reinterpret_cast<const uint2*>(rows[r].partial_out + row * kColumns) + lane % kLanes;
+            reinterpret_cast<const uint2*>(rows[r].partial_out + row * kStride) + lane % kLanes;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           values[r][i][v] = {};
@@ -204,17 +211,43 @@ struct PartialSum {
   }
 };
 
+// A row of the output and its partials. kColumns: of the output.
+template <int kColumns>
+struct MergeRow {
+  static constexpr int kSlices = kMergeSlices<kColumns>;
+
+  int request;
+  int place;  // slice of a query head of the request
+  int first_partial;
+  int num_partials;
+
+  __device__ __forceinline__ int head() const { return place / kSlices; }
+  __device__ __forceinline__ int slice() const { return place % kSlices; }
+  __device__ __forceinline__ int first_column() const { return slice() * kMergeColumns<kColumns>; }
+
+  template <typename T>
+  __device__ __forceinline__ PartialRow<T> partials(const DecodeParams& params) const {
+    const int num_heads = params.num_q_heads;
+    const int64_t first = int64_t{first_partial} * num_heads + head();
+    return {static_cast<const T*>(params.partial_out) + first * kColumns + first_column(),
+            params.partial_lse + first, num_heads};
+  }
+
+  __device__ __forceinline__ int64_t out_row(const DecodeParams& params) const {
+    return int64_t{request} * params.num_q_heads + head();
+  }
+};
+
 // A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is. T: of the output.
-template <typename T, bool kScales, typename Partial, int kColumns, bool kSinks>
-__device__ __forceinline__ void store_sum(const DecodeParams& params,
-                                          const PartialSum<Partial, kColumns, kSinks>& sum,
-                                          int64_t out_row, float v_scale, int lane) {
-  using Sum = PartialSum<Partial, kColumns, kSinks>;
+template <typename T, bool kScales, int kColumns, typename Sum>
+__device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum& sum,
+                                          const MergeRow<kColumns>& row, float v_scale, int lane) {
+  const int64_t out_row = row.out_row(params);
   const bool empty = sum.weight == 0.f;
   float inverse = empty ? 0.f : 1.f / sum.weight;
   if constexpr (kScales) inverse *= v_scale;
   if (lane < Sum::kLanes) {
-    T* target = static_cast<T*>(params.out) + out_row * kColumns + lane * 4;
+    T* target = static_cast<T*>(params.out) + out_row * kColumns + row.first_column() + lane * 4;
 #pragma unroll
     for (int v = 0; v < Sum::kVectors; ++v) {
       const float4& columns = sum.columns[v];
@@ -223,30 +256,10 @@ __device__ __forceinline__ void store_sum(const DecodeParams& params,
                      ptx::pack<T>(columns.z * inverse, columns.w * inverse));
     }
   }
-  if (params.out_lse != nullptr && lane == 0) {
+  if (params.out_lse != nullptr && lane == 0 && row.slice() == 0) {
     params.out_lse[out_row] = empty ? -INFINITY : sum.maximum + logf(sum.weight);
   }
 }
-
-// A row of the output and its partials.
-struct MergeRow {
-  int request;
-  int head;
-  int first_partial;
-  int num_partials;
-
-  template <typename T, int kColumns>
-  __device__ __forceinline__ PartialRow<T> partials(const DecodeParams& params) const {
-    const int num_heads = params.num_q_heads;
-    const int64_t first = int64_t{first_partial} * num_heads + head;
-    return {static_cast<const T*>(params.partial_out) + first * kColumns,
-            params.partial_lse + first, num_heads};
-  }
-
-  __device__ __forceinline__ int64_t out_row(const DecodeParams& params) const {
-    return int64_t{request} * params.num_q_heads + head;
-  }
-};
 
 // How many partials are few: in merge_partials(), the type of an argument.
 template <int kFew>
@@ -256,20 +269,21 @@ struct Few {};
 // values in them yet. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
-  using Sum = PartialSum<Partial, kColumns, kSinks>;
+  using Sum = PartialSum<Partial, kMergeColumns<kColumns>, kColumns, kSinks>;
+  using MergeRow = MergeRow<kColumns>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
   __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int num_heads = params.num_q_heads;
-  const int num_rows = params.plan.header->num_merges * num_heads;
+  const int num_places = params.num_q_heads * kMergeSlices<kColumns>;  // of a request
+  const int num_rows = params.plan.header->num_merges * num_places;
   const int row_step = gridDim.x * kMergeWarps;
   const auto* entries = reinterpret_cast<const int4*>(params.plan.merges);
   int own = blockIdx.x + warp * gridDim.x;
-  int4 entry = own < num_rows ? entries[own / num_heads] : int4{};
-  int head = own % num_heads;
+  int4 entry = own < num_rows ? entries[own / num_places] : int4{};
+  int place = own % num_places;
   const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
   // In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the
   // first one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor
@@ -288,7 +302,8 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   // in every warp.
   int first_own = blockIdx.x;
   const auto merge_few = [&]<int kFew>(Few<kFew>) {
-    constexpr int kRows = std::max(Sum::kInFlight / kFew, 1);
+    constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // by registers
+    constexpr int kRows = std::max(std::min(Sum::kInFlight / kFew, kMost), 1);
     if constexpr (kRows == 1) return false;
     MergeRow rows[kRows];
     PartialRow<Partial> partials[kRows];
@@ -296,11 +311,11 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     bool are_few = true;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int place = own + r * row_step;
-      const int4 at = r == 0 ? entry : place < num_rows ? entries[place / num_heads] : int4{};
-      rows[r] = {at.x, place % num_heads, at.y, at.z};
-      partials[r] = rows[r].template partials<Partial, kColumns>(params);
-      counts[r] = place < num_rows ? at.z : 0;
+      const int next = own + r * row_step;
+      const int4 at = r == 0 ? entry : next < num_rows ? entries[next / num_places] : int4{};
+      rows[r] = {at.x, next % num_places, at.y, at.z};
+      partials[r] = rows[r].template partials<Partial>(params);
+      counts[r] = next < num_rows ? at.z : 0;
       are_few &= counts[r] <= kFew;
     }
     if (!__syncthreads_and(are_few)) return false;
@@ -309,24 +324,24 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (own + r * row_step >= num_rows) continue;
-      if (kSinks) sums[r].add_sink(load_sink(params.sinks, rows[r].head));
-      store_sum<T, kScales>(params, sums[r], rows[r].out_row(params), v_scale, lane);
+      if (kSinks) sums[r].add_sink(load_sink(params.sinks, rows[r].head()));
+      store_sum<T, kScales>(params, sums[r], rows[r], v_scale, lane);
     }
     first_own += (kRows - 1) * row_step;
     own += (kRows - 1) * row_step;
-    if (own + row_step < num_rows) entry = entries[(own + row_step) / num_heads];
-    head = (own + row_step) % num_heads;
+    if (own + row_step < num_rows) entry = entries[(own + row_step) / num_places];
+    place = (own + row_step) % num_places;
     return true;
   };
   // Until the CTA's first warp has no row.
   for (; first_own < num_rows; first_own += row_step, own += row_step) {
     if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
-    MergeRow row{entry.x, head, entry.y, entry.z};
+    MergeRow row{entry.x, place, entry.y, entry.z};
     const bool is_mine = own < num_rows;
-    const bool is_long = is_mine && row.num_partials > kWarpPartials;
+    const bool is_long = is_mine && row.num_partials > kWarpPartials<kColumns>;
     if (own + row_step < num_rows) {
-      entry = entries[(own + row_step) / num_heads];
-      head = (own + row_step) % num_heads;
+      entry = entries[(own + row_step) / num_places];
+      place = (own + row_step) % num_places;
     }
 
     // The warp's own row, then the CTA's long ones, if it has any: in one loop, so that there is one copy of the code.
@@ -348,9 +363,9 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       const int part = is_shared ? warp : 0;
       Sum sum;
       if (part < num_parts) {
-        sum = Sum::of(row.template partials<Partial, kColumns>(params), count * part / num_parts,
+        sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
                       count * (part + 1) / num_parts, lane);
-        if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head));
+        if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
       }
       if (is_shared) {
 #pragma unroll
@@ -361,7 +376,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
         __syncthreads();
         if (warp != turn) continue;
       }
-      store_sum<T, kScales>(params, sum, row.out_row(params), v_scale, lane);
+      store_sum<T, kScales>(params, sum, row, v_scale, lane);
     }
   }
 }

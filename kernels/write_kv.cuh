@@ -1,5 +1,5 @@
 // write_kv: keys and values of a step's new tokens into their slots of the KV cache: as they are, or into a cache of
-// one-byte numbers scaled and rounded. The bytes are those of SGLang's pool, which has a store of its own for that, and
+// one-byte numbers scaled and rounded. In latent attention, the first columns of a row and the others take their places. The bytes are those of SGLang's pool, which has a store of its own for that, and
 // before it up to four kernels of torch that scale and round.
 //
 // What such a small kernel costs is its start. So the code that runs is short: keys and values share it where they have
@@ -118,16 +118,18 @@ __device__ __forceinline__ void write_kv(const WriteParams& params) {
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   const uint32_t token = blockIdx.x, index = blockIdx.y * kWriteThreads + threadIdx.x;
-  const uint32_t key_chunks = params.num_kv_heads * (Dims::kKey / kWriteColumns);
-  const uint32_t value_chunks = params.num_kv_heads * (Dims::kValue / kWriteColumns);
-  if (index >= key_chunks + value_chunks) return;
-  const bool is_value = index >= key_chunks;
-  const uint32_t chunk = is_value ? index - key_chunks : index;
-  const NewRows& rows = params.rows[is_value];
-  if (Dims::kKey == Dims::kValue || !is_value) {
-    write_chunk<T, Dims::kKv, Dims::kKey>(params, rows, token, chunk);
+  constexpr int kFirst = Dims::kIsLatent ? Dims::kValue : Dims::kKey;
+  constexpr int kSecond = Dims::kIsLatent ? Dims::kKey - Dims::kValue : Dims::kValue;
+  const uint32_t first_chunks = params.num_kv_heads * (kFirst / kWriteColumns);
+  const uint32_t second_chunks = params.num_kv_heads * (kSecond / kWriteColumns);
+  if (index >= first_chunks + second_chunks) return;
+  const bool is_second = index >= first_chunks;
+  const uint32_t chunk = is_second ? index - first_chunks : index;
+  const NewRows& rows = params.rows[is_second];
+  if (kFirst == kSecond || !is_second) {
+    write_chunk<T, Dims::kKv, kFirst>(params, rows, token, chunk);
   } else {
-    write_chunk<T, Dims::kKv, Dims::kValue>(params, rows, token, chunk);
+    write_chunk<T, Dims::kKv, kSecond>(params, rows, token, chunk);
   }
 }
 

@@ -290,6 +290,22 @@ py::tuple plan_sections() {
   return py::tuple(sections);
 }
 
+py::tuple shipped_tuple(std::span<const pat::ShippedCosts> shipped) {
+  py::list all;
+  for (const pat::ShippedCosts& costs : shipped) {
+    all.append(py::make_tuple(std::string(costs.gpu), costs.is_measured, costs.cost));
+  }
+  return py::tuple(all);
+}
+
+py::tuple tile_tuple(const pat::TileTable& table) {
+  py::list tiles;
+  for (const pat::TileConfig& tile : table) {
+    tiles.append(py::make_tuple(tile.block_q, tile.block_kv, tile.num_warps));
+  }
+  return py::tuple(tiles);
+}
+
 py::tuple kv_tokens_tuple(const pat::KvTokens& tokens) {
   return py::make_tuple(tokens.query_centric, tokens.planned, tokens.lower_bound);
 }
@@ -306,12 +322,10 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("READ_ONCE") = pat::KvSegment::kReadOnce;
   m.attr("DIRECT_STORE") = pat::kDirectStore;
   m.attr("MAX_PACKS_PER_REQUEST") = pat::kMaxPacksPerRequest;
-  m.attr("MAX_GROUP_SIZE") = pat::kMaxGroupSize;
-  py::list tiles;
-  for (const pat::TileConfig& tile : pat::kTileTable) {
-    tiles.append(py::make_tuple(tile.block_q, tile.block_kv, tile.num_warps));
-  }
-  m.attr("TILE_TABLE") = py::tuple(tiles);
+  m.attr("MAX_GROUP_SIZE") = pat::kTiles.max_group_size;
+  m.attr("MAX_LATENT_GROUP_SIZE") = pat::kLatentTiles.max_group_size;
+  m.attr("TILE_TABLE") = tile_tuple(pat::kTiles);
+  m.attr("LATENT_TILE_TABLE") = tile_tuple(pat::kLatentTiles);
 
   m.attr("PLAN_SECTIONS") = plan_sections();
 
@@ -332,24 +346,22 @@ PYBIND11_MODULE(_scheduler, m) {
 
   m.def(
       "plan_bounds",
-      [](int32_t max_requests, int32_t num_workers, int32_t group_size) {
-        constexpr int32_t kLargestTile = pat::kTileTable[pat::kNumTiles - 1].block_q;
-        const pat::PlanBounds bounds =
-            pat::plan_bounds(max_requests, num_workers, {group_size, kLargestTile});
+      [](int32_t max_requests, int32_t num_workers, int32_t group_size, bool latent) {
+        const pat::TileTable& table = pat::tiles_of(latent);
+        const pat::PlanBounds bounds = pat::plan_bounds(
+            max_requests, num_workers, {table, group_size, table.largest_block_q()});
         return py::make_tuple(bounds.capacity, bounds.num_partials);
       },
-      py::arg("max_requests"), py::arg("num_workers"), py::arg("group_size"));
+      py::arg("max_requests"), py::arg("num_workers"), py::arg("group_size"), py::kw_only(),
+      py::arg("latent") = false);
 
   py::class_<pat::CostModel>(m, "CostModel")
       .def(py::init(&cost_model_from_kwargs))
       .def("values", &cost_dict)
       .def("__eq__",
            [](const pat::CostModel& self, const pat::CostModel& other) { return self == other; });
-  py::list shipped;
-  for (const pat::ShippedCosts& costs : pat::kShippedCosts) {
-    shipped.append(py::make_tuple(std::string(costs.gpu), costs.is_measured, costs.cost));
-  }
-  m.attr("SHIPPED_COSTS") = py::tuple(shipped);
+  m.attr("SHIPPED_COSTS") = shipped_tuple(pat::kShippedCosts);
+  m.attr("SHIPPED_LATENT_COSTS") = shipped_tuple(pat::kShippedLatentCosts);
 
   m.def("row_lengths", &row_lengths<int64_t>, py::arg("lengths").noconvert(),
         py::arg("num_requests"), py::arg("num_rows"));
@@ -373,7 +385,7 @@ PYBIND11_MODULE(_scheduler, m) {
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens,
                        const pat::CostModel& cost, bool batch_invariant, bool one_tile,
-                       bool by_time) {
+                       bool by_time, bool latent) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
@@ -383,12 +395,13 @@ PYBIND11_MODULE(_scheduler, m) {
                                         .cost = cost,
                                         .batch_invariant = batch_invariant,
                                         .one_tile = one_tile,
-                                        .by_time = by_time});
+                                        .by_time = by_time,
+                                        .latent = latent});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
            py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"),
            py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
-           py::arg("one_tile") = false, py::arg("by_time") = true)
+           py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())
@@ -433,6 +446,9 @@ PYBIND11_MODULE(_scheduler, m) {
       .def_property_readonly(
           "num_shared_slots",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_shared_slots; })
+      .def_property_readonly(
+          "tile_table",
+          [](const pat::PackScheduler& self) { return tile_tuple(self.tile_table()); })
       .def_property_readonly("kv_tokens",
                              [](const pat::PackScheduler& self) {
                                return kv_tokens_tuple(self.last_plan().kv_tokens());

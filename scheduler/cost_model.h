@@ -37,8 +37,16 @@ struct SplitCosts {
   int32_t query_row = 61;  // 0.95
   // A work item takes as long as this many tokens at least: the latency of its loads.
   int32_t shortest = 48 * kCostUnit;
-  // A KV token, by the body that takes it (in the order of the tile table). The same for all: they wait for memory.
+  // A KV token, by the rows of the body that takes it (in the order of kTileTable). The same for all: they wait for
+  // memory.
   std::array<int32_t, kNumTiles> token = default_token();
+
+  // Bodies of another kind of layer have the rows of one of kTileTable.
+  constexpr int32_t token_of(const TileConfig& body) const {
+    int32_t tile = 0;
+    while (tile + 1 < kNumTiles && kTileTable[tile].block_q < body.block_q) ++tile;
+    return token[tile];
+  }
 
   bool operator==(const SplitCosts&) const = default;
 
@@ -96,6 +104,20 @@ inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
     {.gpu = "A100", .is_measured = false, .cost = {.packing = {.reread_token = 18}}},
     {.gpu = "L40S", .is_measured = false, .cost = {.packing = {.reread_token = 11}}},
     {.gpu = "B200", .is_measured = false, .cost = {.packing = {.reread_token = 32}}},
+}};
+
+// The same of latent attention; the unit is a token of its one KV head. A tile of 64 rows waits for the tensor cores
+// about as long as for memory, so a token that is read again costs nearly as much as one that is not: what packing
+// saves is tiles. Estimates, from the work of such a tile and the bandwidths of the GPU; of others the H100's.
+inline constexpr CostModel latent_costs(int32_t reread_token) {
+  return {.packing = {.reread_token = reread_token,
+                      .partial_row = 115,  // 1.8
+                      .item = 60 * kCostUnit},
+          .split = {.item = 60 * kCostUnit, .shortest = 128 * kCostUnit}};
+}
+inline constexpr std::array<ShippedCosts, 2> kShippedLatentCosts = {{
+    {.gpu = "H100", .is_measured = false, .cost = latent_costs(38)},
+    {.gpu = "H200", .is_measured = false, .cost = latent_costs(54)},
 }};
 
 }  // namespace pat

@@ -33,7 +33,7 @@ class Stopwatch {
 
 PackScheduler::PackScheduler(const SchedulerConfig& config)
     : config_(config),
-      tiles_(config.group_size, config.max_block_q, config.one_tile),
+      tiles_(tiles_of(config.latent), config.group_size, config.max_block_q, config.one_tile),
       packer_(config.policy, config.cost.packing, tiles_),
       splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
                 config.cost, tiles_),
@@ -47,11 +47,12 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
 
 std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerConfig& config) {
   int32_t narrow = 0;
-  for (const TileConfig& tile : kTileTable) {
+  const TileTable& table = tiles_of(config.latent);
+  for (const TileConfig& tile : table) {
     if (tile.block_q < config.max_block_q) narrow = std::max(narrow, tile.block_q);
   }
   if (narrow < config.group_size) return {};
-  const TileSelection tiles(config.group_size, narrow);
+  const TileSelection tiles(table, config.group_size, narrow);
   return Narrow{.tiles = tiles,
                 .packer = Packer(Policy::kMemory, config.cost.packing, tiles),
                 .splitter = KvSplitter({.num_workers = config.num_workers,
@@ -186,7 +187,8 @@ PlanSummary PackScheduler::summarize() const {
   const auto& [packing, split, plan, lengths] = last_;
   PlanSummary summary{.packs = static_cast<int32_t>(packing.packs.size()),
                       .work_items = plan.header().num_work_items,
-                      .partials = plan.header().num_partials};
+                      .partials = plan.header().num_partials,
+                      .tiles_by_body = std::vector<int32_t>(tiles_.table().num_tiles)};
   std::vector<int32_t> packs_of(lengths.size(), 0);
   for (const Pack& pack : packing.packs) {
     const size_t bin = std::bit_width(static_cast<uint32_t>(pack.num_requests)) - 1;

@@ -1,7 +1,6 @@
 // The pipeline: paths and seq_lens -> plan, and whether the last plan still serves. No CUDA, no torch.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -32,6 +31,7 @@ struct SchedulerConfig {
   bool one_tile = false;  // all work items are executed in the largest body
   // Policy::kMemory: a small step has other packs where it is expected to end earlier with them.
   bool by_time = true;
+  bool latent = false;  // the layers are latent attention: another tile table
 };
 
 // Wall time of the stages of the last plan(), in nanoseconds.
@@ -57,8 +57,8 @@ struct PlanSummary {
   int32_t partials_before_split = 0;  // as if no tile had been cut
   double tail = 1.0;                  // cost of the slowest worker over the mean of all workers
   int64_t time = 0;                   // Split::time
-  std::vector<int32_t> requests_per_pack = {};        // packs by floor(log2(requests))
-  std::array<int32_t, kNumTiles> tiles_by_body = {};  // in the order of the tile table
+  std::vector<int32_t> requests_per_pack = {};  // packs by floor(log2(requests))
+  std::vector<int32_t> tiles_by_body = {};      // in the order of the tile table
 };
 
 class PackScheduler {
@@ -83,6 +83,7 @@ class PackScheduler {
 
   const DecodePlan& last_plan() const { return last_.plan; }
   const StageTimes& stage_times() const { return times_; }
+  const TileTable& tile_table() const { return tiles_.table(); }
   PlanSummary summarize() const;
 
  private:

@@ -57,10 +57,18 @@ class DecodeArgument:
     ) -> None: ...
     def set_launch(self, counters: int, counter: int, max_merges: int, /) -> None: ...
     def set_maps(self, keys: int, values: int, /) -> None: ...
-    def set_layer(
+    def set_queries(
         self,
         q: int,
-        q_stride_chunks: int,
+        row_chunks: int,
+        head_chunks: int,
+        rope: int,
+        rope_row_chunks: int,
+        rope_head_chunks: int,
+        /,
+    ) -> None: ...
+    def set_layer(
+        self,
         num_requests: int,
         num_q_heads: int,
         num_kv_heads: int,

@@ -18,8 +18,11 @@ READ_ONCE: int
 SHARED_KV: int
 DIRECT_STORE: int
 MAX_GROUP_SIZE: int
+MAX_LATENT_GROUP_SIZE: int
 TILE_TABLE: tuple[tuple[int, int, int], ...]
 """(block_q, block_kv, num_warps) of every tile body, ascending in block_q."""
+LATENT_TILE_TABLE: tuple[tuple[int, int, int], ...]
+"""The bodies of latent attention."""
 MAX_PACKS_PER_REQUEST: int
 """How many packs a request takes part in at most, in the mean of a batch."""
 PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
@@ -55,7 +58,9 @@ class PlanCapacity:
     def layout(self) -> dict[str, int]:
         """Offset of `header` and of every section, and `size` of the buffer, in int32 units."""
 
-def plan_bounds(max_requests: int, num_workers: int, group_size: int) -> tuple[PlanCapacity, int]:
+def plan_bounds(
+    max_requests: int, num_workers: int, group_size: int, *, latent: bool = False
+) -> tuple[PlanCapacity, int]:
     """Give what the plan of any batch of up to `max_requests` requests needs.
 
     Returns the capacity of the plan buffer and the number of partials. Shared slots have no such
@@ -89,6 +94,8 @@ class CostModel:
 SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
 its own."""
+SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
+"""The same of latent attention. Of other GPUs the first one's."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.
@@ -170,6 +177,7 @@ class PackScheduler:
         batch_invariant: bool = ...,
         one_tile: bool = ...,
         by_time: bool = ...,
+        latent: bool = ...,
     ) -> None: ...
     @overload
     def plan(self, forest: PrefixForest, seq_lens: _Int32) -> None: ...
@@ -209,6 +217,9 @@ class PackScheduler:
     @property
     def num_shared_slots(self) -> int: ...
     @property
+    def tile_table(self) -> tuple[tuple[int, int, int], ...]:
+        """TILE_TABLE, or LATENT_TILE_TABLE if latent."""
+    @property
     def kv_tokens(self) -> tuple[int, int, int]:
         """(query_centric, planned, lower_bound) of the last plan, per KV head."""
     @property
@@ -218,5 +229,5 @@ class PackScheduler:
         """What the last plan looks like, for reports. partials: of one query row; before the split:
         as if no tile had been cut. tail: cost of the slowest worker over the mean of all.
         requests_per_pack: packs with 2**i to 2**(i + 1) - 1 requests. tiles_by_body: in the order
-        of TILE_TABLE.
+        of tile_table.
         """

@@ -19,7 +19,6 @@ import torch
 
 from sglang_pat import support
 from sglang_pat._scheduler import (
-    MAX_GROUP_SIZE,
     CostModel,
     PackScheduler,
     PrefixForest,
@@ -106,7 +105,8 @@ class PackAttention:
         num_qo_heads, num_kv_heads : int
             Heads of this rank. `num_qo_heads` is a multiple of `num_kv_heads`.
         head_dim : int
-            Of queries and keys, and of values unless `v_head_dim` is given.
+            Of queries and keys, and of values unless `v_head_dim` is given. 576, with `v_head_dim`
+            512 and one KV head, is latent attention (MLA, absorbed).
         dtype : torch.dtype
             Of queries and outputs.
         v_head_dim : int, optional
@@ -175,7 +175,8 @@ class PackAttention:
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
             by_time=kernels is not None,
-            cost=CostModel() if kernels is None else costs_of(self.device),
+            latent=shape.is_latent,
+            cost=CostModel() if kernels is None else costs_of(self.device, latent=shape.is_latent),
         )
         sizes = None
         if max_requests is not None:
@@ -183,7 +184,11 @@ class PackAttention:
                 raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
             if not batch_invariant:
                 sizes = BufferSizes.for_requests(
-                    max_requests, max_shared_slots, num_workers, shape.group_size
+                    max_requests,
+                    max_shared_slots,
+                    num_workers,
+                    shape.group_size,
+                    latent=shape.is_latent,
                 )
             elif max_seq_len is None:
                 raise ValueError("batch_invariant with max_requests needs max_seq_len")
@@ -334,6 +339,7 @@ class PackAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         *,
+        q_rope: torch.Tensor | None = ...,
         out: torch.Tensor | None = ...,
         sm_scale: float | None = ...,
         logit_cap: float = ...,
@@ -350,6 +356,7 @@ class PackAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         *,
+        q_rope: torch.Tensor | None = ...,
         out: torch.Tensor | None = ...,
         sm_scale: float | None = ...,
         logit_cap: float = ...,
@@ -365,6 +372,7 @@ class PackAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         *,
+        q_rope: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
@@ -380,10 +388,15 @@ class PackAttention:
         Parameters
         ----------
         q : torch.Tensor
-            `[num_requests, num_qo_heads, head_dim]`.
+            `[num_requests, num_qo_heads, head_dim]`; with `q_rope` `[num_requests, num_qo_heads,
+            v_head_dim]`.
         k_cache, v_cache : torch.Tensor
             `[num_slots, num_kv_heads, head_dim]` and `[num_slots, num_kv_heads, v_head_dim]`,
-            SGLang's pool layout. This step's token has been written.
+            SGLang's pool layout. This step's token has been written. Of latent attention `v_cache`
+            is the view `k_cache[..., :v_head_dim]`.
+        q_rope : torch.Tensor, optional
+            Of latent attention: `[num_requests, num_qo_heads, head_dim - v_head_dim]`, the last
+            columns of the queries, where they lie apart from the first ones.
         out : torch.Tensor, optional
             `[num_requests, num_qo_heads, v_head_dim]`; written. Allocated by default.
         sm_scale : float, optional
@@ -419,7 +432,14 @@ class PackAttention:
             raise RuntimeError("run() needs a plan: call plan() first")
         num_requests, dtype, kv_dtype = self._num_requests, self.dtype, self.kv_dtype
         num_heads, num_kv_heads, head_dim, v_head_dim = self.shape
-        self._check_tensor("q", q, (num_requests, num_heads, head_dim), dtype)
+        q_dim = head_dim
+        if q_rope is not None:
+            if not self.shape.is_latent:
+                raise ValueError("q_rope belongs to latent attention; pass whole queries as q")
+            q_dim = v_head_dim
+            rope_shape = (num_requests, num_heads, head_dim - v_head_dim)
+            self._check_tensor("q_rope", q_rope, rope_shape, dtype)
+        self._check_tensor("q", q, (num_requests, num_heads, q_dim), dtype)
         self._check_tensor("k_cache", k_cache, (None, num_kv_heads, head_dim), kv_dtype)
         self._check_tensor("v_cache", v_cache, (None, num_kv_heads, v_head_dim), kv_dtype)
         if k_cache.shape[0] != v_cache.shape[0]:
@@ -427,6 +447,8 @@ class PackAttention:
                 f"k_cache and v_cache must have as many slots, got {list(k_cache.shape)} and "
                 f"{list(v_cache.shape)}"
             )
+        if self.shape.is_latent:
+            _check_latent_values(k_cache, v_cache)
         out_shape = (num_requests, num_heads, v_head_dim)
         if out is not None:
             self._check_tensor("out", out, out_shape, dtype)
@@ -444,7 +466,19 @@ class PackAttention:
         if return_lse:
             lse = q.new_empty((num_requests, num_heads), dtype=torch.float32)
         self._executor.run(
-            LayerInputs(q, k_cache, v_cache, out, lse, scale, logit_cap, sinks, k_scale, v_scale)
+            LayerInputs(
+                q,
+                k_cache,
+                v_cache,
+                out,
+                lse,
+                scale,
+                logit_cap,
+                sinks,
+                k_scale,
+                v_scale,
+                q_rope,
+            )
         )
         return out if lse is None else (out, lse)
 
@@ -586,6 +620,16 @@ class PackAttention:
             raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
 
 
+def _check_latent_values(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if k_cache.data_ptr() != v_cache.data_ptr() or k_cache.stride() != v_cache.stride():
+        columns = v_cache.shape[-1]
+        raise ValueError(
+            f"v_cache must be the view k_cache[..., :{columns}], got "
+            f"address {v_cache.data_ptr()} and strides {v_cache.stride()} beside "
+            f"{k_cache.data_ptr()} and {k_cache.stride()}"
+        )
+
+
 def _check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -609,10 +653,12 @@ def _check_shape(shape: Shape) -> None:
             "num_qo_heads must be a positive multiple of num_kv_heads, "
             f"got {num_qo_heads} and {num_kv_heads}"
         )
-    if shape.group_size > MAX_GROUP_SIZE:
+    if shape.group_size > support.max_group_size(*head_dims):
         raise support.unsupported("query heads per KV head", shape.group_size)
     if tuple(head_dims) not in support.HEAD_DIMS:
         raise support.unsupported("head_dim", support.head_dim_name(*head_dims))
+    if shape.is_latent and num_kv_heads != 1:
+        raise ValueError(f"latent attention has 1 KV head, got {num_kv_heads}")
 
 
 def _check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

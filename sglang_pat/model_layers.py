@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_pat.support import HEAD_DIMS, MAX_GROUP_SIZE, head_dim_name, unsupported
+from sglang_pat.support import (
+    HEAD_DIMS,
+    LATENT_HEAD_DIMS,
+    MAX_GROUP_SIZE,
+    fills_tile,
+    head_dim_name,
+    unsupported,
+)
 
 FULL = "full attention"
 WINDOW = "sliding window"
@@ -133,14 +140,15 @@ class Layer:
         return self.refusal is None
 
 
-def read_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Every layer of the decoder that a `config.json` describes.
+def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
+    """Every layer of the decoder that a `config.json` describes, whole, as pat runs it on one of
+    `tp` GPUs.
 
     ValueError names a key that is missing or has no sense.
     """
     config = decoder_config(config)
     kinds = _kinds(config)
-    return tuple(_layer(config, index, kind) for index, kind in enumerate(kinds))
+    return tuple(_layer(config, index, kind, tp) for index, kind in enumerate(kinds))
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -203,7 +211,8 @@ def _description(layer: Layer) -> str:
 def _kinds(config: Mapping[str, Any]) -> list[str]:
     """The kind of every layer, by whichever key this family of models uses."""
     if config.get("kv_lora_rank") and not config.get("linear_attn_config"):
-        return [LATENT] * _num_layers(config)
+        attentions = 2 if config.get("model_type") == "longcat_flash" else 1  # of a layer
+        return [LATENT] * (attentions * _num_layers(config))
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_LETTERS.get(letter, letter) for letter in pattern]
@@ -219,7 +228,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
-    layers = positive(config, "num_hidden_layers")
+    layers = positive(config, "num_hidden_layers", config.get("num_layers"))
     if layers > _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers={layers:,}; allowed: 1 to {_MOST_LAYERS:,}")
     return layers
@@ -269,17 +278,17 @@ def _window_kinds(config: Mapping[str, Any], count: int) -> list[str]:
 # --- one layer ---
 
 
-def _layer(config: Mapping[str, Any], index: int, kind: str) -> Layer:
+def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
     if kind in (STATE, NO_ATTENTION):
         return Layer(index, kind, refusal=Refusal("attention", kind))
     qo_heads = positive(config, "num_attention_heads")
     if kind == LATENT:
         # What a token leaves behind is one vector for all heads, and its rotated part.
-        elements = positive(config, "kv_lora_rank") + count(config, "qk_rope_head_dim")
-        words = "multi-head latent attention (kv_lora_rank is set)"
+        rank = positive(config, "kv_lora_rank")
+        elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
-            index, kind, qo_heads, 1, elements, elements, kv_elements=elements,
-            refusal=Refusal("attention", words),
+            index, kind, qo_heads, 1, elements, rank, kv_elements=elements,
+            refusal=_latent_refusal(config, max(1, qo_heads // tp), elements, rank),
         )  # fmt: skip
     kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, qo_heads)
     if qo_heads % kv_heads:
@@ -333,6 +342,22 @@ def _refusal(
         return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
     if group_size > MAX_GROUP_SIZE:
         return Refusal("query heads per KV head", group_size)
+    return None
+
+
+def _latent_refusal(
+    config: Mapping[str, Any], heads: int, head_dim: int, v_head_dim: int
+) -> Refusal | None:
+    """Why SGLang's default backend runs a layer of latent attention. heads: of a rank."""
+    if config.get("index_topk"):
+        return Refusal("attention", "sparse latent attention (index_topk is set)")
+    if (head_dim, v_head_dim) != LATENT_HEAD_DIMS:
+        return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
+    if fills_tile(heads):
+        words = f"latent attention with nothing to gain: {heads} heads on a GPU fill a tile"
+        return Refusal("attention", words)
+    if has_float8_cache(config):
+        return Refusal("attention", "latent attention over an fp8 KV cache")
     return None
 
 

@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
+    LATENT_TILE_TABLE,
     OPEN_END,
     PLAN_SECTIONS,
     READ_ONCE,
     SHARED_KV,
+    SHIPPED_LATENT_COSTS,
     TILE_TABLE,
     CostModel,
     PackScheduler,
@@ -28,7 +30,7 @@ from sglang_pat._scheduler import (
     plan_bounds,
 )
 from sglang_pat.batch import IntArray
-from sglang_pat.support import GROWTH_TOKENS
+from sglang_pat.support import GROWTH_TOKENS, is_latent
 
 MIN_PIECE_TOKENS = 256
 _Integers = TypeVar("_Integers", int, npt.NDArray[np.int64])
@@ -43,25 +45,33 @@ def new_scheduler(
     batch_invariant: bool = False,
     one_tile: bool = False,
     by_time: bool = True,
+    latent: bool = False,
     cost: CostModel | None = None,
 ) -> PackScheduler:
     """A scheduler with the constants that PackAttention uses.
 
     by_time: a small step has other packs than `memory` makes, or none, where it is expected to end
-    earlier on a GPU. cost: None is its own.
+    earlier on a GPU. latent: the layers are latent attention. cost: None is its own.
     """
     return PackScheduler(
         group_size=group_size,
         num_workers=num_workers,
-        max_block_q=TILE_TABLE[-1][0],
+        max_block_q=(LATENT_TILE_TABLE if latent else TILE_TABLE)[-1][0],
         policy=policy,
         min_piece_tokens=MIN_PIECE_TOKENS,
         growth_tokens=growth_tokens,
         batch_invariant=batch_invariant,
         one_tile=one_tile,
         by_time=by_time,
+        latent=latent,
         cost=CostModel() if cost is None else cost,
     )
+
+
+def shipped_latent_costs(gpu: str) -> CostModel:
+    """What comes with the package for latent attention on a GPU; the H100's if it is unknown."""
+    first = SHIPPED_LATENT_COSTS[0][2]
+    return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
 
 class Shape(NamedTuple):
@@ -76,6 +86,11 @@ class Shape(NamedTuple):
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it is latent attention: values are the first columns of the keys."""
+        return is_latent(self.head_dim, self.v_head_dim)
 
 
 class PlanHeader(NamedTuple):
@@ -140,6 +155,8 @@ class DecodePlan:
         How many entries each section of the buffer can hold.
     kv_tokens
         KV tokens that a step reads at the lengths that the plan was made for.
+    tile_table
+        The scheduler's: what the tiles of the work items are.
     """
 
     ticket_begin = _Section()
@@ -149,10 +166,17 @@ class DecodePlan:
     gather_spans = _Section()
     merges = _Section()
 
-    def __init__(self, buffer: IntArray, capacity: PlanCapacity, kv_tokens: KvTokens) -> None:
+    def __init__(
+        self,
+        buffer: IntArray,
+        capacity: PlanCapacity,
+        kv_tokens: KvTokens,
+        tile_table: tuple[tuple[int, int, int], ...],
+    ) -> None:
         self.buffer = buffer
         self.capacity = capacity
         self.kv_tokens = kv_tokens
+        self.tile_table = tile_table
 
     @cached_property
     def header(self) -> PlanHeader:
@@ -190,7 +214,7 @@ class DecodePlan:
                     for request, slot in requests.tolist()
                 )
                 yield (
-                    f"ticket {ticket}: item {item}, tile {TILE_TABLE[tile][0]} rows, "
+                    f"ticket {ticket}: item {item}, tile {self.tile_table[tile][0]} rows, "
                     f"{' + '.join(segments)}, requests (->partial) {' '.join(stores)}"
                 )
         for request, begin, count, _ in self.merges.tolist():
@@ -234,7 +258,9 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
         The buffer is shorter than the layout.
     """
     kv_tokens = scheduler.write(*sizes, buffer)
-    return None if kv_tokens is None else DecodePlan(buffer, sizes.plan, KvTokens(*kv_tokens))
+    if kv_tokens is None:
+        return None
+    return DecodePlan(buffer, sizes.plan, KvTokens(*kv_tokens), scheduler.tile_table)
 
 
 def copy_plan(scheduler: PackScheduler) -> DecodePlan:
@@ -282,7 +308,13 @@ class BufferSizes(NamedTuple):
 
     @classmethod
     def for_requests(
-        cls, max_requests: int, num_shared_slots: int, num_workers: int, group_size: int
+        cls,
+        max_requests: int,
+        num_shared_slots: int,
+        num_workers: int,
+        group_size: int,
+        *,
+        latent: bool = False,
     ) -> BufferSizes:
         """What the plan of any batch of up to `max_requests` requests needs.
 
@@ -295,7 +327,7 @@ class BufferSizes(NamedTuple):
             Rows of a batch, padding included.
         num_shared_slots
             KV tokens of all shared ranges of a batch.
-        num_workers, group_size
+        num_workers, group_size, latent
             Those of the scheduler.
 
         Raises
@@ -303,7 +335,7 @@ class BufferSizes(NamedTuple):
         ValueError
             A parameter is out of range.
         """
-        capacity, num_partials = plan_bounds(max_requests, num_workers, group_size)
+        capacity, num_partials = plan_bounds(max_requests, num_workers, group_size, latent=latent)
         return cls(capacity, num_partials, num_shared_slots)
 
     @classmethod

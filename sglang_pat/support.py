@@ -17,8 +17,13 @@ DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 # Of the KV cache, besides that of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-# Of keys (and queries) and of values. A pair that is taken out here is refused everywhere.
-HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+# Of keys (and queries) and of values, where KV heads have keys and values of their own. A pair that
+# is taken out here is refused everywhere.
+GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+# Of latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
+# first numbers of its keys.
+LATENT_HEAD_DIMS = (576, 512)
+HEAD_DIMS = (*GQA_HEAD_DIMS, LATENT_HEAD_DIMS)
 OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
 # Compute capabilities that the kernels can be compiled for.
 CAPABILITIES = (
@@ -33,7 +38,11 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-MAX_GROUP_SIZE = 16  # kMaxGroupSize of kernels/contract/tile_table.h
+# Of these, those with kernels for latent attention.
+LATENT_CAPABILITIES = ((9, 0),)
+# kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
+MAX_GROUP_SIZE = 16
+MAX_LATENT_GROUP_SIZE = 64
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
 # Others read it in ways of their own.
@@ -45,6 +54,7 @@ DEFAULT_BACKENDS = (
     "triton",
     "torch_native",
     "intel_amx",
+    "flashmla",
 )
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
@@ -68,6 +78,43 @@ class SupportRow:
 def head_dim_name(head_dim: int, v_head_dim: int) -> str:
     """`128`, or `192/128` where values have another head_dim than keys."""
     return f"{head_dim}" if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
+
+
+def is_latent(head_dim: int, v_head_dim: int) -> bool:
+    """Whether layers of these head_dims are latent attention."""
+    return (head_dim, v_head_dim) == LATENT_HEAD_DIMS
+
+
+def max_group_size(head_dim: int, v_head_dim: int) -> int:
+    """Query heads per KV head that layers of these head_dims have at most."""
+    return MAX_LATENT_GROUP_SIZE if is_latent(head_dim, v_head_dim) else MAX_GROUP_SIZE
+
+
+def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
+    """Whether a tile of latent attention holds one request: then packing saves nothing.
+
+    num_drafts: rows of a request in a step, each with `num_heads` query heads.
+    """
+    return MAX_LATENT_GROUP_SIZE // num_heads <= num_drafts
+
+
+def has_kernels(
+    head_dim: int, v_head_dim: int, capability: tuple[int, int], *, converts_kv: bool = False
+) -> bool:
+    """Whether there are CUDA kernels for these head_dims on GPUs of a compute capability.
+
+    converts_kv: over a KV cache of one of CONVERTED_KV_DTYPES.
+    """
+    if capability < OLDEST_CAPABILITY or (head_dim, v_head_dim) not in HEAD_DIMS:
+        return False
+    if is_latent(head_dim, v_head_dim):
+        return capability in LATENT_CAPABILITIES and not converts_kv
+    return True
+
+
+def _latent_devices() -> str:
+    names = ", ".join("{}.{}".format(*each) for each in LATENT_CAPABILITIES)
+    return "on the CPU" + f" and on compute capability {names}" * bool(names)
 
 
 def _any_of(values: tuple[object, ...]) -> str:
@@ -98,11 +145,18 @@ _MATRIX = (
     SupportRow(
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
-        "tanh soft-cap; attention sinks",
+        "tanh soft-cap; attention sinks; latent attention (MLA) "
+        f"{_latent_devices()}, whose query heads times draft tokens are less than "
+        f"{MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA), an fp8 KV cache and LoRA "
+        "on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
-    SupportRow("query heads per KV head", f"1 to {MAX_GROUP_SIZE}", LAYER),
+    SupportRow(
+        "query heads per KV head",
+        f"1 to {MAX_GROUP_SIZE}; of latent attention 1 to {MAX_LATENT_GROUP_SIZE}",
+        LAYER,
+    ),
     SupportRow(
         "dtype of queries and KV cache",
         f"{_any_of(DTYPES)}; of the KV cache also {_any_of(CONVERTED_KV_DTYPES)}",

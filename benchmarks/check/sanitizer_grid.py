@@ -37,6 +37,7 @@ from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
 from sglang_pat.plan import BufferSizes
+from sglang_pat.support import LATENT_HEAD_DIMS
 
 HOPPER = (9, 0)
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -52,6 +53,7 @@ LONG = make_case([(-1, 700)], [(0, 90)] * 3 + [(-1, 1100), (-1, 30), (-1, 0)])
 WIDE = make_case([(-1, 130)], [(0, 1 + 7 * (i % 5)) for i in range(40)])
 # Many items in a ticket, or more tickets than a device runs CTAs: the ring's stages are used again.
 MANY = make_case([(-1, 20)] * 10, [(node, 1 + 5 * node) for node in range(10)] * 14)
+MORE = make_case([(-1, 20)] * 10, [(node, 1 + 5 * node) for node in range(10)] * 32)
 SPLIT = {"num_workers": 33, "min_piece_tokens": 64}
 
 
@@ -101,7 +103,8 @@ class Case:
         """The plan of the case, made."""
         group_size = self.heads[0] // self.heads[1]
         if self.seed is not None:
-            return random_plan(self.forest, group_size, self.seed)
+            plan = random_plan(self.forest, group_size, self.seed)
+            return plan.as_latent() if config.is_latent else plan
         batch_invariant = self.scheduler.get("batch_invariant", False)
         options = {
             "num_workers": 8,
@@ -110,6 +113,7 @@ class Case:
             "min_piece_tokens": 128,
             "by_time": False,  # small cases, which are to share
             "one_tile": batch_invariant and not config.tiles_agree,
+            "latent": config.is_latent,
             **self.scheduler,
         }
         scheduler = PackScheduler(
@@ -158,6 +162,31 @@ def _of_body(**body: Any) -> list[Case]:
     ]
 
 
+def _latent() -> list[Case]:
+    """Return the cases of latent attention, which has kernels on Hopper only."""
+
+    def case(name: str, forest: ForestCase, heads: int = 16, **more: Any) -> Case:
+        return Case(name, forest, (heads, 1), LATENT_HEAD_DIMS, **more)
+
+    per_node = {"policy": "per-node", "num_workers": 2}
+    alone = {"policy": "query-centric", "num_workers": 200}
+    return [
+        *(case(f"latent-group-{heads}", TREE, heads) for heads in (1, 5, 8, 16, 20, 64)),
+        case("latent-float16", TREE, dtype=FP16),
+        case("latent-ragged", RAGGED),
+        case("latent-sinks", LONG, scheduler=SPLIT, sinks=True),
+        case("latent-wide", WIDE, 8),
+        case("latent-split", LONG, scheduler=SPLIT),
+        case("latent-batch-invariant", LONG, scheduler={**SPLIT, "batch_invariant": True}),
+        *(case(f"latent-random-plan-{seed}", TREE, 8, seed=seed) for seed in range(3)),
+        case("latent-broken-key", TREE, broken=True),
+        case("latent-many-items", MANY, scheduler=per_node),
+        case("latent-many-tickets", MORE, scheduler=alone),
+        case("latent-runs", TREE, placement="ranges"),
+        case("latent-runs-mixed", LONG, scheduler=SPLIT, placement="mixed"),
+    ]
+
+
 GRID: dict[str, list[Case]] = {
     "wgmma": [
         *_of_body(),
@@ -171,6 +200,7 @@ GRID: dict[str, list[Case]] = {
     ],
     "fp8 wgmma": [*_of_body(kv_dtype=E4M3), Case("e5m2", TREE, kv_dtype=E5M2)],
     "fp8 mma.sync": _of_body(kv_dtype=E4M3, force_mma_sync=True),
+    "latent": _latent(),
 }
 
 
@@ -196,7 +226,10 @@ class _Inputs:
             torch.full((pool, kv_heads, columns), math.nan, dtype=case.dtype)
             for columns in case.head_dims
         )
-        for cache in (self.k, self.v):
+        self.is_latent = case.head_dims == LATENT_HEAD_DIMS
+        if self.is_latent:
+            self.v = self._values_in(self.k)
+        for cache in (self.v, self.k):
             cache[self.slots] = random(len(self.slots), *cache.shape[1:])
         self.rows = torch.randperm(2 * num_requests, generator=generator)[:num_requests]
         self.table = torch.full((2 * num_requests, width + 3), OUTSIDE, dtype=torch.int32)
@@ -208,6 +241,11 @@ class _Inputs:
         if case.kv_dtype is not None:
             self.k, self.v = self.k.to(case.kv_dtype), self.v.to(case.kv_dtype)
         self.sinks = torch.linspace(-3, 10, q_heads) if case.sinks else None
+
+    @staticmethod
+    def _values_in(keys: torch.Tensor) -> torch.Tensor:
+        """Those of latent attention."""
+        return keys[..., : LATENT_HEAD_DIMS[1]]
 
     def plant(self, *, uninitialized: bool) -> None:
         """The fault of `run_case`."""
@@ -226,7 +264,7 @@ class _Inputs:
         named = (self.k, self.v, self.table)
         if not uninitialized:
             k, v, table = (tensor.to(device) for tensor in named)
-            return k, v, table
+            return k, self._values_in(k) if self.is_latent else v, table
         k, v, table = (torch.empty_like(tensor, device=device) for tensor in named)
         # By memcpy, no kernel of torch's.
         for copy, tensor in ((k, self.k), (v, self.v)):
@@ -234,7 +272,7 @@ class _Inputs:
                 copy[begin:end].copy_(tensor[begin:end])
         for row, length in zip(self.rows.tolist(), self.lens.tolist(), strict=True):
             table[row, :length].copy_(self.table[row, :length])
-        return k, v, table
+        return k, self._values_in(k) if self.is_latent else v, table
 
 
 def _runs(slots: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -345,8 +383,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cases = [case for body in args.body for case in GRID[body][: 1 if args.planted else None]]
     on_gpu = torch.cuda.is_available()
+    if on_gpu and torch.cuda.get_device_capability() != HOPPER:
+        args.body = [body for body in args.body if body != "latent"]
+    cases = [case for body in args.body for case in GRID[body][: 1 if args.planted else None]]
     if args.compile:
         build_all(variants(cases, torch.cuda.get_device_capability() if on_gpu else HOPPER))
         return 0

@@ -81,7 +81,11 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
         _floor("pat-20 shared", of("pat-20"), 1.40),
         _no_loss("pat-20 shared", of("pat-20")),
         *(
-            _least(kind, [case for case in nothing_shared if case["kind"] == kind], limit)
+            _least(
+                f"unshared, {kind}",
+                [case for case in nothing_shared if case["kind"] == kind],
+                limit,
+            )
             for kind, limit in UNSHARED_LIMITS.items()
         ),
         _unshared_geomean(nothing_shared),
@@ -95,13 +99,70 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
     return [gate for gate in found if gate is not None]
 
 
+# Of latent attention: microseconds of a layer, by case.
+LATENT_US = {
+    "1,128_8192,256 h16": 85.0,
+    "1,128_8192,256 h8": 55.0,
+    "1,32_16384,512 h16": 50.0,
+    "1,64_2048,128 h16": 22.0,
+}
+
+
+def latent_gates(cases: Sequence[Case]) -> list[Gate]:
+    """What has to hold of latent attention (MLA)."""
+    named = {case["name"]: case for case in cases}
+    gained = [
+        case
+        for case in cases
+        if case["sharing"] >= 16 and case["prefix"] >= 4096 and case["heads_q"] <= 20
+    ]
+    alone = [case for case in cases if not case["shared"]]
+    title = "16 sharers, 4k, 20 heads"
+    return [
+        *(_at_most(name, named.get(name), limit) for name, limit in LATENT_US.items()),
+        _gain(title, gained, 2.2),
+        _least(title, gained, 1.3),
+        _floor(title, gained, 1.9),
+        _least("unshared, all", alone, 0.97),
+        _unshared_geomean(alone),
+        _over_default(alone, "fa3", 1.05),
+        _bitwise(cases),
+    ]
+
+
+def _at_most(name: str, case: Case | None, limit: float) -> Gate:
+    rule = f"{name} at most {limit:g} us"
+    if case is None:
+        return Gate("mla", rule, "no such case", None)
+    us = case["us"].get("pat", math.inf)
+    return _judged("mla", rule, [case], f"{us:.1f} us", us <= limit)
+
+
+def _gain(suite: str, cases: Sequence[Case], limit: float) -> Gate:
+    rule = f"geomean best peer/pat >= {limit:.2f}"
+    versus = _versus(cases)
+    if not versus:
+        return Gate(suite, rule, "no peers", None)
+    ratio = geomean(versus.values())
+    return _judged(suite, rule, cases, f"{ratio:.2f} over {len(versus)}", ratio >= limit)
+
+
+def _over_default(cases: Sequence[Case], name: str, limit: float) -> Gate:
+    suite, rule = "unshared, all", f"geomean {name}/pat >= {limit:.2f}"
+    ratios = [c["us"][name] / c["us"]["pat"] for c in cases if {name, "pat"} <= c["us"].keys()]
+    if not ratios:
+        return Gate(suite, rule, f"no {name}", None)
+    ratio = geomean(ratios)
+    return _judged(suite, rule, cases, f"{ratio:.3f} over {len(ratios)}", ratio >= limit)
+
+
 def _fp8(cases: Sequence[Case]) -> Iterable[Gate]:
     if not cases:
         return
     shared = [case for case in cases if case["shared"]]
     yield _floor("fp8 shared", shared, 1.70)
     yield _no_loss("fp8 shared", shared)
-    yield _least("fp8", [case for case in cases if not case["shared"]], 0.97)
+    yield _least("unshared, fp8", [case for case in cases if not case["shared"]], 0.97)
     yield _error("largest", "error", cases)
     yield _error("mean", "mean_error", cases)
 
@@ -145,8 +206,8 @@ def _no_loss(suite: str, cases: Sequence[Case]) -> Gate:
     return _judged(suite, rule, cases, text, not losses)
 
 
-def _least(kind: str, cases: Sequence[Case], limit: float) -> Gate:
-    suite, rule = f"unshared, {kind}", f"best peer/pat >= {limit:.2f} in all cases"
+def _least(suite: str, cases: Sequence[Case], limit: float) -> Gate:
+    rule = f"best peer/pat >= {limit:.2f} in all cases"
     versus = _versus(cases)
     if not versus:
         return Gate(suite, rule, "no peers", None)

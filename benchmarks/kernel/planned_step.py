@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler, PlanCapacity
+from sglang_pat._scheduler import (
+    LATENT_TILE_TABLE,
+    TILE_TABLE,
+    CostModel,
+    PackScheduler,
+    PlanCapacity,
+)
 from sglang_pat.attention import GROWTH_TOKENS, default_workers
 from sglang_pat.batch import DecodeBatch, Step
 from sglang_pat.executors.cuda import CudaExecutor
@@ -29,7 +35,7 @@ class PlannedStep:
         *,
         num_workers: int | None = None,
         policy: str = "memory",
-        max_block_q: int = TILE_TABLE[-1][0],
+        max_block_q: int | None = None,
         min_piece_tokens: int = MIN_PIECE_TOKENS,
         cost: CostModel | None = None,
         max_requests: int = 4096,
@@ -42,10 +48,11 @@ class PlannedStep:
         kernels = load_kernels(config, torch.cuda.current_device())
         if num_workers is None:
             num_workers = default_workers(kernels, num_kv_heads)
+        tiles = LATENT_TILE_TABLE if config.is_latent else TILE_TABLE
         self.scheduler = PackScheduler(
             group_size=num_qo_heads // num_kv_heads,
             num_workers=num_workers,
-            max_block_q=max_block_q,
+            max_block_q=max_block_q or tiles[-1][0],
             policy=policy,
             min_piece_tokens=min_piece_tokens,
             growth_tokens=GROWTH_TOKENS,
@@ -53,6 +60,7 @@ class PlannedStep:
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and not config.tiles_agree,
             by_time=by_time,
+            latent=config.is_latent,
         )
         capacity = PlanCapacity(
             num_tickets=8 * max_requests + num_workers,
@@ -96,11 +104,22 @@ class PlannedStep:
         sinks: torch.Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        q_rope: torch.Tensor | None = None,
     ) -> None:
         """Run the last plan written."""
-        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+        scale = k_cache.shape[-1] ** -0.5 if sm_scale is None else sm_scale
         self.executor.run(
             LayerInputs(
-                q, k_cache, v_cache, out, out_lse, scale, logit_cap, sinks, k_scale, v_scale
+                q,
+                k_cache,
+                v_cache,
+                out,
+                out_lse,
+                scale,
+                logit_cap,
+                sinks,
+                k_scale,
+                v_scale,
+                q_rope=q_rope,
             )
         )

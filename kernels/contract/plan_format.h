@@ -87,7 +87,7 @@ struct TicketBegin {
 // share much lie next to one another. The segments of all items follow one another without a gap, in the order of the
 // items.
 struct WorkItem {
-  int32_t tile;  // into kTileTable; num_requests * group_size <= block_q
+  int32_t tile;  // into the TileTable of the layer's kind; num_requests * group_size <= block_q
   int32_t num_requests;
   int32_t request_begin;  // into item_requests
   int32_t segment_begin;  // into kv_segments

@@ -1,5 +1,5 @@
 // CONTRACT between scheduler/ and kernels/: which tile bodies exist. Included by both; includes neither.
-// The scheduler may only choose a tile of this table, and the kernels instantiate exactly this table.
+// The scheduler may only choose a tile of the table of a layer's kind, and the kernels instantiate exactly that table.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,36 @@ inline constexpr int32_t kNumTiles = sizeof(kTileTable) / sizeof(kTileTable[0]);
 // A request's query rows never straddle two tiles, so the group must fit into the smallest one.
 inline constexpr int32_t kMaxGroupSize = 16;
 
-constexpr bool tile_table_is_ascending() {
-  for (int32_t i = 1; i < kNumTiles; ++i) {
-    if (kTileTable[i].block_q <= kTileTable[i - 1].block_q) return false;
+// Latent attention (MLA): all query heads over one KV head, of which values are a part of the keys.
+inline constexpr TileConfig kLatentTileTable[] = {
+    {.block_q = 64, .block_kv = 64, .num_warps = 8},
+};
+inline constexpr int32_t kNumLatentTiles = sizeof(kLatentTileTable) / sizeof(kLatentTileTable[0]);
+inline constexpr int32_t kMaxLatentGroupSize = 64;
+
+// The bodies of one kind of layer. A work item's tile is an index into it.
+struct TileTable {
+  const TileConfig* tiles;
+  int32_t num_tiles;
+  int32_t max_group_size;
+
+  constexpr const TileConfig& operator[](int32_t tile) const { return tiles[tile]; }
+  constexpr const TileConfig* begin() const { return tiles; }
+  constexpr const TileConfig* end() const { return tiles + num_tiles; }
+  constexpr int32_t largest_block_q() const { return tiles[num_tiles - 1].block_q; }
+  constexpr bool is_ascending() const {
+    for (int32_t i = 1; i < num_tiles; ++i) {
+      if (tiles[i].block_q <= tiles[i - 1].block_q) return false;
+    }
+    return num_tiles > 0;
   }
-  return true;
-}
-static_assert(kNumTiles > 0 && kTileTable[0].block_q >= kMaxGroupSize && tile_table_is_ascending());
+};
+
+inline constexpr TileTable kTiles{kTileTable, kNumTiles, kMaxGroupSize};
+inline constexpr TileTable kLatentTiles{kLatentTileTable, kNumLatentTiles, kMaxLatentGroupSize};
+static_assert(kTiles.is_ascending() && kTileTable[0].block_q >= kMaxGroupSize);
+static_assert(kLatentTiles.is_ascending() && kLatentTiles.largest_block_q() >= kMaxLatentGroupSize);
+
+constexpr const TileTable& tiles_of(bool is_latent) { return is_latent ? kLatentTiles : kTiles; }
 
 }  // namespace pat

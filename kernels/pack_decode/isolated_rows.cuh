@@ -56,7 +56,6 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
                                             int first_column, int end_column) {
   constexpr int kGroups = (Dims::kValue / 4 + 31) / 32;  // of four columns, per lane
   using Number = ComputeType<T, Dims>;                   // of the cache, converted
-  constexpr int kQueryBytes = Dims::kKey * 2;
   const int lane = ptx::lane_id();
   const WorkItem& work = params.plan.work_items[item];
   __syncwarp();  // what has been stored of these rows comes first
@@ -68,9 +67,17 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     const int request = params.plan.item_requests[work.request_begin + index].request;
     const int head = (target < 0 ? ~target : target) % params.num_q_heads;
     const int kv_head = head / params.rows.group_size;
-    const char* query = static_cast<const char*>(params.q) +
-                        static_cast<uint64_t>(request) * params.q_stride_chunks * kChunkBytes +
-                        head * kQueryBytes;
+    const auto row_of = [&](const QueryArray& array, uint64_t head_chunks) {
+      return static_cast<const char*>(array.data) +
+             (uint64_t{array.row_chunks} * request + head_chunks * head) * kChunkBytes;
+    };
+    const char* query =
+        row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
+    // From where the groups of its columns count on.
+    const char* rope = query;
+    if constexpr (Dims::kIsLatent) {
+      rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;
+    }
     const char* keys =
         static_cast<const char*>(params.k_cache) + kv_head * Dims::kKey * Dims::kElementBytes;
     const char* values =
@@ -93,7 +100,8 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
           float score = 0.f;
 #pragma unroll 4
           for (int group = 0; group < Dims::kKey / 4; ++group) {
-            const float4 a = load_columns<T, KvType::kAsQueries>(query, group);
+            const bool is_rope = Dims::kIsLatent && group >= Dims::kValue / 4;
+            const float4 a = load_columns<T, KvType::kAsQueries>(is_rope ? rope : query, group);
             const float4 b = load_columns<Number, Dims::kKv>(key, group);
             score += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
           }

@@ -11,6 +11,7 @@
 #include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA
+#include "pack_decode/latent_decode.cuh"
 #include "pack_decode/wgmma_body.cuh"
 #endif
 

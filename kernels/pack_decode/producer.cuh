@@ -56,11 +56,16 @@ struct StageBatch {
 
 // Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
 // needed later, also loads queries and writes the records.
+//
+// Where values lie in the keys, the two load one half each of a stage's tokens, and others load queries
+// (latent_producer.cuh).
 template <typename Dims, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<Dims>;
   using QueryCopy = RowCopy<Dims::kKey * 2>;
+  static constexpr bool kPublishes = !kIsKey && !Dims::kIsLatent;
+  static constexpr int kFirstToken = Dims::kIsLatent && !kIsKey ? kStageTokens : 0;  // of a stage
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
@@ -78,7 +83,7 @@ class Producer {
       StageBatch batch = next_;  // none in the first round
       if (batch.begins_item) {
         set_head(ticket_.kv_head);
-        if constexpr (!kIsKey) publish();
+        if constexpr (kPublishes) publish();
       }
       // Behind the first copies of an item: they are what the consumers wait for. Else before all.
       const int turn = batch.begins_item ? 0 : -1;
@@ -90,25 +95,21 @@ class Producer {
           stages_.fill(batch.pop_front(), record);
         }
         if (i > turn) continue;
-        if (tokens_left_ <= StageBatch::kStages * kStageTokens) tickets_.draw_ahead();
+        if (tokens_left_ <= StageBatch::kStages * Dims::kTokens) tickets_.draw_ahead();
         prefetch();
       } while (++i < batch.count);
       has_stages = next_.count > 0;
     }
     if constexpr (kHasConverters<Dims>) stages_.end();
-    if constexpr (kIsKey) {
-      tickets_.end();
-    } else {
-      publish_end();
-    }
+    if constexpr (kIsKey) tickets_.end();
+    if constexpr (kPublishes) publish_end();
   }
 
  private:
   // Whether the plan reads more than the L2 keeps for long. Where it reads less, hints cost up to 2%.
   __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
-    constexpr int64_t kBytesPerToken = (Dims::kKey + Dims::kValue) * Dims::kElementBytes;
     constexpr int64_t kBytes = 16'000'000;  // measured on an H100, whose L2 has 50 MB
-    return num_kv_tokens * (kBytesPerToken * params_.num_kv_heads) > kBytes;
+    return num_kv_tokens * (int64_t{Dims::kTokenBytes} * params_.num_kv_heads) > kBytes;
   }
 
   // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else
@@ -184,10 +185,10 @@ class Producer {
     left_ = segment.num_tokens;
     const int group_size = params_.rows.group_size;
     const int first = segment.first_request(), end = segment.end_request();
-    record_ =
-        StageRecord::of_rows(first * group_size, end * group_size, item_.num_requests * group_size)
-            .template of_tile<Dims>(item_.tile)
-            .as_read_once(segment.is_read_once());
+    record_ = StageRecord::of_rows(first * group_size, end * group_size,
+                                   item_.num_requests * group_size, Dims::kTokens)
+                  .template of_tile<Dims>(item_.tile)
+                  .as_read_once(segment.is_read_once());
     return true;
   }
 
@@ -213,27 +214,28 @@ class Producer {
     }
     next_.begins_item = is_new_;
     is_new_ = false;
-    if (left_ > StageBatch::kStages * kStageTokens) {
+    if (left_ > StageBatch::kStages * Dims::kTokens) {
 #pragma unroll
       for (int i = 0; i < StageBatch::kStages; ++i) {
-        next_.slots[i] = slots_[i * kStageTokens + lane_];
+        next_.slots[i] = slots_[i * Dims::kTokens + kFirstToken + lane_];
         next_.records[i] = record_;
       }
       next_.count = StageBatch::kStages;
-      slots_ += StageBatch::kStages * kStageTokens;
-      left_ -= StageBatch::kStages * kStageTokens;
-      if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * kStageTokens;
+      slots_ += StageBatch::kStages * Dims::kTokens;
+      left_ -= StageBatch::kStages * Dims::kTokens;
+      if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * Dims::kTokens;
       return;
     }
     next_.count = 0;
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
       if (!has_stage()) break;
-      const int num_tokens = min(left_, kStageTokens);
+      const int num_tokens = min(left_, Dims::kTokens);
       // On its way before the next stage is looked for: the first one's is waited for.
-      next_.slots[i] = lane_ < num_tokens ? slots_[lane_] : 0;
-      slots_ += kStageTokens;
-      left_ -= kStageTokens;
+      const int token = kFirstToken + lane_;
+      next_.slots[i] = token < num_tokens ? slots_[token] : 0;
+      slots_ += Dims::kTokens;
+      left_ -= Dims::kTokens;
       if constexpr (kIsKey) tokens_left_ -= num_tokens;
       is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
       next_.records[i] = record_.with_tokens(num_tokens).as_last(is_complete_);
@@ -248,7 +250,7 @@ class Producer {
 
   // The request of each query row of the item: lane l holds rows l and 32 + l.
   __device__ __forceinline__ void load_requests() {
-    if constexpr (!kIsKey) {
+    if constexpr (kPublishes) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int index = request_of_row(params_.rows, 32 * i + lane_);
@@ -289,7 +291,7 @@ class Producer {
     for (int i = 0; i < 2; ++i) {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
-      query_chunks[i] = requests_[i].x * params_.q_stride_chunks + head * QueryCopy::kChunks;
+      query_chunks[i] = requests_[i].x * params_.q.row_chunks + head * QueryCopy::kChunks;
       const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
@@ -324,7 +326,7 @@ class Producer {
   __device__ __forceinline__ void copy_queries(int first_unit, int tile_rows, int first_row,
                                                int num_rows, uint32_t lane_chunk) {
     const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
-    const char* queries = static_cast<const char*>(params_.q);
+    const char* queries = static_cast<const char*>(params_.q.data);
     if constexpr (QueryCopy::kWholeRows) queries += query_copy_.chunk(0) * kChunkBytes;
 #pragma unroll
     for (int i = 0; i < QueryCopy::copies(kUnitRows); ++i) {

@@ -45,6 +45,45 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   }
 }
 
+// Of four lanes that follow one another, lane i gets word i of each: four words that are lane-wise become word-wise.
+__device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool is_upper = lane & distance;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      uint32_t& low = words[i];
+      uint32_t& high = words[i + distance];
+      const uint32_t other = __shfl_xor_sync(kFullWarp, is_upper ? low : high, distance);
+      (is_upper ? low : high) = other;
+    }
+  }
+}
+
+// The same columns of a long row, 16 bytes at a time: worth the exchange among its four lanes.
+template <typename T, typename Dims, int kTiles>
+__device__ __forceinline__ void store_long_row(const DecodeParams& params, RowTarget row,
+                                               int first_column, const float2 (&values)[kTiles],
+                                               float scale, uint32_t lane) {
+  const bool is_partial = row >= 0;
+  T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
+              static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
+              (first_column + lane % 4 * 8);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = ptx::pack<T>(values[tile + i].x * scale, values[tile + i].y * scale);
+    }
+    transpose(words, lane);
+    if (row == kNoTarget) continue;
+    *reinterpret_cast<uint4*>(target + tile * 8) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
 __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget row,
                                           float log2_sum) {
   if (row == kNoTarget) return;

@@ -46,15 +46,20 @@ struct HeadDims {
   static constexpr bool kOneByte = kKv != KvType::kAsQueries;
   static constexpr int kElementBytes = kOneByte ? 1 : 2;  // of the cache
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
-  static_assert(kKey <= 256 && kValue <= 256, "registers");
+  // Latent attention (MLA): values are the first columns of the keys. One load, one stage of 64 tokens for both.
+  static constexpr bool kIsLatent = kKey == 576 && kValue == 512 && !kOneByte;
+  static_assert(kIsLatent || (kKey <= 256 && kValue <= 256), "registers");
 
   using Converted = HeadDims<kKey, kValue>;  // to numbers of the queries' size
 
   static constexpr int kQueryPanels = panels(kKey * 2);
   static constexpr int kKeyPanels = panels(kKey * kElementBytes);
-  static constexpr int kValuePanels = panels(kValue * kElementBytes);
-  static constexpr int kKeyBytes = kStageTokens * kKeyPanels * kPanelRowBytes;  // of a stage
-  static constexpr int kValueBytes = kStageTokens * kValuePanels * kPanelRowBytes;
+  static constexpr int kValuePanels = kIsLatent ? 0 : panels(kValue * kElementBytes);
+  static constexpr int kTokens = kIsLatent ? 2 * kStageTokens : kStageTokens;  // of a stage
+  static constexpr int kKeyBytes = kTokens * kKeyPanels * kPanelRowBytes;      // of a stage
+  static constexpr int kValueBytes = kTokens * kValuePanels * kPanelRowBytes;
+  // Of a token in the cache.
+  static constexpr int kTokenBytes = (kIsLatent ? kKey : kKey + kValue) * kElementBytes;
   static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
 
@@ -79,6 +84,23 @@ struct RowCopy {
   PAT_ANYWHERE constexpr int chunk(int copy) const {
     if constexpr (kWholeRows) return lane % kChunks;
     return (copy % kPeriod * 32 + lane) % kChunks;
+  }
+};
+
+// How a warp copies 32 rows of a matrix panel by panel: every copy is 4 rows of a panel. Of a lane's rows, the chunk
+// alternates between two places.
+struct PanelCopy {
+  static constexpr int kCopies = 8;  // of a panel
+
+  int lane;
+
+  PAT_ANYWHERE constexpr int row(int copy) const { return 4 * copy + lane / 8; }
+  PAT_ANYWHERE constexpr int source() const {
+    return lane % 8 * kChunkBytes;
+  }  // within a row of the panel
+  // Within the panel.
+  PAT_ANYWHERE constexpr uint32_t target(int copy) const {
+    return swizzled_offset(0, row(copy % 2), lane % 8) + copy / 2 * 8 * kPanelRowBytes;
   }
 };
 
@@ -125,6 +147,21 @@ struct ValueOperand {                                          // 16 tokens, all
   static constexpr uint32_t kPanelBytes = kStageTokens * kPanelRowBytes;
   PAT_ANYWHERE static constexpr uint32_t address(uint32_t values, int step) {
     return values + step * 2 * kGroupBytes;
+  }
+};
+
+// The operands of wgmma in latent attention, in matrices of 64 rows: queries, or the tokens of a stage.
+struct LatentOperand {
+  static constexpr int kRows = 2 * kStageTokens;
+  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 rows to the next 8
+  static constexpr uint32_t kPanelBytes = kRows * kPanelRowBytes;
+  // 16 columns of all rows: of queries, keys and weights.
+  PAT_ANYWHERE static constexpr uint32_t columns(uint32_t matrix, int step) {
+    return step_address(matrix, kRows, step);
+  }
+  // 16 tokens' values, from a panel on.
+  PAT_ANYWHERE static constexpr uint32_t tokens(uint32_t stage, int first_panel, int step) {
+    return stage + first_panel * kPanelBytes + step * 2 * kGroupBytes;
   }
 };
 

@@ -23,11 +23,12 @@ __device__ __forceinline__ const LogitScale& scale_of(const LogitScale (&scales)
   return scales[h];
 }
 
-template <typename T, typename Dims, bool kSoftCap>
+// kColumns: of the accumulators.
+template <typename T, typename Dims, bool kSoftCap, int kColumns = kOutColumns<Dims>>
 struct WarpAttention {
   using Number = ComputeType<T, Dims>;
   static constexpr bool kNarrowsQueries = !std::is_same_v<T, Number>;
-  static constexpr int kColumnTiles = kOutColumns<Dims> / 8;
+  static constexpr int kColumnTiles = kColumns / 8;
   static constexpr int kDepthSteps = Dims::kKey / 16;
   // Probabilities are relative to exp2(maximum) and may exceed 1: as long as they stay below 2 to this power, what has
   // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
@@ -129,6 +130,20 @@ struct WarpAttention {
           scores[tile][i] = ptx::exp2(scores[tile][i] * scale_of(scale, h).outer - shift_[h]);
           sum[h] += scores[tile][i];
         }
+      }
+    }
+    return rescaling;
+  }
+
+  // Takes the maxima of the rows from a warp that has weighed later tokens of theirs.
+  __device__ __forceinline__ Rescaling follow(const float (&raised)[2], const LogitScale& scale) {
+    Rescaling rescaling{};
+    rescaling.any = __any_sync(kFullWarp, raised[0] != maximum[0] || raised[1] != maximum[1]);
+    if (rescaling.any) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        rescaling.factor[h] = 1.f;
+        if (raised[h] != maximum[h]) raise(rescaling, h, raised[h], scale);
       }
     }
     return rescaling;
@@ -267,17 +282,20 @@ struct WarpAttention {
         latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 2));
         rescaling.factor[h] = 1.f;
         // Not `> maximum`: what becomes of a row must not depend on the other rows of the warp.
-        if (latest[h] > limit_[h]) {
-          const float outer = scale_of(scale, h).outer;
-          rescaling.factor[h] = ptx::exp2((maximum[h] - latest[h]) * outer);
-          sum[h] *= rescaling.factor[h];
-          maximum[h] = latest[h];
-          shift_[h] = latest[h] * outer - kHeadroom;
-          limit_[h] = latest[h] + kSlack / outer;
-        }
+        if (latest[h] > limit_[h]) raise(rescaling, h, latest[h], scale_of(scale, h));
       }
     }
     return rescaling;
+  }
+
+  // Makes `latest` the maximum.
+  __device__ __forceinline__ void raise(Rescaling& rescaling, int h, float latest,
+                                        const LogitScale& scale) {
+    rescaling.factor[h] = ptx::exp2((maximum[h] - latest) * scale.outer);
+    sum[h] *= rescaling.factor[h];
+    maximum[h] = latest;
+    shift_[h] = latest * scale.outer - kHeadroom;
+    limit_[h] = latest + kSlack / scale.outer;
   }
 
   // The maximum as an exponent; 0 before the first, so that weights of a row that no token has counted for are 0, not

@@ -51,9 +51,13 @@ template <typename Dims>
 inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
 
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
+// Over latent attention.
+inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
 template <typename Dims>
 inline constexpr int kDecodeThreads =
-    32 * (kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
+    32 * (Dims::kIsLatent
+              ? kLatentConsumerWarps + kProducerWarps + kLatentQueryWarps
+              : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
 // Of a thread, beside converters: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
 
@@ -109,7 +113,7 @@ __device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int 
 inline constexpr int32_t kNoMoreItems = -1;
 inline constexpr int32_t kNotMixed = -1;
 
-// Written by the V producer with the queries of an item, read by all consumer warps.
+// Written with the queries of an item, read by all consumer warps.
 struct ItemRecord {
   int32_t tile;      // or kNoMoreItems
   int32_t num_rows;  // query rows in use
@@ -123,26 +127,28 @@ struct ItemRecord {
 // the only one of an item without KV is empty.
 struct StageRecord {
   // First bits.
-  static constexpr int kEndRow = 7, kTokens = 14, kLast = 20, kWgmma = 21, kEnd = 22,
+  static constexpr int kEndRow = 6, kTokens = 13, kLast = 20, kWgmma = 21, kEnd = 22,
                        kReadOnce = 23, kAny = 24, kWhole = 28;
 
   uint32_t packed;
 
-  // Of whole stages for rows [first_row, end_row) of num_rows.
-  __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows) {
+  // Of whole stages, of num_tokens, for rows [first_row, end_row) of num_rows.
+  __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows,
+                                                        int num_tokens) {
     const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
     // Rows that the item does not have mask nothing.
     if (end_row == num_rows) end_row = kMaxTileRows;
     const uint32_t whole = (1u << end_row / kUnitRows) - 1 & -(1u << units(first_row));
-    return {static_cast<uint32_t>(first_row | end_row << kEndRow | kStageTokens << kTokens) |
+    return {static_cast<uint32_t>(first_row | end_row << kEndRow | num_tokens << kTokens) |
             any << kAny | whole << kWhole};
   }
   __device__ __forceinline__ static StageRecord empty() { return {1u << kLast}; }
   // Behind the last stage.
   __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
+  // Of a whole one.
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
-    if (num_tokens == kStageTokens) return *this;
+    if (num_tokens == this->num_tokens()) return *this;
     constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
     return {packed & kOthers | static_cast<uint32_t>(num_tokens) << kTokens};
   }
@@ -162,12 +168,12 @@ struct StageRecord {
     return {packed | uint32_t{tile >= kFirstWgmmaTile<Dims>} << kWgmma};
   }
 
-  __device__ __forceinline__ int first_row() const { return packed & 0x7f; }
+  __device__ __forceinline__ int first_row() const { return packed & 0x3f; }
   __device__ __forceinline__ int end_row() const { return packed >> kEndRow & 0x7f; }
   __device__ __forceinline__ bool counts_for_all_rows() const {
     return first_row() == 0 && end_row() == kMaxTileRows;
   }
-  __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x3f; }
+  __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x7f; }
   __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
   __device__ __forceinline__ bool is_for_wgmma() const { return packed >> kWgmma & 1; }
   __device__ __forceinline__ bool is_end() const { return packed >> kEnd & 1; }

@@ -169,6 +169,12 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
+// Of threads that do not wait for the others.
+template <int kId, int kThreads>
+__device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
 // --- tensor maps ---
 
 // Bytes that copies will bring, for which the present phase of a barrier waits.
@@ -238,6 +244,13 @@ __device__ __forceinline__ void load_matrices_transposed(Fragment& dst, uint32_t
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(dst[0]), "=r"(dst[1]), "=r"(dst[2]), "=r"(dst[3])
                : "r"(address)
+               : "memory");
+}
+
+// From compute capability 9.0 on.
+__device__ __forceinline__ void store_matrices(uint32_t address, const Fragment& src) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(src[0]), "r"(src[1]), "r"(src[2]), "r"(src[3])
                : "memory");
 }
 

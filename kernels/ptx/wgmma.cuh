@@ -106,6 +106,29 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
   }
 }
 
+// acc[64x64] (+)= a[64x16] * b[16x64] of T, b being 64 keys, both from shared memory.
+#define PAT_MULTIPLY_SHARED_KEYS(type)                                              \
+  asm volatile(                                                                     \
+      "{\n"                                                                         \
+      ".reg .pred accumulate;\n"                                                    \
+      "setp.ne.b32 accumulate, %34, 0;\n"                                           \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PAT_PLACES_8 \
+      "}, %32, %33, accumulate, 1, 1, 0, 0;\n"                                      \
+      "}"                                                                           \
+      : PAT_ACCUMULATOR_8(acc)                                                      \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+
+template <typename T>
+__device__ __forceinline__ void multiply_shared_keys(float (&acc)[8][4], uint64_t a, uint64_t b,
+                                                     bool accumulate) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_SHARED_KEYS("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_SHARED_KEYS("bf16");
+  }
+}
+
 // a[64x32] in e4m3, and b[32x32] in e4m3 or e5m2. Sums keep 13 bits of mantissa from one instruction to the next.
 template <KvType kType>
 __device__ __forceinline__ void multiply_byte_keys(float (&acc)[4][4], const ptx::Fragment& a,
@@ -167,10 +190,33 @@ __device__ __forceinline__ void multiply_values(float (&acc)[32][4], const ptx::
   }
 }
 
+// a[64x16] and b[16x256] of T, both from shared memory.
+#define PAT_MULTIPLY_SHARED_VALUES(type)                                              \
+  asm volatile(                                                                       \
+      "{\n"                                                                           \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" PAT_PLACES_32 \
+      "}, %128, %129, 1, 1, 1, 0, 1;\n"                                               \
+      "}"                                                                             \
+      : PAT_ACCUMULATOR_32(acc)                                                       \
+      : "l"(a), "l"(b))
+
+template <typename T>
+__device__ __forceinline__ void multiply_shared_values(float (&acc)[32][4], uint64_t a,
+                                                       uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_SHARED_VALUES("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_SHARED_VALUES("bf16");
+  }
+}
+
+#undef PAT_MULTIPLY_SHARED_VALUES
 #undef PAT_MULTIPLY_VALUES_256
 #undef PAT_MULTIPLY_VALUES_128
 #undef PAT_MULTIPLY_VALUES_64
 #undef PAT_MULTIPLY_VALUES
+#undef PAT_MULTIPLY_SHARED_KEYS
 #undef PAT_MULTIPLY_KEYS
 #undef PAT_PLACES_32
 #undef PAT_PLACES_16

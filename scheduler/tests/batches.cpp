@@ -122,18 +122,22 @@ Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_t
 SchedulerConfig config(int32_t group_size, int32_t num_workers, Policy policy) {
   return {.group_size = group_size,
           .num_workers = num_workers,
-          .max_block_q = kTileTable[kNumTiles - 1].block_q,
+          .max_block_q = kTiles.largest_block_q(),
           .policy = policy,
           .min_piece_tokens = 128,
           .growth_tokens = 256,
           .cost = {}};
 }
 
-SchedulerConfig random_config(Random& random) {
-  SchedulerConfig made = config(static_cast<int32_t>(draw(random, 1, kMaxGroupSize)));
+SchedulerConfig random_config(Random& random, bool latent) {
+  const TileTable& tiles = tiles_of(latent);
+  SchedulerConfig made = config(static_cast<int32_t>(draw(random, 1, tiles.max_group_size)));
+  made.latent = latent;
   constexpr int32_t kWorkers[] = {1, 2, 7, 33, 66, 132, 264};
   made.num_workers = kWorkers[draw(random, 0, 6)];
-  made.max_block_q = kTileTable[draw(random, 0, kNumTiles - 1)].block_q;
+  do {
+    made.max_block_q = tiles[draw(random, 0, tiles.num_tiles - 1)].block_q;
+  } while (made.max_block_q < made.group_size);
   made.policy = static_cast<Policy>(draw(random, 0, 4));
   made.min_piece_tokens = static_cast<int32_t>(kCutGranularity * draw(random, 1, 4));
   return made;

@@ -53,7 +53,7 @@ PlanCounts fuzz_plans(int64_t num_plans, Random& random) {
   PackScheduler scheduler(made);
   for (int64_t i = 0; i < num_plans; ++i) {
     if (i % 16 == 0) {
-      made = random_config(random);
+      made = random_config(random, one_in(random, 4));
       scheduler = PackScheduler(made);
     }
     Batch batch = random_batch(random, {.max_nodes = draw(random, 0, 80),

@@ -60,9 +60,10 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   for (int32_t i = 0; i < h.num_work_items; ++i) {
     const WorkItem& item = plan.work_items[i];
     const int32_t rows = item.num_requests * config.group_size;
-    CHECK(rows > 0 && rows <= kTileTable[item.tile].block_q);
-    CHECK(kTileTable[item.tile].block_q <= config.max_block_q);
-    CHECK(item.tile == 0 || rows > kTileTable[item.tile - 1].block_q);
+    const TileTable& table = tiles_of(config.latent);
+    CHECK(rows > 0 && item.tile < table.num_tiles && rows <= table[item.tile].block_q);
+    CHECK(table[item.tile].block_q <= config.max_block_q);
+    CHECK(item.tile == 0 || rows > table[item.tile - 1].block_q);
     std::vector<Read> item_reads(item.num_requests);
     for (int32_t r = 0; r < item.num_requests; ++r) {
       const int32_t index = item.request_begin + r;
@@ -144,7 +145,8 @@ void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config)
   const PlanHeader& header = scheduler.last_plan().header();
   if (header.num_requests == 0) return;
   const PlanBounds bounds =
-      plan_bounds(header.num_requests, config.num_workers, {config.group_size, config.max_block_q});
+      plan_bounds(header.num_requests, config.num_workers,
+                  {tiles_of(config.latent), config.group_size, config.max_block_q});
   CHECK(bounds.capacity.holds(header));
   CHECK(header.num_partials <= bounds.num_partials);
 }

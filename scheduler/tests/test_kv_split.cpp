@@ -28,7 +28,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
     made.num_unique +=
         batch.seq_lens[request] - forest.private_begin(static_cast<int32_t>(request));
   }
-  const TileSelection tiles(config.group_size, config.max_block_q);
+  const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   Packer(config.policy, config.cost.packing, tiles).pack(forest, batch.seq_lens, made.packing);
   KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
       .split(made.packing,
@@ -56,7 +56,7 @@ int64_t num_uncut_segments(const Packing& packing, const TileSelection& tiles) {
 }
 
 void check_split(const Made& made, const SchedulerConfig& config) {
-  const TileSelection tiles(config.group_size, config.max_block_q);
+  const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   const Packing& packing = made.packing;
   const Split& split = made.split;
   // Where each worker has four pieces of the usual length, none is shorter, else than a quarter of it.
@@ -244,7 +244,7 @@ TEST(kv_split_gives_up_where_another_split_is_as_good) {
   const Batch batch = make_batch({{-1, 800}}, std::vector<std::pair<int, int32_t>>(40, {0, 60}));
   const Made usual = split(batch, made);
   CHECK(usual.split.time > 0);
-  const TileSelection tiles(made.group_size, made.max_block_q);
+  const TileSelection tiles(tiles_of(made.latent), made.group_size, made.max_block_q);
   KvSplitter splitter({made.num_workers, made.min_piece_tokens}, made.cost, tiles);
   Split other;
   splitter.split(usual.packing, {40, usual.num_unique, usual.split.time / 2}, other);

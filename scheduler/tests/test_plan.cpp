@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <ctime>
 
 #include "plan_checks.h"
@@ -55,8 +54,28 @@ TEST(plans_fit_what_is_reserved_for_their_requests) {
   }
 }
 
+// A tile holds the rows of 64 / heads requests, so that is how often what all share is read less.
+TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
+  const Batch batch = balanced_batch({1, 128}, 8192);
+  for (const int32_t heads : {1, 5, 8, 12, 16, 20, 32, 33, 64}) {
+    SchedulerConfig made = config(heads, 132);
+    made.latent = true;
+    PackScheduler scheduler(made);
+    plan(scheduler, batch);
+    check_plan(scheduler, made, batch);
+    check_bounds(scheduler, made);
+    const int32_t tiles = (128 + 64 / heads - 1) / (64 / heads);
+    CHECK(scheduler.summarize().tiles_by_body == std::vector<int32_t>{tiles});
+    CHECK_EQ(scheduler.last_plan().kv_tokens().planned, int64_t{8192} * (tiles + 128));
+  }
+  SchedulerConfig made = config(65);
+  made.latent = true;
+  CHECK_THROWS(PackScheduler{made}, "group_size must be 1 to 64 query heads per KV head, got 65");
+  CHECK_THROWS(PackScheduler{config(17)}, "group_size must be 1 to 16 query heads per KV head");
+}
+
 TEST(plan_bounds_grow_with_the_requests) {
-  const TileSelection tiles(4, 64);
+  const TileSelection tiles(kTiles, 4, 64);
   for (int32_t n = 1; n < 300; ++n) {
     const PlanBounds less = plan_bounds(n, 33, tiles), more = plan_bounds(n + 1, 33, tiles);
     CHECK(less.num_partials < more.num_partials);
@@ -82,7 +101,7 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   };
   SchedulerConfig made = config(8, 264);
   made.max_block_q = 64;
-  using Bodies = std::array<int32_t, kNumTiles>;
+  using Bodies = std::vector<int32_t>;
   CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{0, 16, 0}));
   CHECK((tiles_by_body(made, {1, 16, 64}, 20'000) == Bodies{0, 0, 8}));
   // A wide tile is no wider.
@@ -107,11 +126,12 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
 }
 
 // By the splitter's own estimate, cuts and merges included. Work so large that it has none is left out.
-TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
+void check_no_dearer_than_unshared(bool latent, int num_rounds) {
   Random random(31);
   int num_compared = 0, num_small = 0, num_shared = 0;
-  for (int round = 0; round < 10'000; ++round) {
-    SchedulerConfig made = random_config(random);
+  for (int round = 0; round < num_rounds; ++round) {
+    SchedulerConfig made = random_config(random, latent);
+    if (latent) made.cost = kShippedLatentCosts[round % kShippedLatentCosts.size()].cost;
     const Batch batch = random_batch(random, {.max_nodes = draw(random, 1, 12),
                                               .max_requests = draw(random, 1, 64),
                                               .max_tokens = int64_t{1} << draw(random, 4, 13)});
@@ -129,7 +149,32 @@ TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
     num_small += tokens.query_centric < int64_t{300} * made.num_workers;
     num_shared += tokens.planned < tokens.query_centric;
   }
-  CHECK(num_compared > 8'000 && num_small > 6'000 && num_shared > 1'500);
+  CHECK(num_compared > num_rounds * 8 / 10 && num_small > num_rounds * 6 / 10);
+  CHECK(num_shared > num_rounds * (latent ? 5 : 15) / 100);
+}
+
+TEST(plans_are_expected_to_take_no_longer_than_without_sharing) {
+  check_no_dearer_than_unshared(false, 10'000);
+}
+
+TEST(latent_plans_are_expected_to_take_no_longer_than_without_sharing) {
+  check_no_dearer_than_unshared(true, 5'000);
+}
+
+// A tile of 64 rows holds one such request: to read what it shares with another one saves nothing.
+TEST(latent_requests_that_fill_a_tile_are_never_packed) {
+  Random random(5);
+  for (int round = 0; round < 1'000; ++round) {
+    SchedulerConfig made = random_config(random, true);
+    made.group_size = static_cast<int32_t>(draw(random, 33, 64));
+    made.policy = Policy::kMemory;
+    made.batch_invariant = one_in(random, 2);
+    made.cost = kShippedLatentCosts[0].cost;
+    PackScheduler scheduler(made);
+    plan(scheduler, random_batch(random, {}));
+    const KvTokens& tokens = scheduler.last_plan().kv_tokens();
+    CHECK_EQ(tokens.planned, tokens.query_centric);
+  }
 }
 
 struct Chains {

@@ -24,11 +24,16 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def interleaved_us(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int = 30, warmup: int = 3
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 30,
+    warmup: int = 3,
+    dirty: bool = False,
 ) -> dict[str, float]:
     """Median microseconds of each. Every round runs each once, with an L2 that holds other data.
 
-    That data was read, not written: else its write-back would be part of what is timed.
+    That data was read, not written: else its write-back would be part of what is timed. dirty: it
+    was written, as a layer before may leave it.
     """
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")
@@ -36,7 +41,10 @@ def interleaved_us(
     for i in range(warmup + rounds):
         for name, run in contenders.items():
             begin, end = _event(), _event()
-            torch.sum(flush, dim=None, out=total)
+            if dirty:
+                flush.zero_()
+            else:
+                torch.sum(flush, dim=None, out=total)
             begin.record()
             run()
             end.record()

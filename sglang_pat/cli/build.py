@@ -85,21 +85,24 @@ def run(arguments: argparse.Namespace) -> int:
         from sglang_pat.executors import jit
     except Exception as error:  # a broken installation may raise anything
         return _fail(1, f"torch cannot be imported ({error}): install it: pip install torch")
-    configs = [
-        jit.KernelConfig(
-            getattr(torch, dtype),
-            head_dim,
-            arch,
-            v_head_dim,
-            None if kv_dtype is None else getattr(torch, kv_dtype),
-        )
-        for arch, dtype, kv_dtype, (head_dim, v_head_dim) in product(
-            archs,
-            arguments.dtype or [DEFAULT_DTYPE],
-            arguments.kv_dtype or [None],
-            arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)],
-        )
-    ]
+    try:
+        configs = [
+            jit.KernelConfig(
+                getattr(torch, dtype),
+                head_dim,
+                arch,
+                v_head_dim,
+                None if kv_dtype is None else getattr(torch, kv_dtype),
+            )
+            for arch, dtype, kv_dtype, (head_dim, v_head_dim) in product(
+                archs,
+                arguments.dtype or [DEFAULT_DTYPE],
+                arguments.kv_dtype or [None],
+                arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)],
+            )
+        ]
+    except ValueError as error:  # of a kind of layer that not all GPUs have kernels for
+        return _fail(2, str(error))
     try:
         for image in jit.build_all(configs, cache=cache, force=arguments.force):
             if arguments.verbose:

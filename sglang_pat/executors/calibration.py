@@ -19,6 +19,7 @@ import torch
 
 from sglang_pat._scheduler import SHIPPED_COSTS, CostModel
 from sglang_pat.executors import jit, kernel_cache
+from sglang_pat.plan import shipped_latent_costs
 
 FOLDER = "calibration"
 _FORMAT = 1
@@ -101,10 +102,12 @@ def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
         raise _unusable(path, error) from error
 
 
-def costs_of(device: torch.device) -> CostModel:
+def costs_of(device: torch.device, *, latent: bool = False) -> CostModel:
     """Those measured on this machine, else those shipped for its GPU. KernelCacheError as in
-    `load`."""
+    `load`. latent: of latent attention, which `sglang-pat calibrate` does not measure."""
     machine = _machine(device)
+    if latent:
+        return shipped_latent_costs(machine.gpu)
     found = load(machine)
     return shipped_costs(machine.gpu)[0] if found is None else found.cost_model
 

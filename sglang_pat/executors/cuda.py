@@ -266,12 +266,14 @@ class CudaExecutor:
             pack_decode(argument.address, stream.cuda_stream, (kernels.num_ctas, 1))
             if max_merges > 0:
                 most = kernels.facts.merge_ctas_per_sm * kernels.num_sms
-                grid = min(max_merges * layer.q.shape[1], most), 1
+                merge_rows = max_merges * layer.q.shape[1] * kernels.facts.merge_slices
+                grid = min(merge_rows, most), 1
                 merge_partials = kernels.merge_partials[layer.sinks is not None]
                 merge_partials(argument.address, stream.cuda_stream, grid)
 
     def _set_layer(self, layer: LayerInputs) -> None:
-        q, k_cache, v_cache, out, lse, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
+        q, k_cache, v_cache, out, lse = layer.q, layer.k_cache, layer.v_cache, layer.out, layer.lse
+        k_scale, v_scale, sinks = layer.k_scale, layer.v_scale, layer.sinks
         num_requests, num_q_heads, num_kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
         loaded, group_size = self.buffers.loaded, num_q_heads // num_kv_heads
         if (loaded.num_requests, loaded.group_size) != (num_requests, group_size):
@@ -280,20 +282,13 @@ class CudaExecutor:
                 f"{loaded.num_requests} and {loaded.group_size}, got {num_requests} and "
                 f"{group_size}"
             )
-        chunks = _row_bytes(q, "q") // _ALIGNMENT
-        if num_requests * chunks > _MAX_INT32:
-            raise ValueError(
-                f"q must span at most {_MAX_INT32} times {_ALIGNMENT} bytes, got shape "
-                f"{[*q.shape]} and strides {q.stride()}"
-            )
+        self._set_queries(layer)
         k_slot_bytes, v_slot_bytes = _row_bytes(k_cache, "k_cache"), _row_bytes(v_cache, "v_cache")
         _check_contiguous(out, "out")
         _row_bytes(out, "out")
         if sinks is not None:
             _check_contiguous(sinks, "sinks")
         self.buffers.decode.set_layer(
-            q.data_ptr(),
-            chunks,
             num_requests,
             num_q_heads,
             num_kv_heads,
@@ -303,8 +298,8 @@ class CudaExecutor:
             v_slot_bytes,
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
-            sm_scale,
-            logit_cap,
+            layer.sm_scale,
+            layer.logit_cap,
             _number(k_scale),
             _number(v_scale),
             _address(k_scale),
@@ -312,6 +307,22 @@ class CudaExecutor:
             0 if sinks is None else sinks.data_ptr(),
             SinkType.FLOAT32 if sinks is None else _SINK_TYPES[sinks.dtype],
         )
+
+    def _set_queries(self, layer: LayerInputs) -> None:
+        config, q, rope = self.kernels.config, layer.q, layer.q_rope
+        if not config.is_latent:
+            _row_bytes(q, "q")
+            self.buffers.decode.set_queries(q.data_ptr(), *_query_chunks(q, "q"), 0, 0, 0)
+            return
+        if layer.logit_cap > 0:
+            raise ValueError(f"latent attention has no logit_cap, got {layer.logit_cap}")
+        strides = _query_chunks(q, "q")
+        if rope is None:
+            address = q.data_ptr() + config.v_head_dim * q.element_size()
+            self.buffers.decode.set_queries(q.data_ptr(), *strides, address, *strides)
+        else:
+            rope_strides = _query_chunks(rope, "q_rope")
+            self.buffers.decode.set_queries(q.data_ptr(), *strides, rope.data_ptr(), *rope_strides)
 
     def _send(self, staging: StagingBuffer, step: Step) -> None:
         """Copy a plan to the device, and gather its shared slots out of the step's rows."""
@@ -375,6 +386,24 @@ def _address(scale: Scale) -> int:
 def _map_of(cache: torch.Tensor) -> int:
     size = cache.element_size()
     return kv_map(cache.data_ptr(), cache.shape, size, cache.stride(0) * size)
+
+
+def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
+    """16-byte chunks from row to row and from head to head of `[rows, heads, columns]`. ValueError
+    unless the columns are dense, and all rows aligned and near enough."""
+    size = q.element_size()
+    row_bytes, head_bytes = q.stride(0) * size, q.stride(1) * size
+    if q.stride(2) != 1 or any(n % _ALIGNMENT for n in (q.data_ptr(), row_bytes, head_bytes)):
+        raise ValueError(
+            f"{name} must have dense columns and rows aligned to {_ALIGNMENT} bytes, got address "
+            f"{q.data_ptr()} and strides {q.stride()}"
+        )
+    if q.shape[0] * row_bytes + q.shape[1] * head_bytes > _MAX_INT32 * _ALIGNMENT:
+        raise ValueError(
+            f"{name} must span at most {_MAX_INT32} times {_ALIGNMENT} bytes, got shape "
+            f"{[*q.shape]} and strides {q.stride()}"
+        )
+    return row_bytes // _ALIGNMENT, head_bytes // _ALIGNMENT
 
 
 def _row_bytes(tensor: torch.Tensor, name: str) -> int:

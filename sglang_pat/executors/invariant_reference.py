@@ -48,7 +48,7 @@ class InvariantExecution:
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer, as `reference.PlanExecution.run` returns it."""
-        q, v_cache = layer.q, layer.v_cache
+        q, v_cache = layer.whole_q(), layer.v_cache
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, _ = q.shape
         shape = (num_qo_heads, v_cache.shape[2])
@@ -95,7 +95,7 @@ def _attend(
         for cache in (layer.k_cache, layer.v_cache)
     )
     # clone: what products add up first may depend on where the operands lie.
-    rows = q.clone().view(keys.shape[0], -1, q.shape[-1])
+    rows = q.clone(memory_format=torch.contiguous_format).view(keys.shape[0], -1, q.shape[-1])
     logits = rows @ keys.transpose(1, 2) * (layer.sm_scale * layer.k_scale)
     if layer.logit_cap > 0:
         logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)

@@ -93,6 +93,16 @@ class KernelConfig:
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"
             )
+        if self.is_latent and self.force_mma_sync:
+            raise ValueError(f"head_dim {self._head_dim_name} has no bodies on mma.sync")
+        converts_kv = self.kv_dtype is not None
+        if not support.has_kernels(
+            self.head_dim, self.v_head_dim, self.arch, converts_kv=converts_kv
+        ):
+            raise ValueError(
+                f"there are no CUDA kernels for head_dim {self._head_dim_name} over a KV cache of "
+                f"{self.cache_dtype} on compute capability {self.arch[0]}.{self.arch[1]}"
+            )
 
     @classmethod
     def for_device(
@@ -105,6 +115,11 @@ class KernelConfig:
     ) -> KernelConfig:
         """The variant that a CUDA device runs."""
         return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim, kv_dtype)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first columns of the keys: latent attention (MLA)."""
+        return support.is_latent(self.head_dim, self.v_head_dim)
 
     @property
     def cache_dtype(self) -> torch.dtype:

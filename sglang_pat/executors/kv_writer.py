@@ -45,6 +45,10 @@ class KvWriter:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
+        # Of what write() is given. A row of latent attention has its values, and what is behind.
+        self.columns = config.head_dim, config.v_head_dim
+        if config.is_latent:
+            self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
         self._device = device
         self._argument = WriteArgument()
         self._factors: dict[float, torch.Tensor] = {}
@@ -99,11 +103,13 @@ class KvWriter:
         ----------
         k, v : torch.Tensor
             `[num_tokens, num_kv_heads, head_dim]` and `[.., v_head_dim]`. Tokens and heads may lie
-            apart.
+            apart. In latent attention, the first `v_head_dim` columns of the rows, and the others
+            (`write_latent`).
         slots : torch.Tensor
             int32 or int64 `[num_tokens]`.
         k_cache, v_cache : torch.Tensor
-            `[num_slots, num_kv_heads, head_dim]` and `[.., v_head_dim]`; written.
+            `[num_slots, num_kv_heads, head_dim]` and `[.., v_head_dim]`; written. In latent
+            attention, the columns that `k` and `v` are.
         k_scale, v_scale : KvScale
             Of `scale()`.
 
@@ -116,8 +122,8 @@ class KvWriter:
         if is_scaled and k.data_ptr() == v.data_ptr():
             return False  # torch divides in place: twice
         if not (
-            self._takes(k, k_cache, self.config.head_dim)
-            and self._takes(v, v_cache, self.config.v_head_dim)
+            self._takes(k, k_cache, self.columns[0])
+            and self._takes(v, v_cache, self.columns[1])
             and k.shape[:2] == v.shape[:2]
             and k_cache.shape[0] == v_cache.shape[0]
             and slots.dtype in (torch.int32, torch.int64)
@@ -127,7 +133,7 @@ class KvWriter:
         ):
             return False
         num_tokens, num_heads = k.shape[0], k.shape[1]
-        columns = num_heads * (self.config.head_dim + self.config.v_head_dim)
+        columns = num_heads * sum(self.columns)
         if num_tokens * columns == 0:
             return True
         argument = self._argument
@@ -154,6 +160,31 @@ class KvWriter:
             kernels.write_kv(argument.address, stream, (num_tokens, ctas_per_token))
         return True
 
+    def write_latent(
+        self,
+        k: torch.Tensor,
+        k_rope: torch.Tensor | None,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> bool:
+        """Write the rows of latent attention, as write() does.
+
+        Parameters
+        ----------
+        k : torch.Tensor
+            `[num_tokens, 1, v_head_dim]`; without `k_rope`, `[num_tokens, 1, head_dim]`.
+        k_rope : torch.Tensor or None
+            `[num_tokens, 1, head_dim - v_head_dim]`: the columns behind those of `k`.
+        slots : torch.Tensor
+            int32 or int64 `[num_tokens]`.
+        cache : torch.Tensor
+            `[num_slots, 1, head_dim]`; written.
+        """
+        split = self.columns[0]
+        if k_rope is None:
+            k, k_rope = k[..., :split], k[..., split:]
+        return self.write(k, k_rope, slots, cache[..., :split], cache[..., split:])
+
     def _takes(self, rows: torch.Tensor, cache: torch.Tensor, head_dim: int) -> bool:
         """Whether the kernel can read rows, `[tokens, heads, head_dim]`, and write to a cache."""
         if rows.dim() != 3 or cache.dim() != 3 or rows.shape[1:] != cache.shape[1:]:
@@ -166,7 +197,8 @@ class KvWriter:
             and cache.dtype == self.config.cache_dtype
             and rows.device == cache.device == self._device
             and strides[2] == 1
-            and cache.stride()[1:] == (head_dim, 1)
+            and cache.stride(2) == 1
+            and (cache.shape[1] == 1 or cache.stride(1) == head_dim)
             and rows.data_ptr() % _ALIGNMENT == 0
             and cache.data_ptr() % _ALIGNMENT == 0
             and strides[0] * element_bytes % _ALIGNMENT == 0
@@ -177,8 +209,7 @@ class KvWriter:
     def agrees_with_torch(self) -> bool:
         """Whether kernel and torch write the same bytes, of all numbers that the model's dtype has.
         Waits for the device."""
-        columns = self.config.head_dim, self.config.v_head_dim
-        num_tokens = -(-(2**16) // min(columns))
+        num_tokens = -(-(2**16) // min(self.columns))
         slots = torch.arange(1, num_tokens + 1, device=self._device)
         cache_dtype = self.config.cache_dtype
         divisors: list[torch.Tensor | float | None] = [None]
@@ -189,10 +220,10 @@ class KvWriter:
             scale = self.scale(divisor)
             if scale is None:
                 return False
-            k, v = (self._all_numbers(num_tokens, each) for each in columns)
+            k, v = (self._all_numbers(num_tokens, each) for each in self.columns)
             k_cache, v_cache = (
                 torch.zeros(num_tokens + 1, 1, each, dtype=cache_dtype, device=self._device)
-                for each in columns
+                for each in self.columns
             )
             if not self.write(k, v, slots, k_cache, v_cache, scale, scale):
                 return False

@@ -15,9 +15,10 @@ class LayerInputs(NamedTuple):
 
     Attributes
     ----------
-    q : `[num_requests, num_qo_heads, head_dim]`.
+    q : `[num_requests, num_qo_heads, head_dim]`; of latent attention also `[num_requests,
+        num_qo_heads, v_head_dim]`, beside `q_rope`.
     k_cache : `[num_slots, num_kv_heads, head_dim]`.
-    v_cache : `[num_slots, num_kv_heads, v_head_dim]`.
+    v_cache : `[num_slots, num_kv_heads, v_head_dim]`; of latent attention a view of `k_cache`.
     out : `[num_requests, num_qo_heads, v_head_dim]`; written.
     lse : float32 `[num_requests, num_qo_heads]`, natural log; written if given.
     sm_scale : softmax scale.
@@ -26,6 +27,8 @@ class LayerInputs(NamedTuple):
         to, beside those of the keys. It is neither scaled nor capped.
     k_scale, v_scale : what the caches' numbers are multiplied with. A tensor is float32, of one
         element, and belongs to a cache of one-byte numbers.
+    q_rope : `[num_requests, num_qo_heads, head_dim - v_head_dim]`: the columns of the queries that
+        `q` does not have. Of latent attention only.
     """
 
     q: torch.Tensor
@@ -38,3 +41,8 @@ class LayerInputs(NamedTuple):
     sinks: torch.Tensor | None = None
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
+    q_rope: torch.Tensor | None = None
+
+    def whole_q(self) -> torch.Tensor:
+        """All columns of the queries, `[num_requests, num_qo_heads, head_dim]`."""
+        return self.q if self.q_rope is None else torch.cat((self.q, self.q_rope), dim=-1)

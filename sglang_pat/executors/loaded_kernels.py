@@ -27,6 +27,7 @@ class LaunchFacts(NamedTuple):
     decode_shared_bytes: int
     merge_threads: int
     merge_ctas_per_sm: int
+    merge_slices: int
     gather_threads: int
     write_threads: int
 
@@ -106,7 +107,7 @@ class LoadedKernels:
     num_ctas : int
         CTAs of pack_decode that the device runs at the same time: as many are launched.
     pack_decode : tuple of Launcher
-        Without soft-cap and with it.
+        Without soft-cap and, but in latent attention, with it.
     merge_partials : tuple of Launcher
         Without sinks and with them.
     gather_slots : Launcher
@@ -122,10 +123,8 @@ class LoadedKernels:
         )
         self.facts = facts = _read_facts(library)
         overlap = config.arch >= (9, 0)
-        functions = [
-            _function(library, name)
-            for name in ("pack_decode_kernel", "pack_decode_soft_cap_kernel")
-        ]
+        names = ["pack_decode_kernel", "pack_decode_soft_cap_kernel"]
+        functions = [_function(library, name) for name in names[: 1 if config.is_latent else 2]]
         for function in functions:
             check(
                 driver.cuFuncSetAttribute(

@@ -154,7 +154,8 @@ class PlanExecution:
         LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
         float64 inputs). Does not write the layer's `out` and `lse`.
         """
-        q, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks, k_scale, v_scale = layer
+        _, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks, k_scale, v_scale, _ = layer
+        q = layer.whole_q()
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, head_dim = q.shape
         v_head_dim = v_cache.shape[2]

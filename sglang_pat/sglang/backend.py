@@ -182,10 +182,9 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
-        `sinks`."""
+        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`,
+        `q_rope` and `k_rope`."""
         if self._pat_attends(layer, forward_batch, kwargs):
-            sinks = kwargs.get("sinks")
             return self._pat_layers.attend(
                 self._pat_plans,
                 self._pat_kind.apart,
@@ -195,7 +194,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
                 layer,
                 forward_batch,
                 save_kv_cache,
-                sinks,
+                **kwargs,
             )
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
@@ -213,7 +212,6 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if forward_batch.forward_mode in self._pat_kinds and self._pat_attends(
             layer, forward_batch, kwargs
         ):
-            sinks = kwargs.get("sinks")
             return self._pat_layers.attend(
                 self._pat_plans,
                 self._pat_kind.apart,
@@ -223,7 +221,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
                 layer,
                 forward_batch,
                 save_kv_cache,
-                sinks,
+                **kwargs,
             )
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
@@ -232,7 +230,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     ) -> bool:
         """Return True if pat attends in a layer of this step."""
         routes, layer_id = self._pat_routes, layer.layer_id
-        reason = routes.reason_to_leave(layer_id, arguments)
+        reason = routes.reason_to_leave(layer, arguments)
         if reason is not None:
             self._leave(layer_id, reason, forward_batch)
         return layer_id in routes.shapes
@@ -332,14 +330,14 @@ class PatDraftSteps:
         super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
         self._pat.reserve(max_bs)
 
-    def attends(self, layer_id: int, arguments: dict[str, Any]) -> bool:
+    def attends(self, layer: RadixAttention, arguments: dict[str, Any]) -> bool:
         """Return True if pat attends in a layer.
 
         A layer that it cannot decode goes to the default backend, which is prepared for the round
         in which each layer runs first.
         """
-        routes = self._pat_layers.routes
-        reason = routes.reason_to_leave(layer_id, arguments)
+        routes, layer_id = self._pat_layers.routes, layer.layer_id
+        reason = routes.reason_to_leave(layer, arguments)
         if reason is not None:
             if not self._pat_has_default:
                 raise RuntimeError(
@@ -352,14 +350,21 @@ class PatDraftSteps:
         return layer_id in routes.shapes
 
     def attend(
-        self, step: int, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any
+        self,
+        step: int,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: RadixAttention,
+        *rest: Any,
+        **arguments: Any,
     ) -> torch.Tensor:
         """Attend in a step of the round. See `LayerAttention.attend`."""
         self._pat_seen.add(layer.layer_id)
         if self._pat_plans is not None:
             self._pat_round.go_to(step, self._pat_plans)
         apart = self._pat_round.apart
-        return self._pat_layers.attend(self._pat_plans, apart, q, k, v, layer, *rest)
+        return self._pat_layers.attend(self._pat_plans, apart, q, k, v, layer, *rest, **arguments)
 
 
 class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
@@ -390,13 +395,12 @@ class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no typ
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows
-        `sinks`."""
+        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`,
+        `q_rope` and `k_rope`."""
         steps = self._pat_steps
-        if not steps.attends(layer.layer_id, kwargs):
+        if not steps.attends(layer, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = kwargs.get("sinks")
-        return steps.attend(self._pat_step, q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return steps.attend(self._pat_step, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
 
 def with_mixin(mixin: type, kind: type) -> type:

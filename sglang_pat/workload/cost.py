@@ -18,15 +18,18 @@ from typing import Any, NamedTuple
 from sglang_pat.model_layers import (
     CHUNK,
     FULL,
+    LATENT,
     NO_ATTENTION,
     STATE,
     WINDOW,
     Layer,
+    Refusal,
     has_float8_cache,
     positive,
     quantisation_of,
     read_layers,
 )
+from sglang_pat.support import LATENT_HEAD_DIMS, MAX_LATENT_GROUP_SIZE, has_kernels
 from sglang_pat.workload.models import (
     GPUS,
     Gpu,
@@ -43,6 +46,8 @@ _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written an
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
+# Of latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
+_LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches
 _PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and MLPs
@@ -112,7 +117,7 @@ class StepTime:
     def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
         """Read a model's `config.json`. ValueError names a key, or a `tp` not allowed."""
         check_dtype(config)
-        layers = read_layers(config)
+        layers = [_on_gpu(layer, gpu) for layer in read_layers(config, max(1, tp))]
         heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
         if tp < 1 or any(count % tp for count in heads):
             counts = " and ".join(map(str, heads))
@@ -179,14 +184,17 @@ class StepTime:
         """Seconds of one layer's attention."""
         gpu, heads = self.gpu, self.kv_heads(layer)
         per_token = self._token_bytes(layer) * heads
+        memory = (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
         row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
         partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
-        return (
-            _ATTENTION_SECONDS
-            + (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
-            + reads.cached * per_token / gpu.num_sms / _L2_PER_SM
-            + partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
-        )
+        merge = partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
+        if layer.kind == LATENT:
+            tiles = math.ceil(layer.num_qo_heads / self.tp / MAX_LATENT_GROUP_SIZE)
+            flops = 2 * tiles * MAX_LATENT_GROUP_SIZE * (layer.head_dim + layer.v_head_dim)
+            computed = reads.tokens * flops / gpu.flops_per_second / _LATENT_FLOPS_SHARE
+            return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
+        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM
+        return _ATTENTION_SECONDS + memory + cached + merge
 
     def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
         """A decode step.
@@ -203,7 +211,7 @@ class StepTime:
             reads = ours if layer.is_accelerated else other
             if layer.kind in (WINDOW, CHUNK) and layer.window:
                 reads = Reads(min(kv_tokens, requests * layer.window))
-            elif layer.kind != FULL:
+            elif layer.kind not in (FULL, LATENT):
                 reads = Reads(kv_tokens)
             attention += count * self.attention(layer, reads)
         return StepSeconds(self.without_attention(requests) + attention, attention)
@@ -255,3 +263,11 @@ class StepTime:
             return 0.0
         moved = 2 * (self.tp - 1) / self.tp * batch * self.hidden_size * 2
         return 2 * (_ALL_REDUCE_SECONDS + moved / _ALL_REDUCE_BYTES_PER_SECOND)
+
+
+def _on_gpu(layer: Layer, gpu: Gpu) -> Layer:
+    """The layer as it is run on a type of GPU."""
+    has_body = layer.kind != LATENT or has_kernels(*LATENT_HEAD_DIMS, gpu.capability)
+    if not layer.is_accelerated or has_body:
+        return layer
+    return replace(layer, refusal=Refusal("attention", f"latent attention on a {gpu.name}"))

@@ -63,6 +63,45 @@ _NAMED_CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "torch_dtype": "bfloat16",
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "torch_dtype": "bfloat16",
+    },
 }
 MODEL_NAMES = tuple(_NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -94,6 +133,8 @@ class Gpu:
         Peak bandwidth of the device memory.
     flops_per_second
         Peak of the tensor cores, bfloat16, dense.
+    capability
+        Compute capability.
     default_backend
         What SGLang attends with there unless it is told otherwise.
     """
@@ -105,6 +146,7 @@ class Gpu:
     l2_bytes: int
     bytes_per_second: float
     flops_per_second: float
+    capability: tuple[int, int]
     default_backend: str
 
     def workers(self, num_kv_heads: int) -> int:
@@ -116,13 +158,13 @@ _GB, _MB = 10**9, 10**6
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, "FA3"),
-        Gpu("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, "FA3"),
-        Gpu("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, "FA3"),
-        Gpu("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, "TRT-LLM"),
-        Gpu("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, "FlashInfer"),
-        Gpu("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, "FlashInfer"),
-        Gpu("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, "FlashInfer"),
+        Gpu("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, (9, 0), "FA3"),
+        Gpu("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, (9, 0), "FA3"),
+        Gpu("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, (9, 0), "FA3"),
+        Gpu("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, (10, 0), "TRT-LLM"),
+        Gpu("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, (8, 0), "FlashInfer"),
+        Gpu("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, (8, 9), "FlashInfer"),
+        Gpu("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, (8, 9), "FlashInfer"),
     )
 }
 DEFAULT_GPU = "H100"
@@ -260,10 +302,10 @@ def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> i
         rope, nope, value = (
             count(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         )
-        rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank") or hidden
+        rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank")
         down = hidden * (query_rank + layer.kv_elements)
         heads = layer.num_qo_heads
-        up = query_rank * heads * (nope + rope) + rank * heads * (nope + value)
+        up = (query_rank or hidden) * heads * (nope + rope) + rank * heads * (nope + value)
         return down + up + heads * value * hidden
     return _STATE_SQUARES * hidden * hidden  # STATE, or unknown
 

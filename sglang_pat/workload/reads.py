@@ -15,7 +15,8 @@ import numpy as np
 
 from sglang_pat._scheduler import PackScheduler
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.plan import new_scheduler
+from sglang_pat.model_layers import LATENT
+from sglang_pat.plan import new_scheduler, shipped_latent_costs
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.server import Batch
 from sglang_pat.workload.tree import Tree
@@ -75,11 +76,17 @@ class Planner:
             self._cached_tokens = time.gpu.l2_bytes * _L2_SHARE / token_bytes
         if accelerated:
             layer = accelerated[0]
+            is_latent = layer.kind == LATENT
+            heads, workers = layer.num_qo_heads, time.gpu.workers(time.kv_heads(layer))
+            if is_latent:  # one KV head, on each GPU with a part of the query heads; one CTA per SM
+                heads, workers = heads // time.tp, time.gpu.num_sms
             self._schedulers = {
                 policy: new_scheduler(
-                    group_size=max(1, layer.num_qo_heads // layer.num_kv_heads),
-                    num_workers=time.gpu.workers(time.kv_heads(layer)),
+                    group_size=max(1, heads // layer.num_kv_heads),
+                    num_workers=workers,
                     policy=policy,
+                    latent=is_latent,
+                    cost=shipped_latent_costs(time.gpu.name) if is_latent else None,
                 )
                 for policy in self.policies
             }

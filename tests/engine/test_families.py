@@ -114,6 +114,13 @@ def run_with_drafts(
         # Pages; and window layers, which the default backend verifies.
         pytest.param("llama", CHAINS | {"page_size": 4}, id="pages", marks=pytest.mark.nightly),
         pytest.param("gemma-3", CHAINS, id="window layers", marks=pytest.mark.nightly),
+        pytest.param("deepseek-v2", BRANCHES, id="branches, latent", marks=pytest.mark.nightly),
+        pytest.param(
+            "deepseek-v2",
+            CHAINS | {"page_size": 16},
+            id="latent attention",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_speculation(

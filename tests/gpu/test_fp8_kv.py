@@ -28,13 +28,15 @@ from sglang_pat import PackAttention
 from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.support import HEAD_DIMS
+from sglang_pat.support import GQA_HEAD_DIMS
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-all_head_dims = pytest.mark.parametrize("pair", HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+all_head_dims = pytest.mark.parametrize(
+    "pair", GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
 SPLIT = {"num_workers": 66, "min_piece_tokens": 64}
 LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
 

@@ -12,7 +12,7 @@ from slot_placements import move, place
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvWriter
-from sglang_pat.support import HEAD_DIMS
+from sglang_pat.support import GQA_HEAD_DIMS
 
 pytestmark = needs_gpu
 
@@ -113,7 +113,7 @@ def test_random_scales(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize(
     ("pair", "kv_dtype"),
-    [*product(HEAD_DIMS, (E4M3, None)), ((128, 128), E5M2)],
+    [*product(GQA_HEAD_DIMS, (E4M3, None)), ((128, 128), E5M2)],
     ids=str,
 )
 def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype | None, dtype: torch.dtype) -> None:

@@ -24,12 +24,14 @@ from pack_decode_cases import (
 )
 
 from sglang_pat import PackAttention
-from sglang_pat.support import HEAD_DIMS
+from sglang_pat.support import GQA_HEAD_DIMS
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
-OTHER = [pair for pair in HEAD_DIMS if pair not in ((64, 64), (128, 128))]
-all_head_dims = pytest.mark.parametrize("pair", HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+OTHER = [pair for pair in GQA_HEAD_DIMS if pair not in ((64, 64), (128, 128))]
+all_head_dims = pytest.mark.parametrize(
+    "pair", GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
 other_head_dims = pytest.mark.parametrize("pair", OTHER, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 SPLIT_FINELY = {"num_workers": 264, "min_piece_tokens": 64}
 LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
@@ -209,7 +211,7 @@ def test_pack_attention(pair: tuple[int, int]) -> None:
 )
 @given(
     case=forest_cases(max_requests=20),
-    pair=st.sampled_from(HEAD_DIMS),
+    pair=st.sampled_from(GQA_HEAD_DIMS),
     geometry=st.sampled_from([(1, 1), (2, 2), (16, 1), (5, 1)]),
     with_sinks=st.booleans(),
     num_workers=st.sampled_from([1, 33, 132]),

@@ -23,6 +23,11 @@ def is_hopper() -> bool:
 
 CONVERTERS = ["converters", "one converter"]
 OTHERS = ["one consumer", "producer of keys", "producer of values"]
+LATENT = [
+    *("first warpgroup", "second warpgroup"),
+    *("first warpgroup at the end", "second warpgroup at the end", "one warp"),
+    *("queries", "first tokens", "second tokens"),
+]
 
 
 @pytest.mark.parametrize(
@@ -30,11 +35,12 @@ OTHERS = ["one consumer", "producer of keys", "producer of values"]
     [
         *((who, "e4m3") for who in CONVERTERS + OTHERS),
         *(pytest.param(who, "as queries", marks=pytest.mark.nightly) for who in OTHERS),
+        *((who, "latent") for who in LATENT),
     ],
 )
 def test_slow_warps(who: str, kv_dtype: str, tmp_path: Path) -> None:
-    if who in CONVERTERS and not is_hopper():
-        pytest.skip("converters are Hopper's")
+    if who in CONVERTERS + LATENT and not is_hopper():
+        pytest.skip("these warps are Hopper's")
     # Apart: where a barrier is missing, the kernel may not end.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(

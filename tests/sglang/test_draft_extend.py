@@ -444,7 +444,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"use_mla_backend": True}, "multi-head latent attention (LlamaForCausalLM)"),
+        ({"device": "npu"}, "device npu"),
         ({"draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend fa3"),
         ({"arguments": {"enable_multi_layer_eagle": True}}, "--enable-multi-layer-eagle"),
         ({"default": SimpleNamespace()}, "default backend SimpleNamespace, which is closed"),
@@ -453,7 +453,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
             "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16",
         ),
     ],
-    ids=["mla", "named", "several layers", "closed", "other numbers"],
+    ids=["device", "named", "several layers", "closed", "other numbers"],
 )
 def test_draft_models_that_are_left_to_the_default_backend(
     change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture

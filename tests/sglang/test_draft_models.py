@@ -452,7 +452,7 @@ def test_a_draft_model_has_a_geometry_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"use_mla_backend": True}, "multi-head latent attention (LlamaForCausalLM)"),
+        ({"device": "npu"}, "device npu"),
         (
             {"arguments": {"speculative_draft_attention_backend": "triton"}},
             "--speculative-draft-attention-backend triton",
@@ -467,7 +467,7 @@ def test_a_draft_model_has_a_geometry_of_its_own() -> None:
             "default backend object, which is closed",
         ),
     ],
-    ids=["mla", "named", "named for the runner", "without steps", "closed"],
+    ids=["device", "named", "named for the runner", "without steps", "closed"],
 )
 def test_whole_draft_models_that_are_left_to_the_default_backend(
     change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture

@@ -151,10 +151,10 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 # What concerns the whole model.
 OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "mla": (
-        lambda: runner(use_mla_backend=True),
-        "multi-head latent attention (LlamaForCausalLM)",
-        "attention = multi-head latent attention .Llama",
+    "sparse latent attention": (
+        lambda: runner(model_config=config(hf_config=deepseek_v32())),
+        "sparse attention (DeepseekV32ForCausalLM)",
+        "attention = sparse attention .DeepseekV32",
     ),
     "encoder": (
         lambda: runner(model_config=config(is_encoder_decoder=True)),
@@ -251,6 +251,10 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 def architecture(name: str) -> SimpleNamespace:
     return SimpleNamespace(architectures=[name])
+
+
+def deepseek_v32() -> SimpleNamespace:
+    return SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048)
 
 
 def wrapping_config() -> SimpleNamespace:
@@ -409,7 +413,7 @@ def test_the_log_names_the_backend_that_prefills(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("decodes", [True, False])
 def test_the_server_info_names_pat_where_it_decodes(decodes: bool) -> None:
     # SGLang's own arguments name the default backend; what a scheduler tells wins over them.
-    pat_backend(runner() if decodes else runner(use_mla_backend=True))
+    pat_backend(runner() if decodes else runner(device="npu"))
     told = route_reports._after_get_init_info({"status": "ready"})
     assert told.pop("pat")["pat_layers"] == (2 if decodes else 0)
     backend = {"decode_attention_backend": "pat"} if decodes else {}

@@ -17,6 +17,7 @@ from forests import ForestCase, make_case
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,
+    LATENT_TILE_TABLE,
     OPEN_END,
     PLAN_MAGIC,
     PLAN_SECTIONS,
@@ -73,6 +74,7 @@ class HandPlan:
         tickets: Sequence[int] | None = None,
     ) -> None:
         tickets = [1] * len(items) if tickets is None else tickets
+        self.tile_table = TILE_TABLE
         assert sum(tickets) == len(items)
         counts = [0] * num_requests
         for item in items:
@@ -119,6 +121,15 @@ class HandPlan:
             *self._counts.values(),
             *(self.num_partials, self.num_shared_slots, np.iinfo(np.int32).max),
         ]
+
+    def as_latent(self) -> HandPlan:
+        """The same plan for latent attention, which has one tile."""
+        plan = copy.copy(self)
+        plan.tile_table = LATENT_TILE_TABLE
+        plan._sections = self._sections | {
+            "work_items": [(0, *rest) for _, *rest in self._sections["work_items"]]
+        }
+        return plan
 
     def said_to_be_read_once(self, value: bool) -> HandPlan:
         """The same plan with all of its segments said to be read once, or none."""

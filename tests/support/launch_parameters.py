@@ -31,6 +31,9 @@ _TYPES: dict[str, Any] = {
     "PlanView": _Address * (1 + len(PLAN_SECTIONS)),  # header and sections
     "IndexArray": _struct(("data", _Address), ("is_int64", ctypes.c_bool)),
     "SinkArray": _struct(("data", _Address), ("type", ctypes.c_int32)),
+    "QueryArray": _struct(
+        ("data", _Address), ("row_chunks", ctypes.c_uint32), ("head_chunks", ctypes.c_uint32)
+    ),
     "QueryRows": _struct(("group_size", ctypes.c_int32), ("reciprocal", ctypes.c_int32)),
     "LogitScale": _struct(("inner", ctypes.c_float), ("outer", ctypes.c_float)),
     "TensorMap": ctypes.c_uint8 * 128,

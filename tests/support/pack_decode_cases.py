@@ -10,6 +10,7 @@ import torch
 from forests import ForestCase, make_case
 
 from kernel.numerics import compare
+from sglang_pat import support
 from sglang_pat.executors.reference import dense_attention
 
 needs_gpu = [
@@ -64,7 +65,9 @@ class Tensors:
             np.concatenate([row[:n] for row, n in zip(case.tokens, case.seq_lens, strict=True)])
         )
         slots = torch.from_numpy(used).cuda().long() + shift
-        for cache in (k_cache, v_cache):
+        if support.is_latent(heads.head_dim, heads.v_head_dim):
+            v_cache = k_cache[..., : heads.v_head_dim]
+        for cache in (v_cache, k_cache):
             cache[slots] = random(len(slots), *cache.shape[1:])
 
         rows = np.random.default_rng(seed).permutation(2 * num_requests + 1)[:num_requests]

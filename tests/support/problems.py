@@ -24,7 +24,9 @@ class Problem:
         seed: int = 0,
         *,
         v_head_dim: int | None = None,
+        latent: bool = False,
     ) -> None:
+        """latent: values are the first columns of the keys."""
         num_qo_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(seed)
         num_requests = len(case.seq_lens)
@@ -40,6 +42,8 @@ class Problem:
         for cache in (self.k, self.v):
             values = torch.randn((len(slots), *cache.shape[1:]), generator=generator)
             cache[slots] = values.to(dtype)
+        if latent:
+            self.v = self.k[..., :v_head_dim]
         # Rows in another order than the batch; the rest of the table points at poisoned slots.
         self.rows = torch.randperm(num_requests, generator=generator) + 1
         width = case.tokens.shape[1]

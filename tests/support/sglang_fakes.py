@@ -135,7 +135,6 @@ def runner(**change: Any) -> Any:
         "model": layers(),
         "model_config": model_config,
         "server_args": server_arguments(),
-        "use_mla_backend": False,
         "is_hybrid_swa": False,
         "attention_chunk_size": None,
         "dtype": torch.float32,

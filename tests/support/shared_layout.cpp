@@ -204,6 +204,74 @@ void check_conversion() {
   check_wgmma_values<Dims>(memory, kBase, kEnd, column, "wgmma of converted values");
 }
 
+// Address -> element of 64 rows, of which two warps copy 32 each, panel by panel.
+std::map<uint32_t, int> copied_by_panels(int columns, uint32_t base) {
+  std::map<uint32_t, int> memory;
+  for (int first_row = 0; first_row < LatentOperand::kRows; first_row += 32) {
+    for (int lane = 0; lane < 32; ++lane) {
+      const PanelCopy copy{lane};
+      for (int panel = 0; panel < columns / kPanelColumns; ++panel) {
+        for (int i = 0; i < PanelCopy::kCopies; ++i) {
+          const uint32_t target = base + first_row * kPanelRowBytes +
+                                  panel * LatentOperand::kPanelBytes + copy.target(i);
+          for (int byte = 0; byte < kChunkBytes; byte += 2) {
+            const int element = (first_row + copy.row(i)) * 1024 + panel * kPanelColumns +
+                                (copy.source() + byte) / 2;
+            expect(memory.emplace(target + byte, element).second, "two copies overlap", columns);
+          }
+        }
+      }
+    }
+  }
+  return memory;
+}
+
+// Latent attention: queries and stages are matrices of 64 rows, values the stage's first columns.
+template <int kKey, int kValue>
+  requires(HeadDims<kKey, kValue>::kIsLatent)
+void check() {
+  using Dims = HeadDims<kKey, kValue>;
+  using Operand = LatentOperand;
+  constexpr uint32_t kBase = 3 * 1024;
+  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kTokens == Operand::kRows);
+  static_assert(Dims::kValueBytes == 0 && Dims::kKey % kPanelColumns == 0);
+  const auto stage = copied_by_panels(kKey, kBase);
+  expect(stage.size() == size_t{Operand::kRows} * kKey, "elements are missing", kKey);
+  expect(stage.rbegin()->first < kBase + Dims::kKeyBytes, "the stage is too small", kKey);
+  std::map<uint32_t, int> runs;  // two boxes of 32 tokens for each panel
+  for (const auto& [address, element] : boxes<kKey, 2>(0)) {
+    constexpr uint32_t kBoxBytes = kStageTokens * kPanelRowBytes;
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t box = address / kBoxBytes * 2 + half;
+      runs[kBase + box * kBoxBytes + address % kBoxBytes] = element + half * kStageTokens * 1024;
+    }
+  }
+  expect(runs == stage, "boxes and copies differ", kKey);
+  for (int n = 0; n < Operand::kRows; ++n) {
+    for (int step = 0; step < kKey / 16; ++step) {  // K-major: n is the token, or the row
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t address = Operand::columns(kBase, step) + n / 8 * Operand::kGroupBytes +
+                                 n % 8 * kPanelRowBytes + k * 2;
+        expect(at(stage, swizzled(address)) == n * 1024 + step * 16 + k, "wgmma of keys", kKey);
+      }
+    }
+  }
+  for (int column = 0; column < kValue; ++column) {  // MN-major
+    const int panel = column / kPanelColumns, first_panel = panel / 4 * 4;
+    for (int step = 0; step < Operand::kRows / 16; ++step) {
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t address = Operand::tokens(kBase, first_panel, step) +
+                                 (panel - first_panel) * Operand::kPanelBytes +
+                                 k / 8 * Operand::kGroupBytes + k % 8 * kPanelRowBytes +
+                                 column % kPanelColumns * 2;
+        expect(at(stage, swizzled(address)) == (step * 16 + k) * 1024 + column, "wgmma of values",
+               kValue);
+      }
+    }
+  }
+  std::printf("%d/%d\n", kKey, kValue);
+}
+
 template <int kKey, int kValue>
 void check() {
   using Dims = HeadDims<kKey, kValue>;

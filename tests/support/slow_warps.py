@@ -1,6 +1,7 @@
 """Runs pack_decode twice: as it is, and with warps that sleep where others may wait for them.
 
-Usage: slow_warps.py WHO KV_DTYPE FOLDER, the folder for changed sources of the kernels.
+Usage: slow_warps.py WHO KV_DTYPE FOLDER: KV_DTYPE is e4m3, `as queries`, or `latent` for latent
+attention; the folder is for changed sources of the kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from pathlib import Path
 
 import torch
 from forests import ForestCase, make_case
-from pack_decode_cases import Heads, Tensors, planned_step, run
+from pack_decode_cases import Heads, Tensors, config_of, planned_step, run
 
 from sglang_pat.executors import jit
-from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.loaded_kernels import load_kernels
+from sglang_pat.support import LATENT_HEAD_DIMS
 
 # Who -> file, line, and what is put behind it.
 DELAYS = {
@@ -42,6 +43,46 @@ DELAYS = {
         "if (!kIsKey) __nanosleep(9000);",
     ),
 }
+# Of latent attention.
+LATENT_DELAYS = {
+    "first warpgroup": (
+        "latent_body.cuh",
+        "const StageRecord record = stage_record(first);",
+        "__nanosleep(9000);",
+    ),
+    "second warpgroup": (
+        "latent_body.cuh",
+        "const StageRecord record = stage_record(second);",
+        "__nanosleep(9000);",
+    ),
+    "first warpgroup at the end": (
+        "latent_body.cuh",
+        "exchange_sums(total, part);",
+        "if (kGroup == 0) __nanosleep(40000);",
+    ),
+    "second warpgroup at the end": (
+        "latent_body.cuh",
+        "exchange_sums(total, part);",
+        "if (kGroup == 1) __nanosleep(40000);",
+    ),
+    "one warp": (
+        "latent_body.cuh",
+        "exchange_sums(total, part);",
+        "if (unit == 2) __nanosleep(40000);",
+    ),
+    "queries": ("latent_producer.cuh", "const int tile = item.tile;", "__nanosleep(20000);"),
+    "first tokens": (
+        "latent_producer.cuh",
+        "const int stage = ring_.stage;",
+        "if (kIsKey) __nanosleep(3000);",
+    ),
+    "second tokens": (
+        "latent_producer.cuh",
+        "const int stage = ring_.stage;",
+        "if (!kIsKey) __nanosleep(3000);",
+    ),
+}
+DELAYS |= LATENT_DELAYS
 HEAD_DIMS = (128, 64)
 # Large and small tiles in turns in each CTA, and some of more stages than a ring has.
 CASE = make_case(
@@ -50,12 +91,14 @@ CASE = make_case(
 )
 
 
-def results(case: ForestCase, kv_dtype: torch.dtype | None) -> list[torch.Tensor]:
+def results(case: ForestCase, kv_name: str) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    arch = torch.cuda.get_device_capability()
-    jit.build_all([KernelConfig(torch.bfloat16, n, arch, kv_dtype=kv_dtype) for n in HEAD_DIMS])
-    for head_dim in HEAD_DIMS:
-        heads = Heads(8, 2, head_dim, kv_dtype=kv_dtype)
+    kv_dtype = torch.float8_e4m3fn if kv_name == "e4m3" else None
+    kinds = [Heads(8, 2, head_dim, kv_dtype=kv_dtype) for head_dim in HEAD_DIMS]
+    if kv_name == "latent":
+        kinds = [Heads(16, 1, LATENT_HEAD_DIMS[0], v_head_dim=LATENT_HEAD_DIMS[1])]
+    jit.build_all([config_of(heads) for heads in kinds])
+    for heads in kinds:
         tensors = Tensors.make(case, heads)
         if kv_dtype is not None:
             caches = {name: getattr(tensors, name).to(kv_dtype) for name in ("k_cache", "v_cache")}
@@ -81,10 +124,9 @@ def delay(who: str, folder: Path) -> None:
 
 def main() -> int:
     who, kv_name, folder = sys.argv[1:]
-    kv_dtype = torch.float8_e4m3fn if kv_name == "e4m3" else None
-    expected = results(CASE, kv_dtype)
+    expected = results(CASE, kv_name)
     delay(who, Path(folder))
-    found = results(CASE, kv_dtype)
+    found = results(CASE, kv_name)
     if all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
         print("the same bits")
         return 0

@@ -255,6 +255,20 @@ def test_without_a_file_the_costs_that_are_shipped_hold(
     assert costs_of(torch.device("cuda", 0)) == shipped
 
 
+def test_latent_attention_has_costs_of_its_own(
+    made: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is about other kernels. What a tile reads again costs most of what it read first."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    for gpu, reread in (("H100", 0.59), ("H200", 0.84), ("L40S", 0.59)):
+        machine = replace(MACHINE, gpu=f"NVIDIA {gpu}")
+        monkeypatch.setattr(calibration, "_machine", lambda _, machine=machine: machine)
+        replace(made, machine=machine).save()
+        found = costs_of(torch.device("cuda", 0), latent=True).values()
+        assert found["reread_token"] == pytest.approx(reread, abs=0.01)
+        assert found["item"] == found["packed_item"] == 60
+
+
 def test_the_driver_has_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release")

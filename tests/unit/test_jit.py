@@ -27,7 +27,7 @@ from sglang_pat.executors.jit import (
     source_folder,
 )
 from sglang_pat.executors.kernel_cache import KernelCacheError
-from sglang_pat.support import HEAD_DIMS
+from sglang_pat.support import GQA_HEAD_DIMS
 
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
@@ -164,11 +164,11 @@ def test_the_key_holds_what_an_image_depends_on(monkeypatch: pytest.MonkeyPatch)
     keys = {
         cache_key(KernelConfig(dtype, head_dim, arch, v_head_dim))
         for dtype in (torch.float16, torch.bfloat16)
-        for head_dim, v_head_dim in HEAD_DIMS
+        for head_dim, v_head_dim in GQA_HEAD_DIMS
         for arch in ((8, 0), (9, 0))
     }
-    assert len({key.rpartition("-")[2] for key in keys}) == 4 * len(HEAD_DIMS)
-    assert len({key.rpartition("-")[0] for key in keys}) == 4 * len(HEAD_DIMS)
+    assert len({key.rpartition("-")[2] for key in keys}) == 4 * len(GQA_HEAD_DIMS)
+    assert len({key.rpartition("-")[0] for key in keys}) == 4 * len(GQA_HEAD_DIMS)
     options = CONFIG.options
     monkeypatch.setattr(KernelConfig, "options", property(lambda config: [*options, "-g"]))
     assert cache_key(CONFIG) not in keys

@@ -13,9 +13,11 @@ import torch
 
 import kernel
 from common import suites
-from kernel import attention
+from kernel import attention, mla
+from kernel import gates as gates_module
 from kernel.contenders import _private_level, _shared_levels
-from kernel.gates import gates, summary
+from kernel.gates import gates, latent_gates, summary
+from kernel.latent_contenders import _pages
 from kernel.pat_trees import PAT_TREES, PrefixTree
 from kernel.request_forests import SLOTS, Forest, lognormal_lengths, random_forest
 from kernel.workloads import DEFAULT_SUITES, LAYERS, SUITES, KvPool, Workload, suite
@@ -284,3 +286,60 @@ def test_only_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_pa
         plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
         legend = drawn[-1].axes[0].get_legend()
         assert [text.get_text() for text in legend.get_texts()] == expected
+
+
+# --- latent attention ---
+
+
+def test_the_cases_of_latent_attention_hold_what_they_promise() -> None:
+    cases = mla.workloads()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.num_qo_heads for case in cases} == {8, 12, 16, 20, 32}
+    assert {1024, 65536} <= {case.prefix for case in cases}
+    assert {2, 256} <= {case.sharing for case in cases}
+    assert {128, 2048} <= {case.forest.requests[0][1] for case in cases}
+    assert {1, 2, 3} <= {max(map(len, case.forest.paths)) for case in cases}
+    assert {case.kind for case in cases} == {"shared", "uniform", "ragged", "long"}
+    names = {case.name for case in mla.workloads(quick=True)}
+    assert set(gates_module.LATENT_US) <= names < {case.name for case in cases}
+
+
+def test_the_floor_of_latent_attention_is_one_read_of_a_row_or_its_arithmetic() -> None:
+    case = mla.LatentWorkload(Forest.of_tree("1,4_1000,24"), 16)
+    kv_bytes = (1000 + 4 * 24) * 1152
+    assert case.unique_kv_bytes == kv_bytes
+    assert case.least_us(1e6, 1e30) == pytest.approx(kv_bytes + 4 * 16 * 1088 * 2)
+    assert case.least_us(1e30, 1e6) == 2 * 4 * 1024 * 16 * 1088
+
+
+def test_pages_hold_the_slots_of_their_requests() -> None:
+    """Whole pages of a shared prefix are there once."""
+    forest = Forest.of_tree("1,4_150,70")
+    table = forest.token_table(device="cpu")
+    slots, block_table = _pages(table)
+    assert torch.equal(slots[block_table.long()].flatten(1)[:, :220], table.long())
+    assert len(slots) == 2 + 4 * 2
+
+
+def _latent_case(name: str, pat: float, peer: float, **more: Any) -> Any:
+    known = {"sharing": 64, "prefix": 8192, "heads_q": 16}
+    return _case("mla", name, "shared", pat, peer) | known | more
+
+
+def test_latent_attention_has_gates_of_its_own() -> None:
+    shared = [_latent_case(name, 18.9, 50.0) for name in gates_module.LATENT_US]
+    alone = _latent_case("a", 10.0, 10.6, shared=False, sharing=0, prefix=0)
+    assert [gate.passed for gate in latent_gates([*shared, alone])] == [True] * 11
+
+    def failed(*cases: Any) -> set[str]:
+        return {gate.rule for gate in latent_gates(cases) if gate.passed is False}
+
+    slow = _latent_case("1,64_2048,128 h16", 22.1, 50.0, prefix=2048)
+    assert failed(slow) == {"1,64_2048,128 h16 at most 22 us"}
+    assert failed(_latent_case("x", 19.1, 50.0)) == {"geomean time/floor <= 1.90"}
+    assert failed(_latent_case("x", 18.0, 39.0)) == {"geomean best peer/pat >= 2.20"}
+    assert "best peer/pat >= 1.30 in all cases" in failed(_latent_case("x", 18.0, 23.0))
+    assert failed(_latent_case("x", 18.0, 23.0, heads_q=32)) == set()
+    slower = alone | {"us": {"pat": 10.0, "fa3": 10.4}}
+    assert failed(slower) == {"geomean fa3/pat >= 1.05"}
+    assert "best peer/pat >= 0.97 in all cases" in failed(alone | {"us": {"pat": 10.0, "fa3": 9.6}})

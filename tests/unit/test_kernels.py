@@ -58,7 +58,7 @@ class Device:
             config=config,
             num_sms=SMS,
             num_ctas=CTAS,
-            facts=SimpleNamespace(merge_ctas_per_sm=2),
+            facts=SimpleNamespace(merge_ctas_per_sm=2, merge_slices=1),
             gather_slots=self._launcher("gather"),
             pack_decode=(self._launcher("pack_decode"), self._launcher("with soft-cap")),
             merge_partials=(self._launcher("merge"), self._launcher("with sinks")),
@@ -143,8 +143,8 @@ def test_each_tensor_and_number_is_passed_in_its_place(monkeypatch: pytest.Monke
     )
     expected = {
         "plan": "plan",
-        "q": "q",
-        "q_stride_chunks": HEADS * 192 * 2 // 16,
+        "q": ("q", HEADS * 192 * 2 // 16, 192 * 2 // 16),
+        "q_rope": (None, 0, 0),
         "num_requests": 4,
         "k_cache": "k_cache",
         "v_cache": "v_cache",

@@ -83,7 +83,10 @@ class Device:
         num_tokens, _ = grid
         slots = strided(params.slots, (num_tokens,), (1,), index_dtype).long()
         config = self._config
-        for rows, columns in ((params.keys, config.head_dim), (params.values, config.v_head_dim)):
+        columns_of = config.head_dim, config.v_head_dim
+        if config.is_latent:
+            columns_of = config.v_head_dim, config.head_dim - config.v_head_dim
+        for rows, columns in zip((params.keys, params.values), columns_of, strict=True):
             shape = num_tokens, params.num_kv_heads, columns
             strides = rows.token_stride, rows.head_stride, 1
             numbers = strided(rows.source, shape, strides, config.dtype)
@@ -312,3 +315,21 @@ def test_a_copy_is_compared_once(
 
     monkeypatch.setattr(device, "write_kv", another_bit)
     assert not plain_writer.agrees_with_torch()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_row_of_latent_attention_has_two_sources(device: Device, parts: int) -> None:
+    """One tensor of all columns, or one of the values and one of what is behind."""
+    device._config = KernelConfig(BF16, 576, (9, 0), 512)
+    writer = KvWriter(device._config, CPU)
+    k = torch.randn(TOKENS, 1, 576).to(BF16)
+    slots, cache = torch.tensor([3, 19, 0, 7, 1]), torch.zeros(SLOTS, 1, 576, dtype=BF16)
+    given = (k, None) if parts == 1 else (k[..., :512].contiguous(), k[..., 512:])
+    assert writer.write_latent(*given, slots, cache)
+    expected = torch.zeros_like(cache)
+    expected[[3, 19, 7, 1]] = k[[0, 1, 3, 4]]
+    assert cache.equal(expected)
+    assert device.launches == [(TOKENS, 1)]
+    assert not writer.write_latent(k[..., :500], k[..., 512:], slots, cache)
+    assert not writer.write_latent(k[..., 1:], None, slots, cache)
+    assert writer.agrees_with_torch()

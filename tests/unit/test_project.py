@@ -117,6 +117,20 @@ def test_example_of_the_guide_runs_and_is_right(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip() == code[1].rpartition("# ")[2].strip()
 
 
+def test_example_of_latent_attention_runs_and_is_right() -> None:
+    first, second = re.findall(
+        r"```python\n(.*?)```", GUIDE.partition("## Without SGLang")[2], re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(first + second, names)
+    q = torch.cat((names["q_nope"], names["q_rope"]), dim=-1).double()
+    for request, length in enumerate(names["seq_lens"].tolist()):
+        keys = names["cache"][names["req_to_token"][request, :length].long(), 0].double()
+        weights = (q[request] @ keys.T * 192**-0.5).softmax(-1)
+        found = names["latent_out"][request].double()
+        torch.testing.assert_close(found, weights @ keys[:, :512], rtol=0, atol=1e-5)
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
@@ -313,6 +327,7 @@ def test_the_set_up_refuses_other_pythons(
 
 def test_support_agrees_with_the_scheduler() -> None:
     assert support.MAX_GROUP_SIZE == _scheduler.MAX_GROUP_SIZE
+    assert support.MAX_LATENT_GROUP_SIZE == _scheduler.MAX_LATENT_GROUP_SIZE
 
 
 def test_support_names_every_server_option_that_delegates_the_model() -> None:

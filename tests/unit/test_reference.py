@@ -14,7 +14,7 @@ from problems import Problem
 
 from sglang_pat import PackAttention
 from sglang_pat.executors.reference import add_sinks, dense_attention, merge_partials
-from sglang_pat.support import HEAD_DIMS, POLICIES
+from sglang_pat.support import GQA_HEAD_DIMS, POLICIES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -119,7 +119,7 @@ def test_a_cache_of_one_byte_is_read_with_its_scales(
 # --- sinks ---
 
 
-@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize("head_dims", GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 @pytest.mark.parametrize("num_requests", [1, 5])
 def test_sinks_count_once_however_a_request_is_split(
     num_requests: int, head_dims: tuple[int, int]

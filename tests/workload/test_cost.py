@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_pat import support
 from sglang_pat.batch import PrefixPaths
 from sglang_pat.workload.cost import Reads, StepTime
 from sglang_pat.workload.models import GPUS, read_config
@@ -182,3 +183,67 @@ def test_a_pass_computes_the_output_head_for_last_tokens_only() -> None:
     )
     assert small.prefill(100_000, 0, 1) == large.prefill(100_000, 0, 1)
     assert small.without_attention(1) < large.without_attention(1)
+
+
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
+
+
+def latent(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StepTime:
+    monkeypatch.setattr(support, "LATENT_CAPABILITIES", ((9, 0),))
+    _, config = read_config("llama-3.1-8b")
+    return StepTime.of({**config, **MLA, **changes}, GPUS["H200"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "requests", "shared", "own", "us"),
+    [
+        (16, 128, 8192, 256, 238),
+        (8, 128, 8192, 256, 238),
+        (16, 32, 16384, 512, 128),
+        (16, 64, 2048, 128, 47),
+        (16, 256, 1024, 64, 84),
+        (16, 16, 4096, 1024, 36),
+        (16, 128, 64, 1024, 63),
+        (128, 128, 8192, 256, 455),
+        (128, 256, 1024, 64, 157),
+    ],
+)
+def test_latent_attention_takes_tiles_of_64_rows(
+    heads: int, requests: int, shared: int, own: int, us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FA3 on an H200: 8 heads take as long as 16."""
+    time = latent(monkeypatch, num_attention_heads=heads)
+    reads = Reads(shared + requests * own, cached=(requests - 1) * shared)
+    assert time.attention(time.layers[0], reads) * 1e6 == pytest.approx(us, rel=0.28)
+
+
+@pytest.mark.parametrize(("heads", "least"), [(8, 4.0), (16, 2.5), (32, 1.5)])
+def test_packing_latent_attention_saves_tiles(
+    heads: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 requests of a prefix of 16k tokens."""
+    time = latent(monkeypatch, num_attention_heads=heads)
+    planner = Planner(time)
+    assert planner._schedulers["memory"].tile_table == ((64, 64, 8),)
+    requests, shared, own = 64, 16384, 512
+    paths = PrefixPaths.from_lists([[(1, 0, shared)]] * requests)
+    lens = np.full(requests, shared + own, dtype=np.int32)
+    scheduler = planner._schedulers["memory"]
+    scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, lens)
+    _, planned, once = scheduler.kv_tokens
+    ours = Reads(once, cached=planned - once, partials=scheduler.summary["partials"])
+    alone = Reads(once, cached=(requests - 1) * shared)
+    layer = time.layers[0]
+    assert time.attention(layer, alone) > least * time.attention(layer, ours)
+    assert time.decode(requests, lens.sum(), ours, alone).attention == pytest.approx(
+        len(time.layers) * time.attention(layer, ours)
+    )
+
+
+def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = latent(monkeypatch)
+    assert all(layer.is_accelerated for layer in time.layers)
+    _, config = read_config("llama-3.1-8b")
+    refused = StepTime.of({**config, **MLA}, GPUS["B200"]).layers[0].refusal
+    assert refused is not None
+    assert refused.words == "latent attention on a B200"

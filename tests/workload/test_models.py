@@ -55,6 +55,10 @@ def test_named_models() -> None:
     assert llama.held_weight_bytes == pytest.approx(2 * 8.03e9, rel=0.002)
     assert qwen.held_weight_bytes == pytest.approx(2 * 8.19e9, rel=0.002)
     assert large.held_weight_bytes == pytest.approx(2 * 70.6e9, rel=0.002)
+    latent = found["deepseek-v2-lite"]  # 15.7 billion; a token is 576 numbers in each layer
+    assert latent.held_weight_bytes == pytest.approx(2 * 15.7e9, rel=0.003)
+    assert latent.kv_bytes_per_token == 27 * 1152
+    assert all(layer.is_accelerated for layer in latent.layers)
 
 
 def test_config_json_and_its_folder(tmp_path: Path) -> None:

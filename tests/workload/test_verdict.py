@@ -151,8 +151,8 @@ def test_a_model_without_accelerated_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, config = read_config("llama-3.1-8b")
-    latent = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(latent))
+    sparse = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(sparse))
     words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
     assert main(words) == 0
     out = capsys.readouterr().out

@@ -36,7 +36,11 @@ class LayerAttention:
         layer: RadixAttention,
         forward_batch: Any,
         save_kv_cache: bool,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        **unset: None,
     ) -> torch.Tensor:
         """Store the new tokens' KV, then attend.
 
@@ -47,7 +51,8 @@ class LayerAttention:
         apart : ReadApart or None
             What its rows read beside the plans.
         q : torch.Tensor
-            `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
+            `[rows, heads * head_dim]` or `[rows, heads, head_dim]`; beside `q_rope` the columns
+            before those.
         k, v : torch.Tensor or None
             The new tokens' keys and values. None: they are in the pool already.
         layer : RadixAttention
@@ -57,6 +62,11 @@ class LayerAttention:
             Whether to write `k` and `v` to the pool.
         sinks : torch.Tensor or None
             Attention sinks: see `PackAttention.run`.
+        q_rope, k_rope : torch.Tensor or None
+            Of latent attention: the last columns of queries and keys, `[rows, heads, columns]` or
+            flat, where the model keeps them apart. `k` has the columns before, `v` is not read.
+        unset
+            Arguments that pat does not know, and that the model leaves None.
 
         Returns
         -------
@@ -65,10 +75,11 @@ class LayerAttention:
         """
         pool = self._pool
         if save_kv_cache and k is not None and v is not None:
-            self._kv_writes.store(layer, forward_batch, k, v)
+            self._kv_writes.store(layer, forward_batch, k, v, k_rope)
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        q_dim = layer.qk_head_dim if q_rope is None else layer.v_head_dim
+        q = q.reshape(-1, layer.tp_q_head_num, q_dim)
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
@@ -85,6 +96,12 @@ class LayerAttention:
         if apart is not None:
             keys_apart = partial(apart.keys, forward_batch)
             run = partial(_merged, run, keys_apart, (keys, values), layer, scales)
+        if q_rope is not None:
+            q_rope = q_rope.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim - q_dim)
+            if apart is None and len(q) == plans.num_rows:
+                run = partial(run, q_rope=q_rope)
+            else:
+                q = torch.cat((q, q_rope), dim=-1)
         return _run_planned(run, q, plans, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 

@@ -6,13 +6,19 @@ bytes (`executors/kv_writer.py`). Which one is decided at start.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    KVWriteLoc,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat.executors.jit import KernelConfig
@@ -23,6 +29,10 @@ from sglang_pat.sglang.start.kv_scales import is_converted
 from sglang_pat.sglang.start.routes import Routes, attention_layers
 
 logger = logging.getLogger(__name__)
+
+# Older pools of latent attention are given the slots alone, not what tells of them.
+_LATENT_WRITE = inspect.signature(MLATokenToKVPool.set_mla_kv_buffer).parameters
+_TAKES_LOCATION = "loc_info" in _LATENT_WRITE
 
 
 class KvWrites:
@@ -68,7 +78,12 @@ class KvWrites:
             logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
     def store(
-        self, layer: RadixAttention, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: RadixAttention,
+        forward_batch: Any,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_rope: torch.Tensor | None = None,
     ) -> None:
         """Write the new tokens of a layer to its slots.
 
@@ -80,9 +95,16 @@ class KvWrites:
             Whose `out_cache_loc` are the slots.
         k, v : torch.Tensor
             `[rows, KV heads, head_dim]`. The pool may scale them in place.
+        k_rope : torch.Tensor, optional
+            Of latent attention: the columns of the keys behind those of `k`. `v` is not read then.
         """
         writer = self._writers.get(layer.layer_id)
-        if writer is not None and self._write(writer, layer, forward_batch, k, v):
+        if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
+            return
+        if k_rope is not None:
+            slots = forward_batch.out_cache_loc
+            location = _write_location(forward_batch) if _TAKES_LOCATION else slots
+            self._pool.set_mla_kv_buffer(layer, location, k, k_rope)
             return
         # SGLang's pools use the scales only if their dtype is not the model's.
         scales = (layer.k_scale, layer.v_scale) if self._are_scaled else ()
@@ -95,8 +117,14 @@ class KvWrites:
         forward_batch: Any,
         k: torch.Tensor,
         v: torch.Tensor,
+        k_rope: torch.Tensor | None,
     ) -> bool:
         """Whether the kernel has written what store() is given."""
+        if writer.config.is_latent:
+            cache = self._pool.get_key_buffer(layer.layer_id)
+            rope = None if k_rope is None else k_rope.view(len(k_rope), 1, -1)
+            slots = forward_batch.out_cache_loc
+            return writer.write_latent(k.view(len(k), 1, -1), rope, slots, cache)
         k_scale, v_scale = writer.scale(layer.k_scale), writer.scale(layer.v_scale)
         if k_scale is None or v_scale is None:
             return False
@@ -120,6 +148,8 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
         pool = pool.full_kv_pool
     elif type(pool) is HybridLinearKVPool:
         pool = pool.full_kv_pool
+    if type(pool) is MLATokenToKVPool:
+        return "it is of sparse attention" if pool.use_dsa else None
     if type(pool) is not MHATokenToKVPool:
         return f"it is a {type(pool).__name__}"
     if pool.is_quantized_kv_cache:

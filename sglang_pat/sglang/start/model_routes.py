@@ -30,7 +30,7 @@ def routes_of_model(path: str) -> Routes:
     Exception
         Whatever SGLang raises for a model that it cannot build in this process.
     """
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
@@ -46,9 +46,7 @@ def routes_of_model(path: str) -> Routes:
         arguments.resolve_once()
     config = ModelConfig.from_server_args(arguments)
     prefill, default = attention_backends(arguments)
-    whole = server_reason(arguments) or model_reason(
-        config, uses_mla=config.attention_arch == AttentionArch.MLA
-    )
+    whole = server_reason(arguments) or model_reason(config)
     if whole is None and default not in DEFAULT_BACKENDS:
         whole = Reason("default backend", default)
     _become_a_rank(arguments, config)

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import is_minimax_sparse
+from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sglang_pat import support
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.start.kv_scales import are_scaled, is_converted, scales_reason
-from sglang_pat.sglang.start.options import Reason, server_reason
+from sglang_pat.sglang.start.options import Reason, drafts_of, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
 # What SGLang's models call the sinks that they pass to their attention layers. For the log alone:
 # what is passed is applied.
 _SINKS = ("sinks", "attention_sink_bias")
+# What models pass to a layer beside queries, keys and values.
+_LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
 def shape_of(layer: RadixAttention) -> Shape:
@@ -107,14 +110,19 @@ class Routes:
                 routes.shapes[layer.layer_id] = shape
         return routes
 
-    def reason_to_leave(self, layer_id: int, arguments: dict[str, Any]) -> Reason | None:
+    def reason_to_leave(self, layer: RadixAttention, arguments: dict[str, Any]) -> Reason | None:
         """Why the default backend must attend, as only a step shows: a layer that its model passes
         what pat would ignore, or that was not found. None: there is no reason, or it is known."""
-        if layer_id in self.shapes:
+        layer_id = layer.layer_id
+        shape = self.shapes.get(layer_id)
+        if shape is not None:
+            if shape.is_latent and layer.qk_head_dim != shape.head_dim:
+                return Reason("attention", "latent attention that is not absorbed")
             if not arguments:
                 return None
+            known = _LATENT_ARGUMENTS if shape.is_latent else ("sinks",)
             given = sorted(name for name, value in arguments.items() if value is not None)
-            unknown = [name for name in given if name != "sinks"]
+            unknown = [name for name in given if name not in known]
             return Reason("attention", f"the argument {', '.join(unknown)}") if unknown else None
         if layer_id in self.delegated:
             return None
@@ -193,9 +201,15 @@ class Routes:
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     """The attention layers of a model's part on this rank: its modules, and those that a module
     keeps in a plain list or dict, as SGLang's wrapper of models of transformers does.
+
+    Of latent attention the absorbed one: its twin of the same id attends in prompts.
     """
     layers: dict[int, RadixAttention] = {}  # by id(): a layer may be in both
+    twins = set()
     for module in model.modules():
+        absorbed, twin = getattr(module, "attn_mqa", None), getattr(module, "attn_mha", None)
+        if isinstance(absorbed, RadixAttention) and isinstance(twin, RadixAttention):
+            twins.add(id(twin))
         found: list[Any] = [module]
         for value in vars(module).values():
             if type(value) in (list, tuple):
@@ -203,7 +217,7 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
             elif type(value) is dict:
                 found += value.values()
         layers |= {id(each): each for each in found if isinstance(each, RadixAttention)}
-    return list(layers.values())
+    return [each for each in layers.values() if id(each) not in twins]
 
 
 def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
@@ -217,11 +231,19 @@ def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
     )
 
 
-def model_reason(config: Any, *, uses_mla: bool) -> Reason | None:
+def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
+    """Ids of the layers of latent attention whose expansion has LoRA adapters."""
+    return frozenset(
+        absorbed.layer_id
+        for module in model.modules()
+        if isinstance(absorbed := getattr(module, "attn_mqa", None), RadixAttention)
+        and hasattr(getattr(module, "kv_b_proj", None), "set_lora")
+    )
+
+
+def model_reason(config: Any) -> Reason | None:
     """Why pat decodes nothing of a kind of model, by its ModelConfig."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
-    if uses_mla:
-        return Reason("attention", f"multi-head latent attention ({name})")
     if config.is_encoder_decoder:
         return Reason("attention", f"an encoder-decoder model ({name})")
     if _is_sparse(config):
@@ -233,7 +255,8 @@ def _is_sparse(config: Any) -> bool:
     """Whether SGLang puts a sparse backend of the model's own over the default backend, or in its
     place: layers that pat would count as its own never reach it."""
     text_config = getattr(config, "hf_text_config", None)
-    if is_minimax_sparse(config.hf_config) or hasattr(text_config, "wrap_attention_backend"):
+    is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
+    if is_sparse or hasattr(text_config, "wrap_attention_backend"):
         return True
     try:
         from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
@@ -251,9 +274,7 @@ def window_reason(model: torch.nn.Module) -> Reason | None:
 
 def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
     reason = server_reason(model_runner.server_args)
-    reason = reason or model_reason(
-        model_runner.model_config, uses_mla=model_runner.use_mla_backend
-    )
+    reason = reason or model_reason(model_runner.model_config)
     reason = reason or window_reason(model_runner.model)
     if reason is not None:
         return reason
@@ -282,8 +303,57 @@ def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
 def layer_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
     """Why pat does not decode a layer."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
-    reason = shape_reason(layer, chunk) or _pool_reason(layer, model_runner)
+    reason = shape_reason(layer, chunk)
+    if reason is None and shape_of(layer).is_latent:
+        return _latent_reason(layer, model_runner) or _latent_pool_reason(layer, model_runner)
+    reason = reason or _pool_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
+
+
+def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
+    """Why pat does not decode a layer of latent attention, by the server."""
+    drafts = drafts_of(model_runner.server_args)
+    if drafts is not None:
+        num_drafts, is_chain = drafts
+        if support.fills_tile(layer.tp_q_head_num, num_drafts):
+            return _nothing_to_gain(layer.tp_q_head_num, num_drafts)
+        if not is_chain and model_runner.device != "cpu":
+            return Reason("attention", "trees of drafts over latent attention on a GPU")
+    if layer.layer_id in _with_lora_on_latent(model_runner.model):
+        return Reason("attention", "latent attention with LoRA on kv_b_proj")
+    dtype = model_runner.kv_cache_dtype
+    if dtype != model_runner.dtype:
+        return Reason("attention", f"latent attention over a KV cache of {dtype}")
+    if str(dtype).removeprefix("torch.") not in support.DTYPES:
+        return Reason("dtype of queries and KV cache", dtype)
+    if model_runner.device != "cpu":
+        capability = torch.cuda.get_device_capability()
+        if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
+            name = "{}.{}".format(*capability)
+            return Reason("attention", f"latent attention on compute capability {name}")
+    return None
+
+
+def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
+    """Whether a layer's KV is not one row per slot, of which the first columns are the values."""
+    pool = model_runner.token_to_kv_pool
+    name = type(pool).__name__
+    if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own
+        return Reason("KV pool", name)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    is_known = (
+        keys.dtype == values.dtype == model_runner.dtype
+        and tuple(keys.shape[1:]) == (1, layer.qk_head_dim)
+        and keys.is_contiguous()
+        and tuple(values.shape[1:]) == (1, layer.v_head_dim)
+        and (values.data_ptr(), values.stride()) == (keys.data_ptr(), keys.stride())
+    )
+    return None if is_known else Reason("KV pool", f"{name} of {keys.dtype} {[*keys.shape[1:]]}")
+
+
+def _nothing_to_gain(num_heads: int, num_drafts: int) -> Reason:
+    rows = f"{num_heads} heads" + f" x {num_drafts} draft tokens" * (num_drafts > 1)
+    return Reason("attention", f"latent attention with nothing to gain: {rows} fill a tile")
 
 
 def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None:
@@ -303,7 +373,12 @@ def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None
     heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
     if heads % kv_heads:
         return Reason("query heads per KV head", f"{heads}/{kv_heads}")
-    if heads // kv_heads > support.MAX_GROUP_SIZE:
+    if support.is_latent(*head_dims):
+        if layer.logit_cap:
+            return Reason("attention", "latent attention with a soft-cap")
+        if support.fills_tile(heads):
+            return _nothing_to_gain(heads, 1)
+    if heads // kv_heads > support.max_group_size(*head_dims):
         return Reason("query heads per KV head", heads // kv_heads)
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         return Reason("attention", f"a soft-cap by {layer.logit_capping_method}")

@@ -1,0 +1,316 @@
+"""Latent attention (MLA): one decode step of a prefix tree; pat, FA3, FlashInfer, FlashMLA, Triton.
+
+All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers, each with KV of
+its own, behind an L2 that holds other data: read (clean) and written (dirty). Each is compared with
+float64 before it is timed. Times are per layer. The floor is the arithmetic without padding at the
+rate of a large matrix multiplication here, or the KV read once at copy bandwidth, whichever takes
+longer. What has to hold is in gates.py.
+
+    python benchmarks/kernel mla --json mla.json
+    python benchmarks/kernel mla --quick --seconds 60 --contenders pat fa3 flashmla
+    python benchmarks/kernel mla --tree 1,128_8192,256 --heads 16
+
+The exit status is 1 if a result of pat was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from common.metadata import gpu_state, metadata
+from common.results import write
+from common.suites import add_option
+from kernel.attention import _tree
+from kernel.gates import as_json, is_peer, latent_gates, summary, versus_best
+from kernel.latent_contenders import COLUMNS, CONTENDERS, SM_SCALE, LatentLayer
+from kernel.numerics import compare
+from kernel.request_forests import SLOTS, Forest, lognormal_lengths
+from kernel.workloads import LAYERS, Workload, WorkloadTensors
+from sglang_pat.bench import timing
+from sglang_pat.cli.arguments import whole_number
+from sglang_pat.executors.reference import dense_attention
+from sglang_pat.support import LATENT_HEAD_DIMS
+
+HEADS = (8, 12, 16, 20, 32)
+SUITE = "mla"
+_CHECKED_REQUESTS = 8
+_ROUNDS = {False: 21, True: 7}  # by whether it is quick
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWorkload(Workload):
+    """One decode step of latent attention: one KV head, whose values are a part of its keys."""
+
+    num_kv_heads: int = 1
+    head_dim: int = LATENT_HEAD_DIMS[0]
+    suite: str = SUITE
+
+    @property
+    def name(self) -> str:
+        return f"{self.forest.name} h{self.num_qo_heads}"
+
+    @property
+    def unique_kv_bytes(self) -> int:
+        return self.forest.num_tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 2 * int(self.forest.seq_lens.sum()) * self.num_qo_heads * (self.head_dim + COLUMNS)
+
+    @property
+    def sharing(self) -> int:
+        """Requests that share the first node."""
+        return sum(bool(path) and path[0].node_id == 0 for path in self.forest.paths)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of the first node."""
+        return self.forest.nodes[0][1] if self.forest.nodes else 0
+
+    def least_us(self, copy_bandwidth: float, flops: float) -> float:
+        """Every KV token, query and output moved once, or the arithmetic without padding."""
+        columns = self.head_dim + COLUMNS
+        query_bytes = self.forest.num_requests * self.num_qo_heads * columns * self.dtype.itemsize
+        memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
+        return 1e6 * max(memory, self.flops / flops)
+
+
+def _ragged(count: int, prefix: int, median: int) -> Forest:
+    tails = lognormal_lengths(count, median)
+    name = f"1,{count}_{prefix},lognormal-{median}"
+    return Forest(name, ((-1, prefix),), tuple((0, tail) for tail in tails))
+
+
+def workloads(*, quick: bool = False) -> list[LatentWorkload]:
+    """All cases, the most telling ones first. quick: a few that stand for all."""
+    gated = [("1,128_8192,256", 16), ("1,128_8192,256", 8)]
+    gated += [("1,32_16384,512", 16), ("1,64_2048,128", 16)]
+    unshared = [
+        Forest.of_tree("128_1024"),
+        Forest.of_tree("32_512"),
+        Forest.of_tree("64_4096"),
+        Forest.of_tree("8_16384"),
+        Forest.of_tree("1_65536"),
+        Forest.unshared("64_lognormal-1000", lognormal_lengths(64, 1000)),
+    ]
+    cases = [LatentWorkload(Forest.of_tree(tree), heads, quick=True) for tree, heads in gated]
+    cases += [
+        LatentWorkload(forest, heads, quick=heads == 16 and index in (0, 5))
+        for heads in (16, 8, 20, 32)
+        for index, forest in enumerate(unshared)
+    ]
+    shared = [
+        f"1,{count}_{prefix},{tail}"
+        for count, prefix, tail in (
+            *((count, 4096, 512) for count in (2, 4, 16, 64, 256)),
+            *((64, prefix, 512) for prefix in (1024, 16384, 65536)),
+            *((count, 16384, 512) for count in (2, 4, 16)),
+            *((64, 4096, tail) for tail in (128, 2048)),
+            (256, 1024, 64),
+            (256, 65536, 128),
+        )
+    ]
+    cases += [
+        LatentWorkload(Forest.of_tree(tree), 16, quick=index == 2)
+        for index, tree in enumerate(shared)
+    ]
+    trees = [
+        Forest.of_tree("1,4,64_4096,1024,256"),
+        Forest.of_tree("1,8,128_8192,512,256"),
+        Forest.of_tree("1,4,16,128_2048,1024,512,128"),
+        _ragged(64, 8192, 400),
+        _ragged(128, 2048, 1000),
+    ]
+    cases += [
+        LatentWorkload(forest, heads, quick=heads == 16 and index == 0)
+        for heads in (16, 8)
+        for index, forest in enumerate(trees)
+    ]
+    cases += [
+        LatentWorkload(Forest.of_tree(tree), heads)
+        for heads in HEADS
+        if heads != 16
+        for tree in ("1,64_4096,512", "1,16_16384,512", "1,64_16384,512", "1,256_1024,64")
+    ]
+    return [case for case in cases if case.quick] if quick else cases
+
+
+def measure(
+    workload: LatentWorkload, names: list[str], rounds: int, *, dirty: bool
+) -> dict[str, object]:
+    """Check and time one case. dirty: also behind an L2 that was written to."""
+    tensors = WorkloadTensors.make(workload)
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = LAYERS, workload.forest.num_tokens + 1, 1, workload.head_dim
+    pool = torch.empty(shape, dtype=workload.dtype, device="cuda").normal_(generator=generator)
+    layers = list(pool)
+    rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
+    exact, in_torch = (
+        _dense(tensors, layers[0], rows, dtype) for dtype in (torch.float64, workload.dtype)
+    )
+    kept: dict[str, LatentLayer] = {}
+    graphs, errors, mean_errors, failed = {}, {}, {}, {}
+    for name in names:
+        try:
+            # Kept until all is timed: a graph does not own the memory that it reads and writes.
+            layer = kept[name] = CONTENDERS[name](workload, tensors)
+            report = compare(layer(layers[0])[rows].to(workload.dtype), in_torch, exact)
+            errors[name], mean_errors[name] = report.max_error, report.mean_error
+            if not report.acceptable and (not is_peer(name) or report.max_error > 0.05):
+                failed[name] = str(report)
+                continue
+            graph = timing.capture(lambda layer=layer: [layer(kv) for kv in layers])
+            if not is_peer(name) and (differs := _differs(layer, graph, layers[-1])):
+                failed[name] = differs
+                continue
+            graphs[name] = graph.replay
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            torch.cuda.synchronize()
+
+    def timed(dirty: bool) -> dict[str, float]:
+        us = timing.interleaved_us(graphs, rounds=rounds, dirty=dirty)
+        return {name: total / LAYERS for name, total in us.items()}
+
+    found = {"layers": LAYERS, "us": timed(False), "error": errors, "mean_error": mean_errors}
+    return found | ({"us_dirty_l2": timed(True)} if dirty else {}) | {"failed": failed}
+
+
+def _dense(
+    tensors: WorkloadTensors, kv: torch.Tensor, rows: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    """Attention without a plan, of some requests."""
+    out, _ = dense_attention(
+        tensors.q[rows],
+        kv,
+        kv[..., :COLUMNS],
+        tensors.req_to_token,
+        tensors.req_pool_indices[rows],
+        tensors.seq_lens[rows],
+        sm_scale=SM_SCALE,
+        dtype=dtype,
+    )
+    return out
+
+
+def _differs(layer: LatentLayer, graph: torch.cuda.CUDAGraph, last: torch.Tensor) -> str | None:
+    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
+    first = layer(last).clone()
+    out = layer(last)
+    if not torch.equal(first, out):
+        return "a second run of the same plan has other bits"
+    out.zero_()
+    graph.replay()
+    return None if torch.equal(first, out) else "the graph has other bits than the eager run"
+
+
+def matmul_flops() -> float:
+    """What a large matrix multiplication reaches here."""
+    size = 8192
+    matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    us = timing.interleaved_us({"matmul": lambda: matrix @ matrix}, rounds=10)["matmul"]
+    return 2 * size**3 / (us * 1e-6)
+
+
+def report_line(case: dict[str, object], names: Iterable[str]) -> str:
+    us, floor = case["us"], case["floor_us"]
+    cells = "".join(f"{us[n]:10.1f}" if n in us else f"{'-':>10}" for n in names)
+    ratio = versus_best(case)
+    versus = f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"
+    return f"{case['name']:40}{floor:9.1f}{cells}{us.get('pat', math.nan) / floor:8.2f}{versus}"
+
+
+def _described(workload: LatentWorkload, copy_bandwidth: float, flops: float) -> dict[str, object]:
+    forest = workload.forest
+    return {
+        "suite": workload.suite,
+        "kind": workload.kind,
+        "name": workload.name,
+        "tree": forest.name,
+        "heads_q": workload.num_qo_heads,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "shared": forest.is_shared,
+        "sharing": workload.sharing,
+        "prefix": workload.prefix,
+        "requests": forest.num_requests,
+        "tokens": int(forest.seq_lens.sum()),
+        "unique_tokens": forest.num_tokens,
+        "floor_us": workload.least_us(copy_bandwidth, flops),
+        "unique_kv_bytes": workload.unique_kv_bytes,
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="a few cases")
+    add_option(
+        parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
+    )
+    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
+    parser.add_argument(
+        "--heads", type=whole_number(1, 64), default=16, help="of --tree; %(default)s"
+    )
+    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
+    )
+    parser.add_argument(
+        "--no-dirty", action="store_true", help="only behind an L2 that was read to"
+    )
+    add_option(parser, "--rounds", help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    begin = time.perf_counter()
+    names = args.contenders or [*CONTENDERS]
+    copy_bandwidth, flops = timing.copy_bandwidth(), matmul_flops()
+    info = metadata() | {
+        "copy_gbps": copy_bandwidth / 1e9,
+        "matmul_tflops": flops / 1e12,
+        "clocks": {"before": gpu_state()},
+        "slots": args.slots,
+    }
+    print(
+        f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, matmul {info['matmul_tflops']:.0f} "
+        f"TFLOP/s, {info['clocks']['before']}"
+    )
+    columns = "".join(f"{name[-9:]:>10}" for name in names)
+    print(f"{SUITE:40}{'floor':>9}{columns}{'/floor':>8}{'vs best':>8}", flush=True)
+    cases: list[dict[str, object]] = []
+    left_out: list[str] = []
+    for workload in _workloads(args):
+        if time.perf_counter() - begin > args.seconds:
+            left_out.append(workload.name)
+            continue
+        case = _described(workload, copy_bandwidth, flops)
+        rounds = args.rounds or _ROUNDS[args.quick]
+        case |= measure(workload, names, rounds, dirty=not args.no_dirty)
+        cases.append(case)
+        print(report_line(case, names), flush=True)
+        for name, message in case["failed"].items():
+            print(f"    {name}: {message}", flush=True)
+        info["seconds"] = time.perf_counter() - begin
+        # Each time: a run that is ended early loses nothing.
+        found = latent_gates(cases) if "pat" in names else []
+        write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
+        torch.cuda.empty_cache()
+    info["clocks"]["after"] = gpu_state()
+    print("\n".join([*summary(cases, names), *map(str, found)]))
+    for name in left_out:
+        print(f"left out after {args.seconds} s: {name}")
+    result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
+    write(args.json, result)
+    return 1 if any("pat" in case["failed"] for case in cases) else 0
+
+
+def _workloads(args: argparse.Namespace) -> list[LatentWorkload]:
+    chosen = [LatentWorkload(args.tree, args.heads)] if args.tree else workloads(quick=args.quick)
+    dtype = getattr(torch, args.dtype)
+    return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]

@@ -1,0 +1,285 @@
+// The body of pack_decode over latent attention, on Hopper: tiles of 64 query rows, whose output of 512 columns two
+// warpgroups share. Of the item's stages, taken in pairs, the first warpgroup computes the scores of the first, the
+// second those of the second; both multiply both stages' values, 256 columns each: with their own weights from registers,
+// with those of the other from shared memory, from where the stage had its last panel of keys.
+//
+// Weights of a row are relative to one maximum, which passes from stage to stage with them. While one warpgroup turns
+// scores into weights, the other multiplies.
+#pragma once
+
+#include "decode_params.h"
+#include "pack_decode/isolated_rows.cuh"
+#include "pack_decode/latent_storage.cuh"
+#include "pack_decode/row_output.cuh"
+#include "pack_decode/warp_attention.cuh"
+#include "ptx/wgmma.cuh"
+#include "scales.cuh"
+
+namespace pat {
+
+// Named barriers.
+inline constexpr int kFirstWeights = 1, kSecondWeights = 2, kEndOfItem = 3;
+inline constexpr int kBarrierThreads = kLatentConsumerWarps * 32;
+
+template <typename T, typename Dims, int kGroup>
+struct LatentConsumer {
+  using Storage = SharedStorage<Dims>;
+  static constexpr int kColumns = Dims::kValue / kLatentGroups;
+  static constexpr int kTokens = Dims::kTokens;
+  static_assert(kTokens == LatentOperand::kRows && kMaxTileRows == LatentOperand::kRows);
+  // 16 columns of 64 rows; 16 tokens of half of the values.
+  using Columns = wgmma::Operand<0, LatentOperand::kGroupBytes>;
+  using Values = wgmma::Operand<LatentOperand::kPanelBytes, LatentOperand::kGroupBytes>;
+  using Attention = WarpAttention<T, Dims, false, kColumns>;
+  using Ring = RingPosition<Storage::kStages>;
+  using Scores = float[kTokens / 8][4];
+  using Weights = ptx::Fragment[kTokens / 16];
+
+  const DecodeParams& params;
+  Storage& storage;
+  const int unit;  // of 16 rows
+  const uint32_t lane;
+  uint32_t num_items = 0;
+  Ring ring{};
+
+  __device__ __forceinline__ const ItemRecord& record() const {
+    return storage.records[num_items % kLatentRecords];
+  }
+
+  // Waits for the next item's record and queries; false: there is none.
+  __device__ __forceinline__ bool wait_for_item() const {
+    ptx::barrier_wait(ptx::shared_address(&storage.queries_full), num_items & 1);
+    return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
+  }
+  // The record stays until the next item's are handed back.
+  __device__ __forceinline__ void release_queries() const {
+    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty));
+  }
+
+  __device__ __forceinline__ uint32_t address(const Ring& at) const {
+    return ptx::shared_address(storage.kv[at.stage]);
+  }
+  // Of the parts that the other warpgroup hands back alone, only while it waits for this one's weights.
+  __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
+    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
+    ptx::fence_shared_memory();
+  }
+  // It comes with the stage's last part. Lane 0's, so that ptxas knows it to be uniform.
+  __device__ __forceinline__ StageRecord stage_record(const Ring& at) const {
+    return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
+  }
+  __device__ __forceinline__ void release_part(const Ring& at, int part) const {
+    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[at.stage][part]));
+  }
+
+  // Starts the multiplication of the queries with a stage's keys, as these arrive.
+  __device__ __forceinline__ void start_scores(Scores& scores, const Ring& at) const {
+    const Columns queries(ptx::shared_address(storage.queries)), keys(address(at));
+    wgmma::tie(scores);
+#pragma unroll
+    for (int step = 0; step < Dims::kKey / 16; ++step) {
+      if (step % (4 * kPartPanels) == 0) {
+        wait_for_part(at, step / (4 * kPartPanels));
+        wgmma::begin();
+      }
+      const uint32_t offset = LatentOperand::columns(0, step);
+      wgmma::multiply_shared_keys<T>(scores, queries.at(offset), keys.at(offset), step > 0);
+    }
+    wgmma::commit();
+  }
+
+  // Of 16 tokens of a stage.
+  __device__ __forceinline__ uint64_t values(const Ring& at, int step) const {
+    return Values(address(at)).at(LatentOperand::tokens(0, kGroup * kPartPanels, step));
+  }
+  // Of 64 rows by 64 tokens.
+  __device__ __forceinline__ uint32_t shared_weights(const Ring& at) const {
+    return address(at) + kLatentGroups * kPartPanels * LatentOperand::kPanelBytes;
+  }
+
+  // Starts the multiplication of weights with a stage's values: own ones, and those of the other warpgroup.
+  __device__ __forceinline__ void start_output(Attention& part, const Weights& weights,
+                                               const Ring& at) const {
+    wgmma::tie(part.out);
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+      wgmma::multiply_values<T>(part.out, weights[step], values(at, step));
+    }
+    wgmma::commit();
+  }
+  __device__ __forceinline__ void start_shared_output(Attention& part, const Ring& at) const {
+    const Columns weights(shared_weights(at));
+    wgmma::tie(part.out);
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+      wgmma::multiply_shared_values<T>(part.out, weights.at(LatentOperand::columns(0, step)),
+                                       values(at, step));
+    }
+    wgmma::commit();
+  }
+
+  // Scores of a stage, as weights. See WarpAttention::weigh().
+  __device__ __forceinline__ typename Attention::Rescaling weigh(Attention& part, Weights& weights,
+                                                                 Scores& scores,
+                                                                 const StageRecord& record) const {
+    typename Attention::Rescaling rescaling{};
+    if (record.counts_for(unit)) {
+      rescaling = part.template weigh<kTokens>(scores, record, unit * kUnitRows, 0,
+                                               params.logit_scale, lane);
+    } else {
+#pragma unroll
+      for (auto& tile : scores) {
+#pragma unroll
+        for (float& score : tile) score = 0.f;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+      Attention::pack_weights(weights[step], scores[2 * step], scores[2 * step + 1]);
+    }
+    return rescaling;
+  }
+
+  // To the other warpgroup.
+  __device__ __forceinline__ void hand_over(const Attention& part, const Weights& weights,
+                                            const Ring& at) const {
+    const uint32_t target =
+        shared_weights(at) + swizzled_offset(kMaxTileRows, unit * kUnitRows + lane % 16, lane / 16);
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+      ptx::store_matrices(step_address(target, kMaxTileRows, step), weights[step]);
+    }
+    ptx::fence_shared_memory();
+    if (lane % 4 == 0) {
+      float* maxima = storage.maxima + unit * kUnitRows + lane / 4;
+      maxima[0] = part.maximum[0];
+      maxima[8] = part.maximum[1];
+    }
+    ptx::named_barrier_arrive<kGroup == 0 ? kFirstWeights : kSecondWeights, kBarrierThreads>();
+  }
+  // Waits for weights of the other warpgroup. What the sums so far have to be rescaled with before these count.
+  __device__ __forceinline__ typename Attention::Rescaling take_over(Attention& part) const {
+    ptx::named_barrier_sync<kGroup == 0 ? kSecondWeights : kFirstWeights, kBarrierThreads>();
+    const float* maxima = storage.maxima + unit * kUnitRows + lane / 4;
+    return part.follow({maxima[0], maxima[8]}, params.logit_scale);
+  }
+
+  __device__ __forceinline__ void finish_output(Attention& part, const Ring& at) const {
+    wgmma::wait<0>();
+    wgmma::tie(part.out);
+    release_part(at, kGroup);
+    release_part(at, kStageParts - 1);
+  }
+
+  __device__ __forceinline__ void execute_stages(Attention& part) {
+    Scores scores;
+    Weights weights;
+    bool is_last;
+    do {
+      const Ring first = ring;
+      ring.advance();
+      const Ring second = ring;
+      if constexpr (kGroup == 0) {
+        start_scores(scores, first);
+        const StageRecord record = stage_record(first);
+        is_last = record.is_last();
+        wgmma::wait<0>();
+        wgmma::tie(scores);
+        if (is_last) release_queries();
+        const auto rescaling = weigh(part, weights, scores, record);
+        hand_over(part, weights, first);
+        part.rescale(rescaling);
+        start_output(part, weights, first);
+        finish_output(part, first);
+        if (is_last) break;
+        wait_for_part(second, kGroup);
+        wait_for_part(second, kStageParts - 1);
+        is_last = stage_record(second).is_last();
+        if (is_last) release_queries();
+        part.rescale(take_over(part));
+        start_shared_output(part, second);
+      } else {
+        wait_for_part(first, kStageParts - 1);
+        is_last = stage_record(first).is_last();
+        if (is_last) {
+          release_queries();
+          part.rescale(take_over(part));
+          wait_for_part(first, kGroup);
+          start_shared_output(part, first);
+          finish_output(part, first);
+          break;
+        }
+        start_scores(scores, second);
+        const StageRecord record = stage_record(second);
+        is_last = record.is_last();
+        wgmma::wait<0>();
+        wgmma::tie(scores);
+        if (is_last) release_queries();
+        part.rescale(take_over(part));
+        wait_for_part(first, kGroup);
+        start_shared_output(part, first);
+        const auto rescaling = weigh(part, weights, scores, record);
+        hand_over(part, weights, second);
+        finish_output(part, first);
+        part.rescale(rescaling);
+        start_output(part, weights, second);
+      }
+      ring.advance();
+      finish_output(part, second);
+    } while (!is_last);
+  }
+
+  __device__ __forceinline__ void execute_item() {
+    Attention part;
+    part.begin_without_queries();
+    execute_stages(part);
+    part.finish();
+    float total[2];
+    exchange_sums(total, part);
+    store(part, total);
+    ++num_items;
+  }
+
+  // Each warpgroup has summed up the weights of its own stages.
+  __device__ __forceinline__ void exchange_sums(float (&total)[2], const Attention& part) const {
+    const int row = unit * kUnitRows + lane / 4;
+    auto& sums = storage.sums[num_items % 2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0) sums[kGroup][row + 8 * h] = part.sum[h];
+    }
+    ptx::named_barrier_sync<kEndOfItem, kBarrierThreads>();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] = sums[0][row + 8 * h] + sums[1][row + 8 * h];
+  }
+
+  __device__ __forceinline__ void store(const Attention& part, const float (&total)[2]) const {
+    constexpr int kTiles = kColumns / 8;
+    constexpr int kFirstColumn = kGroup * kColumns;
+    const RowTarget* targets = record().targets + unit * kUnitRows;
+    const int mixed_item = record().mixed_item;
+    uint64_t rows_with_nan = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float2 values[kTiles];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
+      }
+      if (mixed_item != kNotMixed) rows_with_nan |= find_nan(values) << 32 * h;
+      const RowTarget row = targets[lane / 4 + 8 * h];
+      const auto [scale, log2_sum] = row_scale<Dims>(
+          params, KvScales<false>{}, row, part.maximum[h] * params.logit_scale.outer, total[h]);
+      store_long_row<T, Dims>(params, row, kFirstColumn, values, scale, lane);
+      if (kGroup == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
+    }
+    if (rows_with_nan != 0) {
+      recompute_rows<T, Dims, false>(params, targets, mixed_item, unit * kUnitRows, rows_with_nan,
+                                     kFirstColumn, kFirstColumn + kColumns);
+    }
+  }
+};
+
+}  // namespace pat

@@ -1,0 +1,323 @@
+"""The CUDA kernels over latent attention (MLA), where values are the first columns of the keys,
+against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from forests import ForestCase, make_case, three_level_case
+from hand_plans import HandItem, HandPlan, HandSegment, random_case, random_plan, tails, tails_case
+from pack_decode_cases import (
+    BF16,
+    FP16,
+    MIXED,
+    Heads,
+    Tensors,
+    check,
+    check_case,
+    make_sinks,
+    needs_gpu,
+    planned_step,
+    run,
+)
+
+from kernel.numerics import compare
+from sglang_pat import PackAttention
+from sglang_pat._scheduler import OPEN_END
+from sglang_pat.batch import Step
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import KvWriter
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [*needs_gpu, pytest.mark.skipif(not HOPPER, reason="has kernels on Hopper only")]
+
+COLUMNS, ROPE = 512, 64
+
+
+def latent(num_heads: int, dtype: torch.dtype = BF16) -> Heads:
+    return Heads(num_heads, 1, COLUMNS + ROPE, dtype, COLUMNS)
+
+
+def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> None:
+    """Twice: the second run finds the counters at zero."""
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
+    tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.executor.load_plan(plan.as_latent(), Step(*tables, case.seq_lens))
+    first = run(step, tensors, **options)
+    check(*first, tensors, **options)
+    second = run(step, tensors, **options)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
+
+
+def planned(case: ForestCase, heads: Heads, **options):
+    tensors, step = Tensors.make(case, heads), planned_step(heads, **options)
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    return tensors, step
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 12, 16, 20, 32, 33, 64])
+def test_group_sizes(dtype: torch.dtype, group_size: int) -> None:
+    check_case(MIXED, latent(group_size, dtype))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 33, 132, 1000])
+def test_splits(num_workers: int) -> None:
+    for group_size in (5, 16, 32):
+        check_case(MIXED, latent(group_size), num_workers=num_workers, min_piece_tokens=64)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 31, 1024])
+def test_batch_sizes(num_requests: int) -> None:
+    check_case(three_level_case(num_requests), latent(8))
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 4096, 65536])
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_lengths(length: int, num_requests: int) -> None:
+    check_case(make_case([], [(-1, length)] * num_requests), latent(16))
+    check_case(make_case([(-1, length)], [(0, 7)] * num_requests), latent(8))
+
+
+@pytest.mark.parametrize("group_size", [1, 5, 12, 16, 20, 64])
+def test_random_plans(group_size: int) -> None:
+    for seed in range(8):
+        case = random_case(100 * group_size + seed)
+        check_plan(case, random_plan(case, group_size, seed), latent(group_size))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("group_size", [1, 3, 8, 16, 20])
+def test_rows_may_be_masked_before_they_count(group_size: int, *, reverse: bool) -> None:
+    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: 64 // group_size]
+    check_plan(tails_case(lengths), tails(lengths, group_size, reverse=reverse), latent(group_size))
+
+
+def test_tails_may_be_empty() -> None:
+    for lengths in ([0, 0, 9], [9, 0, 0], [0, 0, 0], [0] * 16, [33] + [0] * 15):
+        for reverse in (False, True):
+            check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), latent(4))
+
+
+def test_items_may_have_no_kv() -> None:
+    case = make_case([], [(-1, 50), (-1, 0), (-1, 33), (-1, 0)])
+    whole = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(4)]
+    nothing = HandItem([0, 1, 2], [HandSegment(0, 50, OPEN_END, 0, 2), HandSegment(2, 8, 8, 2, 3)])
+    items = [nothing, *whole, nothing, nothing]
+    for tickets in ([7], [1] * 7, [1, 5, 1], [2, 2, 3]):
+        check_plan(case, HandPlan(4, 4, items, tickets=tickets), latent(4))
+
+
+@pytest.mark.parametrize("count", [31, 33, 64, 100])
+def test_many_items_in_a_ticket(count: int) -> None:
+    """More than the producers look ahead, each of an odd or even number of stages."""
+    case = make_case([(-1, 64)], [(0, 1 + 29 * i % 200) for i in range(count)])
+    items = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(count)]
+    check_plan(case, HandPlan(count, 16, items, tickets=[count]), latent(16))
+    check_plan(case, HandPlan(count, 16, items), latent(16))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("rise", "length"), [(3.0, 330), (-3.0, 330), (15.0, 150), (-15.0, 150)])
+def test_logits_that_rise_or_fall(rise: float, length: int, dtype: torch.dtype) -> None:
+    """By `rise` every 32 tokens: the maximum passes from one warpgroup to the other."""
+    case = make_case([(-1, length)], [(0, 1), (0, 70)] * 3 + [(-1, length)])
+    heads = latent(8, dtype)
+    tensors = Tensors.make(case, heads)
+    tensors.q[..., COLUMNS] = 8.0
+    position = torch.arange(case.tokens.shape[1], device="cuda")
+    logits = rise * (position // 32 - (length // 32 if rise > 0 else 0))
+    for request, tokens in enumerate(case.seq_lens):
+        slots = tensors.req_to_token[tensors.req_pool_indices[request], :tokens].long()
+        column = (logits[:tokens] * (COLUMNS + ROPE) ** 0.5 / 8.0).to(dtype)
+        tensors.k_cache[slots, :, COLUMNS] = column[:, None]
+    step = planned_step(heads)
+    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    check(*run(step, tensors), tensors)
+
+
+# --- queries ---
+
+
+@pytest.mark.parametrize("group_size", [5, 16])
+def test_queries_in_two_tensors_of_any_strides(group_size: int) -> None:
+    """SGLang's fa3 convention: heads far apart, rope in a slice of a wider projection."""
+    heads = latent(group_size)
+    tensors, step = planned(MIXED, heads)
+    expected = run(step, tensors)
+    rows = len(tensors.q)
+    nope = torch.full((group_size, rows, COLUMNS), torch.nan, device="cuda", dtype=BF16)
+    nope = nope.transpose(0, 1)
+    nope.copy_(tensors.q[..., :COLUMNS])
+    wide = torch.full((rows, group_size, 192), torch.nan, device="cuda", dtype=BF16)
+    wide[..., 128:] = tensors.q[..., COLUMNS:]
+    out, lse = (torch.full_like(each, torch.nan) for each in expected)
+    step.decode(nope, tensors.k_cache, tensors.v_cache, out, lse, q_rope=wide[..., 128:])
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_heads_of_one_tensor_may_lie_apart() -> None:
+    heads = latent(8)
+    tensors, step = planned(MIXED, heads)
+    expected = run(step, tensors)
+    rows = len(tensors.q)
+    apart = torch.full((8, rows, COLUMNS + ROPE), torch.nan, device="cuda", dtype=BF16)
+    apart = apart.transpose(0, 1)
+    apart.copy_(tensors.q)
+    tensors.q = apart
+    out, lse = (torch.full_like(each, torch.nan) for each in expected)
+    step.decode(apart, tensors.k_cache, tensors.v_cache, out, lse)
+    assert torch.equal(out, expected[0])
+
+
+def test_queries_that_the_kernel_cannot_read_are_refused() -> None:
+    tensors, step = planned(MIXED, latent(8))
+    out = tensors.q.new_empty((*tensors.q.shape[:2], COLUMNS))
+    shifted = tensors.q.new_empty((*tensors.q.shape[:2], 600))[..., 1:577]
+    for q, rope in ((shifted, None), (tensors.q[..., :COLUMNS], shifted[..., :ROPE])):
+        with pytest.raises(ValueError, match="must have dense columns and rows aligned to 16"):
+            step.decode(q, tensors.k_cache, tensors.v_cache, out, q_rope=rope)
+    with pytest.raises(ValueError, match="latent attention has no logit_cap"):
+        step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, logit_cap=5.0)
+
+
+def test_sinks() -> None:
+    for num_requests in (1, 31):
+        heads = latent(16)
+        check_case(three_level_case(num_requests), heads, sinks=make_sinks(heads))
+
+
+# --- isolation ---
+
+
+@pytest.mark.parametrize("group_size", [5, 8, 16, 20])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_broken_kv_stays_with_its_request(group_size: int, poison: float) -> None:
+    """In the private tail of one request of an item, whether the weights or the values get it."""
+    lengths = [40, 70, 3, 129, 64, 1, 90, 33][: 64 // group_size]
+    case, plan, heads = tails_case(lengths), tails(lengths, group_size), latent(group_size)
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
+    tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.executor.load_plan(plan.as_latent(), Step(*tables, case.seq_lens))
+    expected, expected_lse = run(step, tensors)
+    broken = 1
+    row = tensors.req_to_token[tensors.req_pool_indices[broken]]
+    for column in (3, 300, COLUMNS + 5):
+        kept = tensors.k_cache.clone()
+        tensors.k_cache[int(row[117]), 0, column] = poison
+        out, lse = run(step, tensors)
+        others = [r for r in range(len(lengths)) if r != broken]
+        in_dtype, _ = tensors.reference(heads.dtype)
+        exact, _ = tensors.reference(torch.float64)
+        report = compare(out[others], in_dtype[others], exact[others])
+        assert report.acceptable, str(report)
+        assert torch.allclose(lse[others], expected_lse[others], atol=2e-5)
+        assert not torch.isfinite(out[broken]).all()
+        tensors.k_cache.copy_(kept)
+    assert torch.equal(run(step, tensors)[0], expected)
+
+
+def test_unused_slots_are_not_read() -> None:
+    """Tensors.make() has NaN in all of them; here the padding behind a table's row is far away."""
+    check_case(make_case([(-1, 65)], [(0, 1), (0, 63), (0, 0)]), latent(16))
+
+
+# --- graphs ---
+
+
+@pytest.mark.parametrize("group_size", [8, 16])
+def test_a_graph_has_the_bits_of_eager_steps(group_size: int) -> None:
+    heads = latent(group_size)
+    tensors, step = planned(MIXED, heads)
+    expected, expected_lse = run(step, tensors)
+    out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+    other = dataclasses.replace(MIXED, paths=[path[:1] for path in MIXED.paths])
+    step.write(other.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    graph.replay()
+    check(out, lse, tensors)
+
+
+# --- PackAttention ---
+
+
+def test_pack_attention_agrees_with_its_reference() -> None:
+    heads = latent(16)
+    tensors = Tensors.make(MIXED, heads)
+    results = []
+    for executor in ("cuda", "reference"):
+        attention = PackAttention(
+            16, 1, 576, v_head_dim=512, dtype=BF16, device="cuda", executor=executor
+        )
+        attention.plan(
+            MIXED.batch(),
+            req_to_token=tensors.req_to_token,
+            req_pool_indices=tensors.req_pool_indices,
+            seq_lens=tensors.seq_lens,
+        )
+        results.append(attention.run(tensors.q, tensors.k_cache, tensors.v_cache))
+    exact, _ = tensors.reference(torch.float64)
+    report = compare(results[0], results[1], exact)
+    assert report.acceptable, str(report)
+
+
+@pytest.mark.parametrize("group_size", [8, 20])
+def test_pack_attention_takes_queries_in_two_tensors(group_size: int) -> None:
+    tensors = Tensors.make(MIXED, latent(group_size))
+    attention = PackAttention(
+        group_size, 1, 576, v_head_dim=512, dtype=BF16, device="cuda", max_requests=256
+    )
+    attention.plan(
+        MIXED.batch(),
+        req_to_token=tensors.req_to_token,
+        req_pool_indices=tensors.req_pool_indices,
+        seq_lens=tensors.seq_lens,
+    )
+    whole = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
+    nope, rope = tensors.q.split([COLUMNS, ROPE], dim=-1)
+    parts = attention.run(nope.contiguous(), tensors.k_cache, tensors.v_cache, q_rope=rope)
+    assert torch.equal(parts, whole)
+
+
+# --- writes ---
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rows_are_written_as_they_are(dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    """In two parts of wider tensors, and in one; slot 0 is nobody's."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    writer = KvWriter(KernelConfig.for_device(dtype, 576, device, COLUMNS), device)
+    for num_tokens in (1, 7, 300):
+        slots = torch.randperm(3 * num_tokens, device="cuda")[:num_tokens].to(index_dtype)
+        k = torch.randn(num_tokens, 1, COLUMNS + ROPE, device="cuda").to(dtype)
+        wide = torch.full((num_tokens, 3, COLUMNS), torch.nan, device="cuda", dtype=dtype)
+        wide[:, 1:2] = k[..., :COLUMNS]
+        rope = k[..., COLUMNS:].contiguous()
+        expected = torch.full((3 * num_tokens, 1, COLUMNS + ROPE), 7.0, device="cuda", dtype=dtype)
+        written = expected.clone(), expected.clone()
+        kept = slots.long() != 0
+        expected[slots.long()[kept]] = k[kept]
+        assert writer.write_latent(k, None, slots, written[0])
+        assert writer.write_latent(wide[:, 1:2], rope, slots, written[1])
+        for cache in written:
+            assert torch.equal(cache, expected)
+
+
+def test_the_writer_agrees_with_torch() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    writer = KvWriter(KernelConfig.for_device(BF16, 576, device, COLUMNS), device)
+    assert writer.agrees_with_torch()

@@ -1,0 +1,408 @@
+"""Layers of latent attention (MLA) by pat: how models call them, and which are left to the default
+backend."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_fakes import (
+    SLOTS,
+    DefaultBackend,
+    config,
+    decode_batch,
+    pat_backend,
+    runner,
+    server_arguments,
+)
+
+from sglang_pat import support
+from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import UNSCALED, KvScale
+from sglang_pat.executors.reference import dense_attention
+from sglang_pat.plan import Shape
+from sglang_pat.sglang.layer import kv_writes
+from sglang_pat.sglang.layer.kv_writes import KvWrites
+from sglang_pat.sglang.start.options import TREES
+from sglang_pat.sglang.start.routes import Routes
+
+pytestmark = pytest.mark.usefixtures("server_context")
+
+HEADS = 8
+KEYS, VALUES = support.LATENT_HEAD_DIMS
+SCALE = 192**-0.5
+
+
+class Pool(MLATokenToKVPool):
+    """SGLang's, of two layers. What writes by Triton writes by torch."""
+
+
+def make_pool(
+    dtype: torch.dtype = torch.float32, rank: int = VALUES, page_size: int = 1
+) -> MLATokenToKVPool:
+    size = SLOTS - page_size
+    pool = Pool(size, page_size, dtype, rank, KEYS - VALUES, 2, "cpu", enable_memory_saver=False)
+    generator = torch.Generator().manual_seed(0)
+    for each in pool.kv_buffer:
+        each.copy_(torch.randn(each.shape, generator=generator))
+    pool.__class__ = MLATokenToKVPool
+    return pool
+
+
+class Attention(torch.nn.Module):
+    """As in DeepSeek's models: one id, absorbed and not."""
+
+    def __init__(self, layer_id: int, heads: int = HEADS, rank: int = VALUES) -> None:
+        super().__init__()
+        self.attn_mqa = RadixAttention(
+            heads, rank + 64, SCALE, num_kv_heads=1, layer_id=layer_id, v_head_dim=rank
+        )
+        self.attn_mha = RadixAttention(
+            heads, 192, SCALE, num_kv_heads=heads, layer_id=layer_id, v_head_dim=128
+        )
+        self.kv_b_proj = torch.nn.Identity()
+
+
+def make_model(**change: Any) -> torch.nn.ModuleList:
+    return torch.nn.ModuleList(Attention(layer_id, **change) for layer_id in range(2))
+
+
+def latent_runner(**change: Any) -> Any:
+    return runner(**{"model": make_model(), "token_to_kv_pool": make_pool(), **change})
+
+
+@pytest.fixture(autouse=True)
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How the pool has been written to."""
+    told: list[str] = []
+    takes_location = "loc_info" in inspect.signature(Pool.set_mla_kv_buffer).parameters
+
+    def set_parts(self: Any, layer: Any, where: Any, nope: Any, rope: Any) -> None:
+        told.append("parts")
+        assert isinstance(where, KVWriteLoc) == takes_location
+        slots = where.loc if takes_location else where
+        self.kv_buffer[layer.layer_id][slots] = torch.cat((nope, rope), dim=-1)
+
+    def set_whole(self: Any, layer: Any, where: Any, k: Any, v: Any) -> None:
+        told.append("whole")
+        self.kv_buffer[layer.layer_id][where.loc] = k
+
+    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", set_parts)
+    monkeypatch.setattr(MLATokenToKVPool, "set_kv_buffer", set_whole)
+    return told
+
+
+class Step:
+    """Three requests, of which two share their first tokens. Their last tokens are new."""
+
+    def __init__(self) -> None:
+        self.runner = latent_runner()
+        table = self.runner.req_to_token_pool.req_to_token
+        table[1, :5] = torch.tensor([3, 4, 5, 6, 20])
+        table[2, :5] = torch.tensor([3, 4, 5, 7, 21])
+        table[3, :2] = torch.tensor([8, 22])
+        self.backend = pat_backend(self.runner)
+        self.lens = torch.tensor([5, 5, 2])
+        self.batch = decode_batch([1, 2, 3], self.lens.tolist(), [20, 21, 22])
+        self.backend.init_forward_metadata(self.batch)
+        self.q, self.k = torch.randn(3, HEADS, KEYS), torch.randn(3, 1, KEYS)
+
+    def layer(self, layer_id: int = 0) -> RadixAttention:
+        layer: RadixAttention = self.runner.model[layer_id].attn_mqa
+        return layer
+
+    def exact(self, layer_id: int = 0) -> torch.Tensor:
+        cache = self.runner.token_to_kv_pool.kv_buffer[layer_id]
+        table, rows = self.runner.req_to_token_pool.req_to_token, torch.tensor([1, 2, 3])
+        values = cache[..., :VALUES]
+        out, _ = dense_attention(self.q, cache, values, table, rows, self.lens, sm_scale=SCALE)
+        return out
+
+    def check(self, out: torch.Tensor, layer_id: int = 0) -> None:
+        slots = self.batch.out_cache_loc
+        assert torch.equal(self.runner.token_to_kv_pool.kv_buffer[layer_id][slots], self.k)
+        assert out.shape == (3, HEADS * VALUES)
+        exact = self.exact(layer_id)
+        torch.testing.assert_close(out.view(exact.shape).double(), exact, atol=1e-5, rtol=1e-5)
+        assert self.backend.calls == []
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Queries, keys and arguments as fa3 and flashinfer are called: queries by head."""
+        nope = self.q[..., :VALUES].transpose(0, 1).contiguous().transpose(0, 1)
+        assert nope.stride() == (VALUES, 3 * VALUES, 1)
+        rope = {"q_rope": self.q[..., VALUES:], "k_rope": self.k[..., VALUES:]}
+        return nope, self.k[..., :VALUES], rope
+
+
+def test_queries_and_keys_in_one_piece(writes: list[str]) -> None:
+    """As triton, torch_native and flashmla are called."""
+    step = Step()
+    flat = step.q.view(3, -1)
+    out = step.backend.forward(flat, step.k, step.k[..., :VALUES], step.layer(), step.batch)
+    step.check(out)
+    assert writes == ["whole"]
+
+
+class Writer:
+    """In place of KvWriter: notes rows, if it takes what it is given."""
+
+    takes = True
+
+    def __init__(self, config: KernelConfig, device: torch.device) -> None:
+        self.config = config
+        self.rows: list[torch.Tensor] = []
+
+    def agrees_with_torch(self) -> bool:
+        return True
+
+    def scale(self, divisor: None) -> KvScale:
+        return UNSCALED
+
+    def write_latent(
+        self, k: torch.Tensor, k_rope: torch.Tensor | None, slots: Any, cache: torch.Tensor
+    ) -> bool:
+        if self.takes:
+            self.rows.append(k if k_rope is None else torch.cat((k, k_rope), dim=-1))
+            assert self.rows[-1].shape == (len(slots), 1, KEYS)
+            assert cache.shape == (SLOTS, 1, KEYS)
+        return self.takes
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_on_a_gpu_the_kernel_writes_rows(
+    in_parts: bool, takes: bool, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_writes, "KvWriter", Writer)
+    monkeypatch.setattr(Writer, "takes", takes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model_runner = latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16))
+    store = KvWrites(model_runner, Routes.of_runner(model_runner, "fa3"))
+    writer: Any = store._writers[0]
+    assert store._writers == {0: writer, 1: writer}
+    k = torch.randn(3, 1, KEYS, dtype=torch.bfloat16)
+    layer, batch = model_runner.model[1].attn_mqa, decode_batch([1, 2, 3], [5, 5, 2], [20, 21, 22])
+    if in_parts:
+        store.store(layer, batch, k[..., :VALUES], k[..., :VALUES], k[..., VALUES:])
+    else:
+        store.store(layer, batch, k, k[..., :VALUES])
+    assert [torch.equal(each, k) for each in writer.rows] == [True] * takes
+    assert writes == ([] if takes else ["parts" if in_parts else "whole"])
+
+
+@pytest.mark.parametrize("layer_id", [0, 1])
+def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None:
+    """As fa3 and flashinfer are called."""
+    step = Step()
+    q, k, rope = step.parts()
+    arguments = rope | {"topk_indices": None}
+    out = step.backend.forward(q, k, k, step.layer(layer_id), step.batch, **arguments)
+    step.check(out, layer_id)
+    assert writes == ["parts"]
+
+
+def test_keys_that_are_in_the_pool_already(writes: list[str]) -> None:
+    step = Step()
+    step.runner.token_to_kv_pool.kv_buffer[0][step.batch.out_cache_loc] = step.k
+    q, k, rope = step.parts()
+    options = {"save_kv_cache": False, **rope}
+    step.check(step.backend.forward(q, k, k, step.layer(), step.batch, **options))
+    assert writes == []
+
+
+def test_rows_that_are_padded_for_the_ranks() -> None:
+    """MLP synchronisation adds rows behind the plan's; they read nothing."""
+    step = Step()
+    q, k, rope = step.parts()
+    step.runner.token_to_kv_pool.kv_buffer[0][step.batch.out_cache_loc] = step.k
+    more = torch.full((2, HEADS, KEYS), 7.0)
+    out = step.backend.forward(
+        torch.cat((q, more[..., :VALUES])),
+        k,
+        k,
+        step.layer(),
+        step.batch,
+        save_kv_cache=False,
+        q_rope=torch.cat((rope["q_rope"], more[..., VALUES:])),
+    )
+    step.check(out[:3])
+    assert not out[3:].any()
+
+
+def test_an_idle_rank_has_no_rows() -> None:
+    step = Step()
+    empty = torch.zeros(0, HEADS, VALUES)
+    batch = decode_batch([], [], [])
+    step.backend.init_forward_metadata(batch)
+    out = step.backend.forward(
+        empty, None, None, step.layer(), batch, q_rope=torch.zeros(0, HEADS, KEYS - VALUES)
+    )
+    assert out.shape == (0, HEADS * VALUES)
+
+
+def test_the_twin_of_an_absorbed_layer_attends_in_prompts() -> None:
+    step = Step()
+    assert step.backend._pat.routes.shapes == dict.fromkeys((0, 1), Shape(HEADS, 1, KEYS, VALUES))
+    step.batch.forward_mode = ForwardMode.EXTEND
+    q = torch.randn(3, HEADS, 192)
+    twin = step.runner.model[0].attn_mha
+    assert step.backend.forward(q, None, None, twin, step.batch) is q
+    assert step.backend.calls == ["extend"]
+
+
+def test_a_twin_that_decodes_is_left_to_the_default_backend(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    step = Step()
+    q, twin = torch.randn(3, HEADS, 192), step.runner.model[0].attn_mha
+    with caplog.at_level("INFO"):
+        assert step.backend.forward(q, None, None, twin, step.batch).isinf().all()
+    assert "latent attention that is not absorbed" in caplog.text
+    assert [*step.backend._pat.routes.shapes] == [1]
+
+
+@pytest.mark.parametrize("name", ["attn_sink", "topk_indices", "cos_sin_cache", "sinks"])
+def test_arguments_that_pat_does_not_know(name: str) -> None:
+    step = Step()
+    q, k, rope = step.parts()
+    given = rope | {name: torch.zeros(HEADS)}
+    assert step.backend.forward(q, k, k, step.layer(), step.batch, **given).isinf().all()
+    reason = step.backend._pat.routes.delegated[0]
+    assert str(reason) == f"the argument {name}"
+
+
+class OtherPool(MLATokenToKVPool):
+    pass
+
+
+def other_pool() -> MLATokenToKVPool:
+    pool = make_pool()
+    pool.__class__ = OtherPool
+    return pool
+
+
+def sparse_pool() -> MLATokenToKVPool:
+    pool = make_pool()
+    pool.use_dsa = True
+    return pool
+
+
+def adapted_model() -> torch.nn.ModuleList:
+    model = make_model()
+    for each in model:
+        each.kv_b_proj.set_lora = False  # as SGLang's layers with LoRA have it
+    return model
+
+
+def capped_model() -> torch.nn.ModuleList:
+    model = make_model()
+    for each in model:
+        each.attn_mqa.logit_cap = 30.0
+    return model
+
+
+def speculating(algorithm: str, drafts: int, **change: Any) -> Any:
+    arguments = server_arguments(
+        speculative_algorithm=algorithm, speculative_num_draft_tokens=drafts
+    )
+    return latent_runner(server_args=arguments, **change)
+
+
+GPU = {"device": "cuda", "dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
+DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
+    "heads": (
+        lambda: latent_runner(model=make_model(heads=64)),
+        "latent attention with nothing to gain: 64 heads fill a tile",
+    ),
+    "heads of drafts": (
+        lambda: speculating("EAGLE", 8),
+        "latent attention with nothing to gain: 8 heads x 8 draft tokens fill a tile",
+    ),
+    "soft-cap": (
+        lambda: latent_runner(model=capped_model()),
+        "latent attention with a soft-cap",
+    ),
+    "too many heads": (
+        lambda: latent_runner(model=make_model(heads=128)),
+        "latent attention with nothing to gain: 128 heads fill a tile",
+    ),
+    "trees on a GPU": (
+        lambda: speculating(TREES[0], 4, **GPU, token_to_kv_pool=make_pool(torch.bfloat16)),
+        "trees of drafts over latent attention on a GPU",
+    ),
+    "LoRA": (
+        lambda: latent_runner(model=adapted_model()),
+        "latent attention with LoRA on kv_b_proj",
+    ),
+    "fp8": (
+        lambda: latent_runner(kv_cache_dtype=torch.float8_e4m3fn),
+        "latent attention over a KV cache of torch.float8_e4m3fn",
+    ),
+    "a pool of another class": (
+        lambda: latent_runner(token_to_kv_pool=other_pool()),
+        "KV pool OtherPool",
+    ),
+    "a pool of sparse attention": (
+        lambda: latent_runner(token_to_kv_pool=sparse_pool()),
+        "KV pool MLATokenToKVPool",
+    ),
+    "another size": (
+        lambda: latent_runner(model=make_model(rank=64), token_to_kv_pool=make_pool(rank=64)),
+        "head_dim 128/64",
+    ),
+    "a GPU without kernels": (
+        lambda: latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16)),
+        "latent attention on compute capability 10.0",
+    ),
+    "sparse attention": (
+        lambda: latent_runner(
+            model_config=config(
+                hf_config=type(
+                    "Config", (), {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
+                )()
+            )
+        ),
+        "sparse attention (DeepseekV32ForCausalLM)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DELEGATED)
+def test_models_that_are_left_to_the_default_backend(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_runner, reason = DELEGATED[name]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    routes = Routes.of_runner(make_runner(), "fa3")
+    assert {str(each) for each in routes.delegated.values()} == {reason}
+    assert {each.topic for each in routes.delegated.values()} <= {
+        row.topic for row in support.support_matrix()
+    }
+
+
+@pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_models_that_pat_decodes(default: str, page_size: int) -> None:
+    model_runner = latent_runner(token_to_kv_pool=make_pool(page_size=page_size))
+    backend = pat_backend(model_runner, default)
+    assert type(backend) is not DefaultBackend
+    assert [*backend._pat.routes.shapes] == [0, 1]
+
+
+@pytest.mark.parametrize("drafts", [2, 4, 7])
+def test_chains_of_drafts_that_leave_room_in_a_tile(drafts: int) -> None:
+    assert [*Routes.of_runner(speculating("NEXTN", drafts), "fa3").shapes] == [0, 1]
+
+
+def test_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(support, "LATENT_CAPABILITIES", ((9, 0),))
+    pool = make_pool(torch.bfloat16)
+    routes = Routes.of_runner(latent_runner(**GPU, token_to_kv_pool=pool), "fa3")
+    assert [*routes.shapes] == [0, 1]
