@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.backend import PatDraftStep, PatDraftSteps, PatMixin, can_become, with_mixin
@@ -29,6 +30,7 @@ from sglang_pat.sglang.report.route_reports import (
 from sglang_pat.sglang.start.env import Environment
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
 from sglang_pat.sglang.start.options import (
+    BLOCKS,
     TREES,
     Reason,
     attention_backends,
@@ -37,9 +39,10 @@ from sglang_pat.sglang.start.options import (
     resolved,
 )
 from sglang_pat.sglang.start.routes import Routes
-from sglang_pat.sglang.start.substitution import is_asked_for
+from sglang_pat.sglang.start.substitution import is_asked_for, named_draft_backend
 from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
-from sglang_pat.sglang.step.kinds import BranchRound, DraftRound
+from sglang_pat.sglang.step.kinds import BranchRound, DraftBlock, DraftRound
+from sglang_pat.sglang.tree.channel import BLOCK_WORKERS, block_hook
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
             default.needs_cpu_seq_lens = True
     if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
-    await_draft_model(decoder if decoder is not None and decoder.verify is not None else None)
+    awaits = decoder is not None and decoder.verify is not None
+    await_draft_model(decoder if awaits else None, resolved(arguments, "speculative_algorithm"))
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
@@ -113,13 +117,24 @@ class _Served:
     decoder: ServedDecoder | None = None
 
 
-def await_draft_model(decoder: ServedDecoder | None) -> None:
+def await_draft_model(decoder: ServedDecoder | None, algorithm: str | None) -> None:
     """Let the draft model that SGLang builds next decode by pat where it can.
 
-    decoder: of the model that is served. None: pat does not decode it, and no draft model either.
+    Parameters
+    ----------
+    decoder
+        Of the model that is served. None: pat does not decode it, and no draft model either.
+    algorithm
+        Of speculative decoding.
     """
     _Served.decoder = decoder
-    if decoder is not None:
+    if decoder is None:
+        return
+    if algorithm in BLOCKS:
+        worker = BLOCK_WORKERS[algorithm]
+        after = Hook(worker, "init_attention_backends", _after_block_backend, HookType.AFTER)
+        install_hooks((after, block_hook(algorithm)))
+    else:
         install_hooks(_HOOKS)
 
 
@@ -137,6 +152,13 @@ def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     if backend is not None and decoder is not None and is_asked_for(runner.server_args):
         with_pat_extend(backend, runner, decoder)
     return backend
+
+
+def _after_block_backend(result: Any, worker: Any) -> None:
+    """AFTER init_attention_backends of a worker whose draft model gives blocks."""
+    runner, decoder = getattr(worker, "draft_model_runner", None), _Served.decoder
+    if runner is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_blocks(worker, runner, decoder)
 
 
 def _after_capture(result: Any, worker: Any) -> None:
@@ -241,6 +263,50 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> No
     report_draft_routes(routes)
 
 
+def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+    """Let a draft model that gives blocks of drafts attend by pat where it can.
+
+    Parameters
+    ----------
+    worker
+        SGLang's, which drafts. The class of its draft model's backend is changed.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, which reports what is counted here.
+    """
+    backend, arguments = model_runner.attn_backend, model_runner.server_args
+    types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    name = _draft_backend(model_runner) or attention_backends(arguments)[1]
+    routes = Routes.of_runner(model_runner, name, types)
+    kind = with_mixin(PatMixin, type(backend))
+    reason = _block_reason(worker, arguments)
+    if reason is None and not can_become(backend, kind):
+        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+    if routes.shapes and reason is not None:
+        routes.delegate_all(reason)
+    if routes.shapes:
+        device = model_runner.req_to_token_pool.req_to_token.device
+        drafting = DraftBlock(worker._draft_block_spec_info.draft_token_num, device)
+        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
+        layers = LayerAttention(model_runner, routes)
+        backend.__class__ = kind
+        backend.take(planner, layers, [drafting], report=report_draft_routes, strict=False)
+        decoder.report(planner)
+    report_draft_routes(routes)
+
+
+def _block_reason(worker: Any, arguments: Any) -> Reason | None:
+    """Why a draft model that gives blocks is left to the default backend."""
+    named = named_draft_backend(arguments)
+    if named is not None:
+        return _names_backend(named)
+    if getattr(worker, "use_compact_draft_cache", False):  # its table of slots is its own
+        size = resolved(arguments, "speculative_draft_window_size")
+        return Reason("speculative decoding", f"--speculative-draft-window-size {size}")
+    return None
+
+
 def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> None:
     """Let a draft model attend by pat where it can, when it reads what was accepted.
 
@@ -284,9 +350,19 @@ def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
 
 def _routes(model_runner: Any) -> Routes:
     arguments = model_runner.server_args
-    named = getattr(model_runner, "draft_attention_backend", None) or resolved(arguments, _NAMED)
+    named = _draft_backend(model_runner)
     routes = Routes.of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
-        flag = _NAMED.replace("_", "-")
-        routes.delegate_all(Reason("speculative decoding", f"--{flag} {named}"))
+        routes.delegate_all(_names_backend(named))
     return routes
+
+
+def _draft_backend(model_runner: Any) -> str | None:
+    """The resolved name of a draft model's backend; None: it has that of the model."""
+    name: str | None = getattr(model_runner, "draft_attention_backend", None)
+    return name or resolved(model_runner.server_args, _NAMED)
+
+
+def _names_backend(name: str) -> Reason:
+    flag = _NAMED.replace("_", "-")
+    return Reason("speculative decoding", f"--{flag} {name}")

@@ -2,7 +2,8 @@
 
 `attach.py` puts these classes before the class of a backend, in the order of methods: `PatMixin`
 over the backend of the served model and over the one with which a draft model reads verified
-drafts, `PatDraftSteps` over the container of a draft model's steps, and `PatDraftStep` over each.
+drafts or gives blocks, `PatDraftSteps` over the container of a draft model's steps, and
+`PatDraftStep` over each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.route_reports import report_draft_routes
 from sglang_pat.sglang.start.options import Reason
 from sglang_pat.sglang.start.routes import Routes
-from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
+from sglang_pat.sglang.step.decoder import Decoder
 from sglang_pat.sglang.step.kinds import DraftRound, StepKind
 from sglang_pat.sglang.tree.channel import CHANNEL
 
@@ -35,7 +36,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     metadata nor its tables for CUDA graphs are made.
     """
 
-    _pat: ServedDecoder  # plans
+    _pat: Decoder  # plans
     _pat_layers: LayerAttention  # attends
     _pat_routes: Routes  # of these layers
     _pat_kinds: dict[ForwardMode, StepKind]  # the steps that pat plans
@@ -54,7 +55,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def take(
         self,
-        decoder: ServedDecoder,
+        decoder: Decoder,
         layers: LayerAttention,
         kinds: Sequence[StepKind],
         *,
@@ -188,7 +189,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             sinks = kwargs.get("sinks")
             return self._pat_layers.attend(
                 self._pat_plans,
-                self._pat_kind.apart,
+                self._pat_kind.apart_of(layer),
                 q,
                 k,
                 v,
@@ -216,7 +217,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             sinks = kwargs.get("sinks")
             return self._pat_layers.attend(
                 self._pat_plans,
-                self._pat_kind.apart,
+                self._pat_kind.apart_of(layer),
                 q,
                 k,
                 v,

@@ -195,6 +195,75 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
     assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
 
 
+BLOCKS = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 5}
+
+
+def drafts_of_blocks(family: Family, folder: Path, **config: Any) -> dict[str, Any]:
+    """Options with which a model of two layers drafts blocks. It is written to `folder`."""
+    draft = family.write(folder)
+    path = draft / "config.json"
+    small = json.loads(path.read_text())
+    small |= {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "block_size": BLOCKS["speculative_num_draft_tokens"],
+        "num_target_layers": 4,
+        "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 511},
+    }
+    path.write_text(json.dumps(small | config))
+    return BLOCKS | {"speculative_draft_model_path": str(draft)}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "layers"),
+    [
+        pytest.param({}, {}, (0, 1), id="whole blocks"),
+        pytest.param({"is_causal": True}, {}, (0, 1), id="causal", marks=pytest.mark.nightly),
+        # A layer with a window stays with the default backend.
+        pytest.param(
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
+            {"page_size": 4},
+            (0,),
+            id="window, pages",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param({}, {"disable_overlap_schedule": True}, (0, 1), id="no overlap"),
+        pytest.param({}, {"speculative_draft_window_size": 64}, (), id="a table of its own"),
+    ],
+)
+def test_blocks_of_drafts(
+    engines: FamilyEngines,
+    tmp_path: Path,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    layers: tuple[int, ...],
+) -> None:
+    """A draft model gives a block at once. layers: of the draft model, which pat decodes."""
+    small = FAMILIES["llama"]
+    alone = engines.run(small, None)
+    drafts = drafts_of_blocks(small, tmp_path / "draft", **config) | options
+    expected = engines.run(small, None, answers=alone.tokens, **drafts)
+    found = engines.run(small, "pat", answers=alone.tokens, **drafts)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    # Some drafts are accepted, not all.
+    assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
+    assert_routes(found, small)
+    assert found.routes is not None
+    assert found.routes["draft_model"]["pat_layers"] == len(layers)
+    assert found.stats["private_steps"] == {}
+    assert found.stats["kv_tokens_planned"] < 0.4 * found.stats["kv_tokens_query_centric"]
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    who = {layer: "pat" if layer in layers else "default" for layer in (0, 1)}
+    steps = dict.fromkeys(((who[layer], layer) for layer in (0, 1)), verified["steps"])
+    assert found.draft_calls == steps
+    if layers:
+        drafted = found.stats["draft"]
+        assert {name: drafted[name] for name in ("steps", "rows")} == verified
+        assert drafted["plans_reused"] > drafted["plans_built"]
+
+
 @pytest.mark.nightly
 def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
     """What it reads of the verify step gives the only draft."""

@@ -28,7 +28,12 @@ from sglang_fakes import (
 from sglang_pat import support
 from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start.kv_scales import read_scales
-from sglang_pat.sglang.start.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
+from sglang_pat.sglang.start.options import (
+    DELEGATED_ARGUMENTS,
+    GLUE_GRAPH,
+    RAGGED_VERIFY,
+    early_reason,
+)
 from sglang_pat.sglang.start.routes import Routes, attention_layers, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
@@ -182,9 +187,18 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "server options = --dcp-size 2; supported: all but",
     ),
     "speculation": (
-        lambda: runner(server_args=server_arguments(speculative_algorithm="DFLASH")),
-        "--speculative-algorithm DFLASH",
-        "speculative decoding = --speculative-algorithm DFLASH; supported: --speculative-algorithm",
+        lambda: runner(server_args=server_arguments(speculative_algorithm="UNO")),
+        "--speculative-algorithm UNO",
+        "speculative decoding = --speculative-algorithm UNO; supported: --speculative-algorithm",
+    ),
+    "speculation in any batch": (
+        lambda: runner(
+            server_args=server_arguments(
+                speculative_algorithm="DFLASH", enable_deterministic_inference=True
+            )
+        ),
+        "in batch-invariant mode",
+        "speculative decoding = in batch-invariant mode; supported: --speculative-algorithm",
     ),
     "speculation of trees": (
         lambda: runner(
@@ -449,6 +463,25 @@ def test_a_graph_in_place_of_planning_delegates(monkeypatch: pytest.MonkeyPatch)
     # Its replays would read the plan of the step that it was captured in.
     monkeypatch.setenv(GLUE_GRAPH, "1")
     assert type(pat_backend(runner())) is DefaultBackend
+
+
+def test_as_many_drafts_as_pay_delegate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server_context: Any
+) -> None:
+    """The requests of a step then have different numbers of rows."""
+    caplog.set_level(logging.INFO, "sglang_pat")
+    monkeypatch.setenv(RAGGED_VERIFY, "compact")
+    arguments = {"speculative_num_draft_tokens": 4}
+    for algorithm, reason in (
+        ("DSPARK", f"{RAGGED_VERIFY}=compact in the environment"),
+        ("DFLASH", None),
+    ):
+        named = server_arguments(speculative_algorithm=algorithm, **arguments)
+        found = early_reason(named)
+        assert (None if found is None else str(found)) == reason
+        is_delegated = type(pat_backend(runner(server_args=named))) is DefaultBackend
+        assert is_delegated == (reason is not None)
+        assert reason is None or reason in caplog.text
 
 
 def test_every_topic_is_one_of_the_support_table() -> None:

@@ -26,6 +26,7 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 from sglang_pat import PackAttention
 from sglang_pat.sglang.attach import with_pat, with_pat_drafts, with_pat_extend
 from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.options import Drafts
 from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.step import decoder
 from sglang_pat.sglang.step.decoder import ServedDecoder
@@ -75,7 +76,9 @@ def pat_over(
     with pytest.MonkeyPatch.context() as patch, _alone():
         patch.setitem(ATTENTION_BACKENDS, name, build_with_pat)
         decoded.count(patch)
-        patch.setattr(decoder, "drafts_of", lambda arguments: drafts)
+        patch.setattr(
+            decoder, "drafts_of", lambda arguments: None if drafts is None else Drafts(*drafts)
+        )
         yield decoded
 
 
@@ -135,7 +138,7 @@ def extending_by_pat(
 
     with pytest.MonkeyPatch.context() as patch, _alone():
         patch.setattr(DraftBackendFactory, "create_draft_extend_backend", build_with_pat)
-        patch.setattr(decoder, "drafts_of", lambda arguments: (drafts, True))
+        patch.setattr(decoder, "drafts_of", lambda arguments: Drafts(drafts, True))
         decoded.count(patch)
         yield decoded
 

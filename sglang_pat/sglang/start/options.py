@@ -19,12 +19,15 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Where drafts come from: a model, in chains or, with --speculative-eagle-topk above 1, in trees; or
-# what was said before, in trees.
+# Where drafts come from: a model, in chains or, with --speculative-eagle-topk above 1, in trees; a
+# model that gives a chain at once; or what was said before, in trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
+BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
 # Prepares verify steps on a stream of its own.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+# Verify steps of DSPARK: as many drafts of each request ("static"), or as many as pay.
+RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
 # 0.5.17.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
@@ -102,8 +105,11 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
-    if algorithm not in CHAINS + TREES:
+    if algorithm not in CHAINS + BLOCKS + TREES:
         return Reason("speculative decoding", f"--speculative-algorithm {algorithm}")
+    ragged = getattr(envs, RAGGED_VERIFY).get()
+    if algorithm == "DSPARK" and ragged != "static":
+        return Reason("speculative decoding", f"{RAGGED_VERIFY}={ragged} in the environment")
     if (
         algorithm in CHAINS
         and branches_of(arguments) > 1
@@ -126,14 +132,32 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
     return None
 
 
-def drafts_of(arguments: Any) -> tuple[int, bool] | None:
-    """Return the draft tokens of a request in a verify step, and whether they are a chain. None
-    without speculative decoding."""
+class Drafts(NamedTuple):
+    """The draft tokens of a verify step.
+
+    Attributes
+    ----------
+    per_request
+        Of each request.
+    are_chains
+        Whether each follows the one before it. Otherwise they may branch.
+    lengths_are_bounds
+        Whether the lengths that SGLang gives on the host may be longer than the requests are.
+    """
+
+    per_request: int
+    are_chains: bool
+    lengths_are_bounds: bool = False
+
+
+def drafts_of(arguments: Any) -> Drafts | None:
+    """Return what is verified in a step. None without speculative decoding."""
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
-    is_chain = algorithm in CHAINS and branches_of(arguments) == 1
-    return int(resolved(arguments, "speculative_num_draft_tokens")), is_chain
+    is_block = algorithm in BLOCKS
+    are_chains = is_block or (algorithm in CHAINS and branches_of(arguments) == 1)
+    return Drafts(int(resolved(arguments, "speculative_num_draft_tokens")), are_chains, is_block)
 
 
 def branches_of(arguments: Any) -> int:

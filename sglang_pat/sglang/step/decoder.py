@@ -92,6 +92,11 @@ class Decoder:
         self._reports: StepReports | None = None
         self._repeats = RepeatedSteps(lambda planning: None)
 
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether steps verify drafts that may branch."""
+        return any(kind.has_masks for kind in self.kinds)
+
     # --- once per step ---
 
     def plan_eager(self, kind: StepKind, forward_batch: Any) -> StepPlans | None:
@@ -121,7 +126,9 @@ class Decoder:
             reuse, growth = self._reuse, None  # None: each request has one token more
             why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
             if why is None and kind.shape.speculates:
-                growth = reuse.grown(host_lengths(forward_batch, requests.reqs))
+                are_bounds = kind.lengths_are_bounds
+                lens = host_lengths(forward_batch, requests.reqs, are_bounds=are_bounds)
+                growth = reuse.grown(lens)
                 if growth is None:
                     why = Reason.LENGTHS
                 else:
@@ -277,9 +284,11 @@ class ServedDecoder(Decoder):
         drafts = drafts_of(model_runner.server_args)
         if drafts is not None:
             install_hooks(VERIFY_HOOKS)
-            count, are_chains = drafts
-            device = model_runner.req_to_token_pool.req_to_token.device
-            self.verify = Verify(RowShape.of_drafts(count, are_chains=are_chains), device)
+            self.verify = Verify(
+                RowShape.of_drafts(drafts.per_request, are_chains=drafts.are_chains),
+                model_runner.req_to_token_pool.req_to_token.device,
+                lengths_are_bounds=drafts.lengths_are_bounds,
+            )
         kinds: list[StepKind] = [self.decode]
         if self.verify is not None:
             kinds.append(self.verify)
@@ -290,11 +299,6 @@ class ServedDecoder(Decoder):
         self._reports = StepReports(environment, model_runner, self.counters)
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
-
-    @property
-    def verifies_trees(self) -> bool:
-        """Whether steps verify drafts that may branch."""
-        return self.verify is not None and self.verify.shape.is_tree
 
     def new_extend(self, routes: Routes) -> DraftExtend:
         """Return the kind of step in which a draft model with these layers reads drafts. Plans are
