@@ -122,8 +122,8 @@ _MATRIX = (
         "speculative decoding",
         "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP or STANDALONE, on a "
         "GPU with --speculative-eagle-topk 1, NGRAM, DFLASH, and DSPARK with "
-        "SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant mode, "
-        "--speculative-adaptive and SGLANG_ENABLE_OVERLAP_PLAN_STREAM; "
+        "SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant mode and "
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM; "
         "--speculative-attention-mode decode where prefill has another backend",
         MODEL,
     ),

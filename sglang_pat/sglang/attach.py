@@ -36,12 +36,13 @@ from sglang_pat.sglang.start.options import (
     attention_backends,
     batch_invariant,
     branches_of,
+    drafts_now,
     resolved,
 )
 from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.start.substitution import is_asked_for, named_draft_backend
 from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
-from sglang_pat.sglang.step.kinds import BranchRound, DraftBlock, DraftRound
+from sglang_pat.sglang.step.kinds import BranchRound, DraftBlock, DraftRound, StepKind
 from sglang_pat.sglang.tree.channel import BLOCK_WORKERS, block_hook
 
 logger = logging.getLogger(__name__)
@@ -83,20 +84,20 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         routes.check_strict()
     decoder = None
     if routes.shapes:
-        decoder = ServedDecoder(model_runner, environment, routes)
+        decoder = _Served.of(model_runner) or ServedDecoder(model_runner, environment, routes)
         layers = LayerAttention(model_runner, routes)
+        kinds: list[StepKind] = [decoder.decode]
+        if decoder.verifies:
+            kinds.append(decoder.verifies[drafts_now(arguments)])
         default.__class__ = pat_class
-        default.take(
-            decoder, layers, decoder.kinds, report=report_routes, strict=environment.strict
-        )
-        if decoder.verify is None:
+        default.take(decoder, layers, kinds, report=report_routes, strict=environment.strict)
+        if not decoder.verifies:
             # Of the object: some classes set it. In speculative decoding a step would wait for the
             # verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
     if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
-    awaits = decoder is not None and decoder.verify is not None
-    await_draft_model(decoder if awaits else None, resolved(arguments, "speculative_algorithm"))
+    await_draft_model(decoder if decoder is not None and decoder.verifies else None, model_runner)
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
@@ -115,21 +116,31 @@ class _Served:
     """The decoder of the model that this process serves, if pat verifies drafts of another one."""
 
     decoder: ServedDecoder | None = None
+    model_runner: Any = None
+
+    @classmethod
+    def of(cls, model_runner: Any) -> ServedDecoder | None:
+        """The decoder of a model, if SGLang builds one more backend for it: for another number of
+        drafts."""
+        if cls.model_runner is not model_runner:
+            return None
+        return cls.decoder if resolved(model_runner.server_args, "speculative_adaptive") else None
 
 
-def await_draft_model(decoder: ServedDecoder | None, algorithm: str | None) -> None:
+def await_draft_model(decoder: ServedDecoder | None, model_runner: Any) -> None:
     """Let the draft model that SGLang builds next decode by pat where it can.
 
     Parameters
     ----------
     decoder
         Of the model that is served. None: pat does not decode it, and no draft model either.
-    algorithm
-        Of speculative decoding.
+    model_runner
+        SGLang's, of that model.
     """
-    _Served.decoder = decoder
+    _Served.decoder, _Served.model_runner = decoder, model_runner
     if decoder is None:
         return
+    algorithm = resolved(model_runner.server_args, "speculative_algorithm")
     if algorithm in BLOCKS:
         worker = BLOCK_WORKERS[algorithm]
         after = Hook(worker, "init_attention_backends", _after_block_backend, HookType.AFTER)
@@ -331,7 +342,7 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
         backend.take(
             decoder,
             LayerAttention(model_runner, routes),
-            [decoder.new_extend(routes)],
+            [decoder.new_extend(routes, drafts_now(model_runner.server_args))],
             report=report_extend_routes,
             strict=False,
         )

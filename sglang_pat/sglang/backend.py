@@ -162,7 +162,8 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         else:
             self._pat_graph_sizes = (max_bs, max_num_tokens)
         if all(kind.follows is None for kind in self._pat_kinds.values()):
-            self._pat.reserve(max_bs)  # otherwise graphs are as large as those that they follow
+            # Otherwise graphs are as large as those that they follow.
+            self._pat.reserve(max_bs, self._pat_kinds.values())
 
     # --- once per layer ---
 

@@ -5,6 +5,7 @@ backend, and pat decodes the layers that it claims.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,37 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
     assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
 
 
+def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) -> None:
+    """SGLang goes from one number of drafts to another, by how many requests there are: over other
+    backends, one set of which has no drafts at all."""
+    small = FAMILIES["llama"]
+    config = tmp_path / "adaptive.json"
+    numbers = {"1": [3], "3": [1], "5": [0], "7": [2]}
+    config.write_text(json.dumps({of: {"candidate_steps": each} for of, each in numbers.items()}))
+    adaptive = drafts_of_a_head(small, tmp_path / "draft") | {
+        "speculative_adaptive": True,
+        "speculative_adaptive_config": str(config),
+    }
+    stopped = answers_that_stop(engines.run(small, None))
+    stops = {"stop_tokens": [answer[-1] for answer in stopped]}
+    expected = engines.run(small, None, **stops, **adaptive)
+    found = engines.run(small, "pat", **stops, **adaptive)
+    assert found.tokens == expected.tokens == stopped
+    assert found.verify_steps == expected.verify_steps
+    assert_routes(found, small)
+    for run in (expected, found):
+        assert {*re.findall(r"steps \d+ -> (\d+)", run.log)} >= {"0", "1", "2", "3"}
+    assert found.stats["private_steps"] == {}
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    assert found.calls.keys() == {("pat", layer) for layer in range(4)}
+    assert found.draft_calls.keys() == {("pat", 0)}
+    assert (
+        found.stats["draft"]["steps"] + found.stats["draft_extend"]["steps"]
+        == (found.draft_calls["pat", 0])
+    )
+
+
 BLOCKS = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 5}
 
 
@@ -289,12 +321,8 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     small = FAMILIES["llama"]
     drafts = CHAINS | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
     alone = engines.run(small, None)
-    ends = [
-        next(i for i in range(4 + index, NUM_TOKENS) if answer[i] not in answer[:i])
-        for index, answer in enumerate(alone.tokens)
-    ]
-    stop_tokens = [answer[end] for answer, end in zip(alone.tokens, ends, strict=True)]
-    stopped = [answer[: end + 1] for answer, end in zip(alone.tokens, ends, strict=True)]
+    stopped = answers_that_stop(alone)
+    stop_tokens = [answer[-1] for answer in stopped]
     found = engines.run(small, "pat", stop_tokens=stop_tokens, max_running_requests=3, **drafts)
     assert found.tokens == stopped
     assert found.stats["private_steps"] == {}
@@ -308,6 +336,15 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     found = engines.run(small, "pat", **few, **drafts)
     assert found.tokens == alone.tokens
     assert found.retractions > 0
+
+
+def answers_that_stop(run: Run) -> list[list[int]]:
+    """Beginnings of the answers, of different lengths, each with a last token of its own."""
+    ends = [
+        next(i for i in range(4 + index, NUM_TOKENS) if answer[i] not in answer[:i])
+        for index, answer in enumerate(run.tokens)
+    ]
+    return [answer[: end + 1] for answer, end in zip(run.tokens, ends, strict=True)]
 
 
 def assert_telling(run: Run) -> None:

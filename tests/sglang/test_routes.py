@@ -209,13 +209,6 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "--speculative-eagle-topk 4 on a GPU",
         "speculative decoding = --speculative-eagle-topk 4 on a GPU; supported: --speculative-",
     ),
-    "adaptive speculation": (
-        lambda: runner(
-            server_args=server_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
-        ),
-        "--speculative-adaptive",
-        "speculative decoding = --speculative-adaptive; supported: --speculative-algorithm",
-    ),
     "verify steps elsewhere": (
         lambda: runner(
             server_args=server_arguments(

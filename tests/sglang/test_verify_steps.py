@@ -226,7 +226,7 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(server: Server
     # Once for all rows of all requests: the prefix, and what each request had of its own.
     planned, alone = server.plans.step_tokens.planned, server.plans.step_tokens.query_centric
     assert planned < 0.5 * alone
-    assert server.backend._pat.verify.counters()["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
+    assert server.backend._pat.counters()["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
 
 
 # Tokens of both requests that each step accepts. The sixth finds one outgrown.
@@ -581,7 +581,7 @@ def test_capture_verifies_requests_that_nobody_knows(
         each.backend.init_forward_metadata_out_graph(view, in_capture=True)
         _, out = each.attend(view)
         assert out.isfinite().all()
-        assert each.backend._pat.verify.counters()["verify"]["steps"] == 0
+        assert each.backend._pat.counters()["verify"]["steps"] == 0
 
 
 def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:

@@ -120,8 +120,6 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         return Reason("speculative decoding", f"--speculative-eagle-topk {topk} on a GPU")
     if batch_invariant(arguments, environment):
         return Reason("speculative decoding", "in batch-invariant mode")
-    if resolved(arguments, "speculative_adaptive"):
-        return Reason("speculative decoding", "--speculative-adaptive")
     prefill, decode = attention_backends(arguments)
     if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
         return Reason(
@@ -137,15 +135,16 @@ class Drafts(NamedTuple):
 
     Attributes
     ----------
-    per_request
-        Of each request.
+    counts
+        How many of each request. Several numbers where SGLang goes from one to another, as drafts
+        are accepted (adaptive drafts).
     are_chains
         Whether each follows the one before it. Otherwise they may branch.
     lengths_are_bounds
         Whether the lengths that SGLang gives on the host may be longer than the requests are.
     """
 
-    per_request: int
+    counts: tuple[int, ...]
     are_chains: bool
     lengths_are_bounds: bool = False
 
@@ -157,7 +156,23 @@ def drafts_of(arguments: Any) -> Drafts | None:
         return None
     is_block = algorithm in BLOCKS
     are_chains = is_block or (algorithm in CHAINS and branches_of(arguments) == 1)
-    return Drafts(int(resolved(arguments, "speculative_num_draft_tokens")), are_chains, is_block)
+    counts = {int(resolved(arguments, "speculative_num_draft_tokens"))}
+    if resolved(arguments, "speculative_adaptive"):
+        from sglang.srt.speculative.adaptive_spec_params import resolve_candidate_steps_from_config
+
+        path = resolved(arguments, "speculative_adaptive_config")
+        counts |= {steps + 1 for steps in resolve_candidate_steps_from_config(path)}
+    return Drafts(tuple(sorted(counts)), are_chains, is_block)
+
+
+def drafts_now(arguments: Any) -> int:
+    """Return how many draft tokens of each request are verified over the backends that SGLang
+    builds now."""
+    if resolved(arguments, "speculative_adaptive"):  # it says so while it builds them
+        from sglang.srt.runtime_context import get_spec
+
+        return int(get_spec().speculative_num_draft_tokens)
+    return int(resolved(arguments, "speculative_num_draft_tokens"))
 
 
 def branches_of(arguments: Any) -> int:
