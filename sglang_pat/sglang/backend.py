@@ -141,6 +141,14 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if kind is not None and is_pats and self._pat_routes.shapes:
             kind.record_in_graph(forward_batch)
 
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Prepare again what depends on drafts, in a step that was prepared on a plan stream: all
+        that pat prepares was after them. Some default backends cannot."""
+        if self._pat_routes.delegated:
+            super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Tell when a step has read what the scheduler may write next. What pat reads later does
         not matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which

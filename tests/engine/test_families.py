@@ -196,6 +196,25 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
     assert found.stats["draft"]["plans_reused"] > found.stats["draft"]["plans_built"]
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    sglang.__version__ == "0.5.17", reason="the plan stream of SGLang 0.5.17 waits for nothing"
+)
+def test_steps_that_are_prepared_on_a_stream_of_their_own(
+    engines: FamilyEngines, tmp_path: Path
+) -> None:
+    """The order of streams shows on a GPU alone; whose steps are prepared, here."""
+    small = FAMILIES["llama"]
+    drafts = CHAINS | {
+        "speculative_draft_model_path": str(small.write(tmp_path / "draft")),
+        "environment": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+    }
+    _, _, found = run_with_drafts(engines, small, drafts)
+    assert_routes(found, small)
+    assert found.stats["private_steps"] == {}
+    assert found.stats["draft_extend"] == found.stats["verify"]
+
+
 def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) -> None:
     """SGLang goes from one number of drafts to another, by how many requests there are: over other
     backends, one set of which has no drafts at all."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
@@ -31,6 +32,7 @@ from sglang_pat.sglang.start.kv_scales import read_scales
 from sglang_pat.sglang.start.options import (
     DELEGATED_ARGUMENTS,
     GLUE_GRAPH,
+    PLAN_STREAM,
     RAGGED_VERIFY,
     early_reason,
 )
@@ -475,6 +477,22 @@ def test_as_many_drafts_as_pay_delegate(
         is_delegated = type(pat_backend(runner(server_args=named))) is DefaultBackend
         assert is_delegated == (reason is not None)
         assert reason is None or reason in caplog.text
+
+
+@pytest.mark.parametrize("change", [{}, {"enable_multi_layer_eagle": True}])
+def test_a_plan_stream_that_does_not_wait_delegates(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 0.5.17, and of several draft layers in both versions."""
+    monkeypatch.setenv(PLAN_STREAM, "1")
+    waits = sglang.__version__ != "0.5.17" and not change
+    counts = {"speculative_num_draft_tokens": 4}
+    drafting = server_arguments(speculative_algorithm="EAGLE", **counts, **change)
+    reason = early_reason(drafting)
+    assert str(reason) == ("None" if waits else f"{PLAN_STREAM}=1 in the environment")
+    # These do not use it for what pat plans.
+    for algorithm in ("NGRAM", "DFLASH"):
+        assert early_reason(server_arguments(speculative_algorithm=algorithm)) is None
 
 
 def test_every_topic_is_one_of_the_support_table() -> None:

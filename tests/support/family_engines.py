@@ -120,6 +120,7 @@ class FamilyEngines:
         stop_tokens: list[int] | None = None,
         ranks: dict[str, str] | None = None,
         answers: list[list[int]] | None = None,
+        environment: dict[str, str] | None = None,
         **arguments: Any,
     ) -> Run:
         """Answer the prompts with an engine of this family.
@@ -135,6 +136,8 @@ class FamilyEngines:
             Variables with which SGLang starts several ranks (`environment_of_ranks`).
         answers : list of list of int, optional
             What the model answers, for drafts that are right (`sglang_draft_blocks`).
+        environment : dict, optional
+            Variables of SGLang's.
         arguments : object
             As of sglang.Engine.
         """
@@ -149,6 +152,7 @@ class FamilyEngines:
             "stop_tokens": stop_tokens,
             "ranks": ranks,
             "answers": answers,
+            "environment": environment or {},
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -226,6 +230,7 @@ def _ended(child: int) -> str:
 def _in_child(order: dict[str, Any]) -> None:
     status = 1
     try:
+        os.environ.update(order["environment"])
         if order["ranks"] is not None:
             import sglang_without_driver
 

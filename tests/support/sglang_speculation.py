@@ -43,6 +43,7 @@ def install() -> None:
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
     TorchNativeAttnBackend.max_context_len = 4096  # for the mask of a step without drafts
+    TorchNativeAttnBackend.update_verify_buffers_to_fill_after_draft = lambda *arguments: None
     if hasattr(speculative_hook, "resolved_view"):  # not in 0.5.17
         speculative_hook.resolved_view = _view_with_triton(speculative_hook.resolved_view)
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]

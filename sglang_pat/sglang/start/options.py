@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_pat import support
@@ -24,7 +26,7 @@ DELEGATED_ARGUMENTS = {
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
-# Prepares verify steps on a stream of its own.
+# Prepares verify steps, and what a draft model reads of them, on a stream of its own.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # Verify steps of DSPARK: as many drafts of each request ("static"), or as many as pay.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
@@ -125,9 +127,31 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         return Reason(
             "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"
         )
-    if getattr(envs, PLAN_STREAM).get():
+    if (
+        algorithm in CHAINS
+        and getattr(envs, PLAN_STREAM).get()
+        and not _plan_stream_waits(arguments)
+    ):
         return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
     return None
+
+
+def _plan_stream_waits(arguments: Any) -> bool:
+    """Whether SGLang's plan stream waits for the forward stream before each use.
+
+    It does in 0.5.23, and not in 0.5.17: pat would write into buffers of graphs that are running.
+    The modules are read, and not imported: that takes seconds.
+    """
+    worker = "eagle_worker_v2"
+    if resolved(arguments, "enable_multi_layer_eagle"):
+        worker = "multi_layer_eagle_worker_v2"
+    for module in ("eagle_worker_common", worker):
+        found = find_spec(f"sglang.srt.speculative.{module}")
+        if found is None or found.origin is None:
+            return False
+        if "plan_stream.wait_stream(" not in Path(found.origin).read_text():
+            return False
+    return True
 
 
 class Drafts(NamedTuple):
