@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.backend import PatDraftStep, PatDraftSteps, PatMixin, can_become, with_mixin
@@ -43,7 +44,7 @@ from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.start.substitution import is_asked_for, named_draft_backend
 from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
 from sglang_pat.sglang.step.kinds import BranchRound, DraftBlock, DraftRound, StepKind
-from sglang_pat.sglang.tree.channel import BLOCK_WORKERS, block_hook
+from sglang_pat.sglang.tree.channel import BLOCK_WORKERS, block_hook, note_same_step
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,8 @@ def await_draft_model(decoder: ServedDecoder | None, model_runner: Any) -> None:
         install_hooks((after, block_hook(algorithm)))
     else:
         install_hooks(_HOOKS)
+    if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
+        install_hooks((_LAYERS_HOOK,))
 
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
@@ -222,6 +225,12 @@ def _captures_extends() -> bool:
     return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
 
 
+def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    """AFTER prepare() of the graphs of several draft layers, which then show drafts of their own in
+    place of the batch's."""
+    note_same_step(graphs._replay_spec_info, forward_batch.spec_info)
+
+
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
 _HOOKS = (
     Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
@@ -232,6 +241,15 @@ _HOOKS = (
         _after_capture,
         HookType.AFTER,
     ),
+)
+
+
+_LAYERS_HOOK = Hook(
+    "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
+    ":MultiLayerEagleMultiStepDraftExtendCudaGraphRunner",
+    "prepare",
+    _after_prepare,
+    HookType.AFTER,
 )
 
 
@@ -351,8 +369,10 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
 
 def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
     """Why the plans of the model that is served do not serve a draft model."""
-    if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
-        return Reason("speculative decoding", "--enable-multi-layer-eagle")
+    has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
+    if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
+        # There SGLang may let draft models read more than was verified.
+        return Reason("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
     if types != decoder.dtypes:
         return Reason("dtype of queries and KV cache", f"{types[0]} and {types[1]}")

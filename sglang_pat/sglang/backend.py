@@ -162,6 +162,18 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     # --- CUDA graphs ---
 
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        """Tell SGLang whether graphs of a draft model that reads drafts are replayed without
+        `init_forward_metadata_out_graph`. pat looks there whether the last plan serves."""
+        is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
+        return False if is_pats else super().draft_extend_metadata_captured_in_graph()
+
+    @property
+    def supports_draft_extend_metadata_staging(self) -> bool:
+        """As `draft_extend_metadata_captured_in_graph`."""
+        is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
+        return False if is_pats else super().supports_draft_extend_metadata_staging
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and each time that all are captured
         again."""

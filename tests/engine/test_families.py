@@ -316,6 +316,22 @@ def test_blocks_of_drafts(
 
 
 @pytest.mark.nightly
+def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path) -> None:
+    """Each gives one draft: it reads what was verified, in a pool of its own."""
+    small = FAMILIES["llama"]
+    drafts = drafts_of_a_head(small, tmp_path / "draft") | {"enable_multi_layer_eagle": True}
+    _, _, found = run_with_drafts(engines, small, drafts)
+    assert_routes(found, small)
+    assert found.routes is not None
+    assert found.routes["draft_extend"]["pat_layers"] == 1
+    assert found.stats["private_steps"] == {}
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    assert found.draft_calls == {("pat", 0): 3 * verified["steps"]}
+    assert found.stats["draft_extend"] == {name: 3 * n for name, n in verified.items()}
+
+
+@pytest.mark.nightly
 def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
     """What it reads of the verify step gives the only draft."""
     small = FAMILIES["llama"]

@@ -249,6 +249,7 @@ class DraftExtend(StepKind):
         self.apart = verify.paths if verify.shape.is_tree else None
         self._verify = verify
         self._counts = Counter({"steps": 0, "rows": 0})
+        self._counted: Any = None  # SGLang's drafts of the last step
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
         """Read the step as the verify step before it: requests are longer by all draft tokens now,
@@ -271,8 +272,11 @@ class DraftExtend(StepKind):
         self.follow(forward_batch)
 
     def follow(self, forward_batch: Any) -> None:
-        self._counts["steps"] += 1
-        self._counts["rows"] += len(forward_batch.input_ids)
+        # The first of several draft layers is prepared with the batch, and in its turn.
+        if forward_batch.spec_info is not self._counted:
+            self._counted = forward_batch.spec_info
+            self._counts["steps"] += 1
+            self._counts["rows"] += len(forward_batch.input_ids)
 
     def counters(self) -> dict[str, Counter[str]]:
         return {"draft_extend": self._counts}

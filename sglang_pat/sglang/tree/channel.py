@@ -162,6 +162,13 @@ def step_of_extend(forward_batch: Any) -> StepRequests | None:
     return requests_of(forward_batch.spec_info)
 
 
+def note_same_step(drafts: Any, noted: Any) -> None:
+    """What SGLang shows of drafts is of the same step as what it has shown of them before."""
+    step = requests_of(noted)
+    if step is not None:
+        setattr(drafts, _NOTE, step)
+
+
 CHANNEL = StepChannel()
 
 
