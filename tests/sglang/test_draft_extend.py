@@ -512,8 +512,8 @@ class SeveralLayers(Extending):
 
     def each(self) -> Iterator[None]:
         """One layer after the other."""
-        for runner, attending in self.of_layers:
-            self.runner, self.backend = runner, attending
+        for pair in self.of_layers:
+            self.runner, self.backend = pair
             yield
 
     def replayed(self, lens: list[int], size: int) -> Any:
