@@ -7,6 +7,7 @@ Without a GPU and so without graphs: torch executes the plans, in the same order
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,20 @@ from sglang_trees import late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach, backend
-from sglang_pat.sglang.start.options import drafts_of, server_reason
+from sglang_pat.sglang.start.options import drafts_now, drafts_of, server_reason
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL
 
 STEPS = (3, 0, 1)  # of a round; in the order in which SGLang builds backends for them
+
+
+def drafts_of_state(count: int, arguments: Any) -> int:
+    """`drafts_now`, where SGLang says so many. Briefly: other modules import `get_spec`, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        spec = SimpleNamespace(speculative_num_draft_tokens=count)
+        patch.setattr(runtime_context, "get_spec", lambda: spec)
+        return drafts_now(arguments)
 
 
 class State:
@@ -64,8 +73,7 @@ class Adaptive(DraftScene):
         self.runner = self.new_runner(token_to_kv_pool=kv_pool(1), is_draft_worker=True)
         self.states = {}
         for steps in STEPS:
-            spec = SimpleNamespace(speculative_num_draft_tokens=steps + 1)
-            monkeypatch.setattr(runtime_context, "get_spec", lambda spec=spec: spec)
+            monkeypatch.setattr(attach, "drafts_now", partial(drafts_of_state, steps + 1))
             self.states[steps] = self.build(steps)
         self.served = self.states[STEPS[0]].served
 
