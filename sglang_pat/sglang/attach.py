@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.backend import PatDraftStep, PatDraftSteps, PatMixin, can_become, with_mixin
@@ -29,17 +31,20 @@ from sglang_pat.sglang.report.route_reports import (
 from sglang_pat.sglang.start.env import Environment
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
 from sglang_pat.sglang.start.options import (
+    BLOCKS,
     TREES,
     Reason,
     attention_backends,
     batch_invariant,
     branches_of,
+    drafts_now,
     resolved,
 )
 from sglang_pat.sglang.start.routes import Routes
-from sglang_pat.sglang.start.substitution import is_asked_for
+from sglang_pat.sglang.start.substitution import is_asked_for, named_draft_backend
 from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
-from sglang_pat.sglang.step.kinds import BranchRound, DraftRound
+from sglang_pat.sglang.step.kinds import BranchRound, DraftBlock, DraftRound, StepKind
+from sglang_pat.sglang.tree.channel import BLOCK_WORKERS, block_hook, note_same_step
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +85,20 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         routes.check_strict()
     decoder = None
     if routes.shapes:
-        decoder = ServedDecoder(model_runner, environment, routes)
+        decoder = _Served.of(model_runner) or ServedDecoder(model_runner, environment, routes)
         layers = LayerAttention(model_runner, routes)
+        kinds: list[StepKind] = [decoder.decode]
+        if decoder.verifies:
+            kinds.append(decoder.verifies[drafts_now(arguments)])
         default.__class__ = pat_class
-        default.take(
-            decoder, layers, decoder.kinds, report=report_routes, strict=environment.strict
-        )
-        if decoder.verify is None:
+        default.take(decoder, layers, kinds, report=report_routes, strict=environment.strict)
+        if not decoder.verifies:
             # Of the object: some classes set it. In speculative decoding a step would wait for the
             # verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
     if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
-    await_draft_model(decoder if decoder is not None and decoder.verify is not None else None)
+    await_draft_model(decoder if decoder is not None and decoder.verifies else None, model_runner)
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
@@ -111,16 +117,39 @@ class _Served:
     """The decoder of the model that this process serves, if pat verifies drafts of another one."""
 
     decoder: ServedDecoder | None = None
+    model_runner: Any = None
+
+    @classmethod
+    def of(cls, model_runner: Any) -> ServedDecoder | None:
+        """The decoder of a model, if SGLang builds one more backend for it: for another number of
+        drafts."""
+        if cls.model_runner is not model_runner:
+            return None
+        return cls.decoder if resolved(model_runner.server_args, "speculative_adaptive") else None
 
 
-def await_draft_model(decoder: ServedDecoder | None) -> None:
+def await_draft_model(decoder: ServedDecoder | None, model_runner: Any) -> None:
     """Let the draft model that SGLang builds next decode by pat where it can.
 
-    decoder: of the model that is served. None: pat does not decode it, and no draft model either.
+    Parameters
+    ----------
+    decoder
+        Of the model that is served. None: pat does not decode it, and no draft model either.
+    model_runner
+        SGLang's, of that model.
     """
-    _Served.decoder = decoder
-    if decoder is not None:
+    _Served.decoder, _Served.model_runner = decoder, model_runner
+    if decoder is None:
+        return
+    algorithm = resolved(model_runner.server_args, "speculative_algorithm")
+    if algorithm in BLOCKS:
+        worker = BLOCK_WORKERS[algorithm]
+        after = Hook(worker, "init_attention_backends", _after_block_backend, HookType.AFTER)
+        install_hooks((after, block_hook(algorithm)))
+    else:
         install_hooks(_HOOKS)
+    if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
+        install_hooks((_LAYERS_HOOK,))
 
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
@@ -137,6 +166,13 @@ def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     if backend is not None and decoder is not None and is_asked_for(runner.server_args):
         with_pat_extend(backend, runner, decoder)
     return backend
+
+
+def _after_block_backend(result: Any, worker: Any) -> None:
+    """AFTER init_attention_backends of a worker whose draft model gives blocks."""
+    runner, decoder = getattr(worker, "draft_model_runner", None), _Served.decoder
+    if runner is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_blocks(worker, runner, decoder)
 
 
 def _after_capture(result: Any, worker: Any) -> None:
@@ -189,6 +225,12 @@ def _captures_extends() -> bool:
     return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
 
 
+def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    """AFTER prepare() of the graphs of several draft layers, which then show drafts of their own in
+    place of the batch's."""
+    note_same_step(graphs._replay_spec_info, forward_batch.spec_info)
+
+
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
 _HOOKS = (
     Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
@@ -199,6 +241,15 @@ _HOOKS = (
         _after_capture,
         HookType.AFTER,
     ),
+)
+
+
+_LAYERS_HOOK = Hook(
+    "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
+    ":MultiLayerEagleMultiStepDraftExtendCudaGraphRunner",
+    "prepare",
+    _after_prepare,
+    HookType.AFTER,
 )
 
 
@@ -241,6 +292,50 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> No
     report_draft_routes(routes)
 
 
+def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+    """Let a draft model that gives blocks of drafts attend by pat where it can.
+
+    Parameters
+    ----------
+    worker
+        SGLang's, which drafts. The class of its draft model's backend is changed.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, which reports what is counted here.
+    """
+    backend, arguments = model_runner.attn_backend, model_runner.server_args
+    types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    name = _draft_backend(model_runner) or attention_backends(arguments)[1]
+    routes = Routes.of_runner(model_runner, name, types)
+    kind = with_mixin(PatMixin, type(backend))
+    reason = _block_reason(worker, arguments)
+    if reason is None and not can_become(backend, kind):
+        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+    if routes.shapes and reason is not None:
+        routes.delegate_all(reason)
+    if routes.shapes:
+        device = model_runner.req_to_token_pool.req_to_token.device
+        drafting = DraftBlock(worker._draft_block_spec_info.draft_token_num, device)
+        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
+        layers = LayerAttention(model_runner, routes)
+        backend.__class__ = kind
+        backend.take(planner, layers, [drafting], report=report_draft_routes, strict=False)
+        decoder.report(planner)
+    report_draft_routes(routes)
+
+
+def _block_reason(worker: Any, arguments: Any) -> Reason | None:
+    """Why a draft model that gives blocks is left to the default backend."""
+    named = named_draft_backend(arguments)
+    if named is not None:
+        return _names_backend(named)
+    if getattr(worker, "use_compact_draft_cache", False):  # its table of slots is its own
+        size = resolved(arguments, "speculative_draft_window_size")
+        return Reason("speculative decoding", f"--speculative-draft-window-size {size}")
+    return None
+
+
 def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> None:
     """Let a draft model attend by pat where it can, when it reads what was accepted.
 
@@ -265,7 +360,7 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
         backend.take(
             decoder,
             LayerAttention(model_runner, routes),
-            [decoder.new_extend(routes)],
+            [decoder.new_extend(routes, drafts_now(model_runner.server_args))],
             report=report_extend_routes,
             strict=False,
         )
@@ -274,8 +369,10 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
 
 def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
     """Why the plans of the model that is served do not serve a draft model."""
-    if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
-        return Reason("speculative decoding", "--enable-multi-layer-eagle")
+    has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
+    if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
+        # There SGLang may let draft models read more than was verified.
+        return Reason("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
     if types != decoder.dtypes:
         return Reason("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
@@ -284,9 +381,19 @@ def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
 
 def _routes(model_runner: Any) -> Routes:
     arguments = model_runner.server_args
-    named = getattr(model_runner, "draft_attention_backend", None) or resolved(arguments, _NAMED)
+    named = _draft_backend(model_runner)
     routes = Routes.of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
-        flag = _NAMED.replace("_", "-")
-        routes.delegate_all(Reason("speculative decoding", f"--{flag} {named}"))
+        routes.delegate_all(_names_backend(named))
     return routes
+
+
+def _draft_backend(model_runner: Any) -> str | None:
+    """The resolved name of a draft model's backend; None: it has that of the model."""
+    name: str | None = getattr(model_runner, "draft_attention_backend", None)
+    return name or resolved(model_runner.server_args, _NAMED)
+
+
+def _names_backend(name: str) -> Reason:
+    flag = _NAMED.replace("_", "-")
+    return Reason("speculative decoding", f"--{flag} {name}")

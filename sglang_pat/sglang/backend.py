@@ -2,7 +2,8 @@
 
 `attach.py` puts these classes before the class of a backend, in the order of methods: `PatMixin`
 over the backend of the served model and over the one with which a draft model reads verified
-drafts, `PatDraftSteps` over the container of a draft model's steps, and `PatDraftStep` over each.
+drafts or gives blocks, `PatDraftSteps` over the container of a draft model's steps, and
+`PatDraftStep` over each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.route_reports import report_draft_routes
 from sglang_pat.sglang.start.options import Reason
 from sglang_pat.sglang.start.routes import Routes
-from sglang_pat.sglang.step.decoder import Decoder, ServedDecoder
+from sglang_pat.sglang.step.decoder import Decoder
 from sglang_pat.sglang.step.kinds import DraftRound, StepKind
 from sglang_pat.sglang.tree.channel import CHANNEL
 
@@ -35,7 +36,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     metadata nor its tables for CUDA graphs are made.
     """
 
-    _pat: ServedDecoder  # plans
+    _pat: Decoder  # plans
     _pat_layers: LayerAttention  # attends
     _pat_routes: Routes  # of these layers
     _pat_kinds: dict[ForwardMode, StepKind]  # the steps that pat plans
@@ -54,7 +55,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def take(
         self,
-        decoder: ServedDecoder,
+        decoder: Decoder,
         layers: LayerAttention,
         kinds: Sequence[StepKind],
         *,
@@ -140,6 +141,14 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if kind is not None and is_pats and self._pat_routes.shapes:
             kind.record_in_graph(forward_batch)
 
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Prepare again what depends on drafts, in a step that was prepared on a plan stream: all
+        that pat prepares was after them. Some default backends cannot."""
+        if self._pat_routes.delegated:
+            super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Tell when a step has read what the scheduler may write next. What pat reads later does
         not matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which
@@ -153,6 +162,18 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     # --- CUDA graphs ---
 
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        """Tell SGLang whether graphs of a draft model that reads drafts are replayed without
+        `init_forward_metadata_out_graph`. pat looks there whether the last plan serves."""
+        is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
+        return False if is_pats else super().draft_extend_metadata_captured_in_graph()
+
+    @property
+    def supports_draft_extend_metadata_staging(self) -> bool:
+        """As `draft_extend_metadata_captured_in_graph`."""
+        is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
+        return False if is_pats else super().supports_draft_extend_metadata_staging
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and each time that all are captured
         again."""
@@ -161,7 +182,8 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         else:
             self._pat_graph_sizes = (max_bs, max_num_tokens)
         if all(kind.follows is None for kind in self._pat_kinds.values()):
-            self._pat.reserve(max_bs)  # otherwise graphs are as large as those that they follow
+            # Otherwise graphs are as large as those that they follow.
+            self._pat.reserve(max_bs, self._pat_kinds.values())
 
     # --- once per layer ---
 
@@ -187,7 +209,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if self._pat_attends(layer, forward_batch, kwargs):
             return self._pat_layers.attend(
                 self._pat_plans,
-                self._pat_kind.apart,
+                self._pat_kind.apart_of(layer),
                 q,
                 k,
                 v,
@@ -214,7 +236,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         ):
             return self._pat_layers.attend(
                 self._pat_plans,
-                self._pat_kind.apart,
+                self._pat_kind.apart_of(layer),
                 q,
                 k,
                 v,

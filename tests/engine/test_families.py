@@ -5,6 +5,7 @@ backend, and pat decodes the layers that it claims.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,141 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(
+    sglang.__version__ == "0.5.17", reason="the plan stream of SGLang 0.5.17 waits for nothing"
+)
+def test_steps_that_are_prepared_on_a_stream_of_their_own(
+    engines: FamilyEngines, tmp_path: Path
+) -> None:
+    """The order of streams shows on a GPU alone; whose steps are prepared, here."""
+    small = FAMILIES["llama"]
+    drafts = CHAINS | {
+        "speculative_draft_model_path": str(small.write(tmp_path / "draft")),
+        "environment": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+    }
+    _, _, found = run_with_drafts(engines, small, drafts)
+    assert_routes(found, small)
+    assert found.stats["private_steps"] == {}
+    assert found.stats["draft_extend"] == found.stats["verify"]
+
+
+def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) -> None:
+    """SGLang goes from one number of drafts to another, by how many requests there are: over other
+    backends, one set of which has no drafts at all."""
+    small = FAMILIES["llama"]
+    config = tmp_path / "adaptive.json"
+    numbers = {"1": [3], "3": [1], "5": [0], "7": [2]}
+    config.write_text(json.dumps({of: {"candidate_steps": each} for of, each in numbers.items()}))
+    adaptive = drafts_of_a_head(small, tmp_path / "draft") | {
+        "speculative_adaptive": True,
+        "speculative_adaptive_config": str(config),
+    }
+    stopped = answers_that_stop(engines.run(small, None))
+    stops = {"stop_tokens": [answer[-1] for answer in stopped]}
+    expected = engines.run(small, None, **stops, **adaptive)
+    found = engines.run(small, "pat", **stops, **adaptive)
+    assert found.tokens == expected.tokens == stopped
+    assert found.verify_steps == expected.verify_steps
+    assert_routes(found, small)
+    for run in (expected, found):
+        assert {*re.findall(r"steps \d+ -> (\d+)", run.log)} >= {"0", "1", "2", "3"}
+    assert found.stats["private_steps"] == {}
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    assert found.calls.keys() == {("pat", layer) for layer in range(4)}
+    assert found.draft_calls.keys() == {("pat", 0)}
+    assert (
+        found.stats["draft"]["steps"] + found.stats["draft_extend"]["steps"]
+        == (found.draft_calls["pat", 0])
+    )
+
+
+BLOCKS = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 5}
+
+
+def drafts_of_blocks(family: Family, folder: Path, **config: Any) -> dict[str, Any]:
+    """Options with which a model of two layers drafts blocks. It is written to `folder`."""
+    draft = family.write(folder)
+    path = draft / "config.json"
+    small = json.loads(path.read_text())
+    small |= {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "block_size": BLOCKS["speculative_num_draft_tokens"],
+        "num_target_layers": 4,
+        "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 511},
+    }
+    path.write_text(json.dumps(small | config))
+    return BLOCKS | {"speculative_draft_model_path": str(draft)}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "layers"),
+    [
+        pytest.param({}, {}, (0, 1), id="whole blocks"),
+        pytest.param({"is_causal": True}, {}, (0, 1), id="causal", marks=pytest.mark.nightly),
+        # A layer with a window stays with the default backend.
+        pytest.param(
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
+            {"page_size": 4},
+            (0,),
+            id="window, pages",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param({}, {"disable_overlap_schedule": True}, (0, 1), id="no overlap"),
+        pytest.param({}, {"speculative_draft_window_size": 64}, (), id="a table of its own"),
+    ],
+)
+def test_blocks_of_drafts(
+    engines: FamilyEngines,
+    tmp_path: Path,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    layers: tuple[int, ...],
+) -> None:
+    """A draft model gives a block at once. layers: of the draft model, which pat decodes."""
+    small = FAMILIES["llama"]
+    alone = engines.run(small, None)
+    drafts = drafts_of_blocks(small, tmp_path / "draft", **config) | options
+    expected = engines.run(small, None, answers=alone.tokens, **drafts)
+    found = engines.run(small, "pat", answers=alone.tokens, **drafts)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert found.verify_steps == expected.verify_steps
+    # Some drafts are accepted, not all.
+    assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
+    assert_routes(found, small)
+    assert found.routes is not None
+    assert found.routes["draft_model"]["pat_layers"] == len(layers)
+    assert found.stats["private_steps"] == {}
+    assert found.stats["kv_tokens_planned"] < 0.4 * found.stats["kv_tokens_query_centric"]
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    who = {layer: "pat" if layer in layers else "default" for layer in (0, 1)}
+    steps = dict.fromkeys(((who[layer], layer) for layer in (0, 1)), verified["steps"])
+    assert found.draft_calls == steps
+    if layers:
+        drafted = found.stats["draft"]
+        assert {name: drafted[name] for name in ("steps", "rows")} == verified
+        assert drafted["plans_reused"] > drafted["plans_built"]
+
+
+@pytest.mark.nightly
+def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path) -> None:
+    """Each gives one draft: it reads what was verified, in a pool of its own."""
+    small = FAMILIES["llama"]
+    drafts = drafts_of_a_head(small, tmp_path / "draft") | {"enable_multi_layer_eagle": True}
+    _, _, found = run_with_drafts(engines, small, drafts)
+    assert_routes(found, small)
+    assert found.routes is not None
+    assert found.routes["draft_extend"]["pat_layers"] == 1
+    assert found.stats["private_steps"] == {}
+    verified = found.stats["verify"]
+    assert {*found.calls.values()} == {verified["steps"]}
+    assert found.draft_calls == {("pat", 0): 3 * verified["steps"]}
+    assert found.stats["draft_extend"] == {name: 3 * n for name, n in verified.items()}
+
+
+@pytest.mark.nightly
 def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
     """What it reads of the verify step gives the only draft."""
     small = FAMILIES["llama"]
@@ -227,12 +363,8 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     small = FAMILIES["llama"]
     drafts = CHAINS | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
     alone = engines.run(small, None)
-    ends = [
-        next(i for i in range(4 + index, NUM_TOKENS) if answer[i] not in answer[:i])
-        for index, answer in enumerate(alone.tokens)
-    ]
-    stop_tokens = [answer[end] for answer, end in zip(alone.tokens, ends, strict=True)]
-    stopped = [answer[: end + 1] for answer, end in zip(alone.tokens, ends, strict=True)]
+    stopped = answers_that_stop(alone)
+    stop_tokens = [answer[-1] for answer in stopped]
     found = engines.run(small, "pat", stop_tokens=stop_tokens, max_running_requests=3, **drafts)
     assert found.tokens == stopped
     assert found.stats["private_steps"] == {}
@@ -246,6 +378,15 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     found = engines.run(small, "pat", **few, **drafts)
     assert found.tokens == alone.tokens
     assert found.retractions > 0
+
+
+def answers_that_stop(run: Run) -> list[list[int]]:
+    """Beginnings of the answers, of different lengths, each with a last token of its own."""
+    ends = [
+        next(i for i in range(4 + index, NUM_TOKENS) if answer[i] not in answer[:i])
+        for index, answer in enumerate(run.tokens)
+    ]
+    return [answer[: end + 1] for answer, end in zip(run.tokens, ends, strict=True)]
 
 
 def assert_telling(run: Run) -> None:

@@ -148,10 +148,14 @@ def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
     )
 
 
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
-def test_verification_of_a_chain_of_drafts(case: DenseAttentionCase, page_size: int) -> None:
-    _verify_a_chain(verify_case(case.backend, page_size), "run_dense_spec_verify_case")
+def test_verification_of_a_chain_of_drafts(
+    case: DenseAttentionCase, page_size: int, kind: str
+) -> None:
+    case = verify_case(case.backend, page_size)
+    _verify_a_chain(case, "run_dense_spec_verify_case", spec_kind=kind)
 
 
 @pytest.mark.parametrize("case", [verify_case(name, 16) for name in BACKENDS], ids=name_of)
@@ -160,20 +164,20 @@ def test_verification_of_a_chain_of_drafts_around_a_cuda_graph(case: DenseAttent
     _verify_a_chain(case, "run_dense_spec_verify_cuda_graph_case")
 
 
-def _verify_a_chain(case: DenseAttentionCase, run: str) -> None:
+def _verify_a_chain(case: DenseAttentionCase, run: str, **more: str) -> None:
     from sglang.test.kits.attention_unittest.runner_modes import (
         speculative_target_verify_runner as runner,
     )
 
     drafts = (case.extend_lens[0], True)
     with kernels_of_default(), pat_over(case.backend, head_dim=64, drafts=drafts) as decoded:
-        getattr(runner, run)(KitTestCase(), case, topk=1, head_dim=64, dtype=DTYPE)
+        getattr(runner, run)(KitTestCase(), case, topk=1, head_dim=64, dtype=DTYPE, **more)
     assert decoded.layers > 0
 
 
-@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize(("kind", "topk"), [("ngram", 1), ("ngram", 2), ("eagle", 2)])
 @pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
-def test_verification_of_trees_of_drafts(case: DenseAttentionCase, topk: int) -> None:
+def test_verification_of_trees_of_drafts(case: DenseAttentionCase, kind: str, topk: int) -> None:
     from sglang.test.kits.attention_unittest.runner_modes import (
         speculative_target_verify_runner as runner,
     )
@@ -183,7 +187,7 @@ def test_verification_of_trees_of_drafts(case: DenseAttentionCase, topk: int) ->
         pat_over(case.backend, head_dim=64, drafts=(case.extend_lens[0], False)) as decoded,
     ):
         runner.run_dense_spec_verify_case(
-            KitTestCase(), case, topk=topk, spec_kind="ngram", head_dim=64, dtype=DTYPE
+            KitTestCase(), case, topk=topk, spec_kind=kind, head_dim=64, dtype=DTYPE
         )
     assert decoded.layers > 0
 

@@ -6,6 +6,7 @@ Without a GPU and so without graphs: torch executes the plans, in the same order
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool, told_default_layers
@@ -446,7 +448,13 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     [
         ({"device": "npu"}, "device npu"),
         ({"draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend fa3"),
-        ({"arguments": {"enable_multi_layer_eagle": True}}, "--enable-multi-layer-eagle"),
+        (
+            {
+                "arguments": {"enable_multi_layer_eagle": True},
+                "req_to_token_pool": HybridReqToTokenPool.__new__(HybridReqToTokenPool),
+            },
+            "--enable-multi-layer-eagle with states",
+        ),
         ({"default": SimpleNamespace()}, "default backend SimpleNamespace, which is closed"),
         (
             {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16, "token_to_kv_pool": None},
@@ -478,6 +486,75 @@ def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> Non
     assert attach._after_create_extend_backend(backend, factory) is backend
     assert type(backend) is DefaultBackend
     assert attach._after_create_extend_backend(None, factory) is None
+
+
+class RefreshedInGraphs(DefaultBackend):
+    """As FA3: its graphs refresh by themselves what they read."""
+
+    supports_draft_extend_metadata_staging = True
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return True
+
+
+class SeveralLayers(Extending):
+    """A draft model of several layers (`--enable-multi-layer-eagle`): SGLang has a runner, a pool,
+    a backend and graphs for each, over buffers that they share."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__(arguments={"enable_multi_layer_eagle": True}, default=RefreshedInGraphs())
+        self.of_layers = [(self.runner, self.backend)]
+        for seed in range(1, count):
+            runner = self.new_runner(token_to_kv_pool=kv_pool(2 + seed), is_draft_worker=True)
+            made = RefreshedInGraphs()
+            attach._after_create_extend_backend(made, SimpleNamespace(draft_model_runner=runner))
+            self.of_layers.append((runner, made))
+
+    def each(self) -> Iterator[None]:
+        """One layer after the other."""
+        for pair in self.of_layers:
+            self.runner, self.backend = pair
+            yield
+
+    def replayed(self, lens: list[int], size: int) -> Any:
+        """What SGLang shows before it replays the graph of each layer: drafts of its own in place
+        of the batch's, and buffers of the largest graph."""
+        shown = self.view(lens, size)
+        graphs = SimpleNamespace(_replay_spec_info=drafts_to_verify(DRAFTS))
+        attach._after_prepare(None, graphs, shown, staged=False)
+        shown.spec_info = graphs._replay_spec_info
+        shown.input_ids = torch.zeros(size * DRAFTS)
+        shown.out_cache_loc = torch.tensor(self.slots(lens) + [0] * (size - 2) * DRAFTS)
+        return shown
+
+
+@pytest.mark.parametrize("size", [0, 2, 4])
+def test_several_draft_layers_read_under_the_plan_of_the_verify_step(size: int) -> None:
+    scene = SeveralLayers()
+    for _ in scene.each():
+        if size:
+            scene.capture(size)
+    built = scene.counters["plans_built"]
+    for step, lens in enumerate(([25, 31], [26, 33], [29, 34])):
+        scene.verify(lens, size)
+        view = scene.replayed(lens, size) if size else scene.view(lens)
+        if not size:
+            scene.of_layers[0][1].init_forward_metadata(view)  # with the batch, before its turn
+        for _ in scene.each():
+            scene.prepare(view, size)
+            scene.assert_exact(view, lens, max(size, 2) * DRAFTS)
+        assert scene.counters["draft_extend"]["steps"] == 3 * (step + 1)
+    assert scene.counters["plans_built"] == built + 1, "the verify steps' plan serves all layers"
+
+
+def test_graphs_of_several_draft_layers_are_prepared_before_each_replay() -> None:
+    """Otherwise the plan that they read would be that of another step."""
+    scene = SeveralLayers()
+    assert not scene.backend.draft_extend_metadata_captured_in_graph()
+    assert not scene.backend.supports_draft_extend_metadata_staging
+    left = Extending(draft_attention_backend="fa3", default=RefreshedInGraphs()).backend
+    assert left.draft_extend_metadata_captured_in_graph()
+    assert left.supports_draft_extend_metadata_staging
 
 
 def test_no_lengths_are_asked_for_on_the_host() -> None:

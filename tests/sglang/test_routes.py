@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
@@ -28,7 +29,13 @@ from sglang_fakes import (
 from sglang_pat import support
 from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start.kv_scales import read_scales
-from sglang_pat.sglang.start.options import DELEGATED_ARGUMENTS, GLUE_GRAPH, early_reason
+from sglang_pat.sglang.start.options import (
+    DELEGATED_ARGUMENTS,
+    GLUE_GRAPH,
+    PLAN_STREAM,
+    RAGGED_VERIFY,
+    early_reason,
+)
 from sglang_pat.sglang.start.routes import Routes, attention_layers, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
@@ -182,9 +189,18 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "server options = --dcp-size 2; supported: all but",
     ),
     "speculation": (
-        lambda: runner(server_args=server_arguments(speculative_algorithm="DFLASH")),
-        "--speculative-algorithm DFLASH",
-        "speculative decoding = --speculative-algorithm DFLASH; supported: --speculative-algorithm",
+        lambda: runner(server_args=server_arguments(speculative_algorithm="UNO")),
+        "--speculative-algorithm UNO",
+        "speculative decoding = --speculative-algorithm UNO; supported: --speculative-algorithm",
+    ),
+    "speculation in any batch": (
+        lambda: runner(
+            server_args=server_arguments(
+                speculative_algorithm="DFLASH", enable_deterministic_inference=True
+            )
+        ),
+        "in batch-invariant mode",
+        "speculative decoding = in batch-invariant mode; supported: --speculative-algorithm",
     ),
     "speculation of trees": (
         lambda: runner(
@@ -194,13 +210,6 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         ),
         "--speculative-eagle-topk 4 on a GPU",
         "speculative decoding = --speculative-eagle-topk 4 on a GPU; supported: --speculative-",
-    ),
-    "adaptive speculation": (
-        lambda: runner(
-            server_args=server_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
-        ),
-        "--speculative-adaptive",
-        "speculative decoding = --speculative-adaptive; supported: --speculative-algorithm",
     ),
     "verify steps elsewhere": (
         lambda: runner(
@@ -453,6 +462,41 @@ def test_a_graph_in_place_of_planning_delegates(monkeypatch: pytest.MonkeyPatch)
     # Its replays would read the plan of the step that it was captured in.
     monkeypatch.setenv(GLUE_GRAPH, "1")
     assert type(pat_backend(runner())) is DefaultBackend
+
+
+def test_as_many_drafts_as_pay_delegate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server_context: Any
+) -> None:
+    """The requests of a step then have different numbers of rows."""
+    caplog.set_level(logging.INFO, "sglang_pat")
+    monkeypatch.setenv(RAGGED_VERIFY, "compact")
+    arguments = {"speculative_num_draft_tokens": 4}
+    for algorithm, reason in (
+        ("DSPARK", f"{RAGGED_VERIFY}=compact in the environment"),
+        ("DFLASH", None),
+    ):
+        named = server_arguments(speculative_algorithm=algorithm, **arguments)
+        found = early_reason(named)
+        assert (None if found is None else str(found)) == reason
+        is_delegated = type(pat_backend(runner(server_args=named))) is DefaultBackend
+        assert is_delegated == (reason is not None)
+        assert reason is None or reason in caplog.text
+
+
+@pytest.mark.parametrize("change", [{}, {"enable_multi_layer_eagle": True}])
+def test_a_plan_stream_that_does_not_wait_delegates(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 0.5.17, and of several draft layers in both versions."""
+    monkeypatch.setenv(PLAN_STREAM, "1")
+    waits = sglang.__version__ != "0.5.17" and not change
+    counts = {"speculative_num_draft_tokens": 4}
+    drafting = server_arguments(speculative_algorithm="EAGLE", **counts, **change)
+    reason = early_reason(drafting)
+    assert str(reason) == ("None" if waits else f"{PLAN_STREAM}=1 in the environment")
+    # These do not use it for what pat plans.
+    for algorithm in ("NGRAM", "DFLASH"):
+        assert early_reason(server_arguments(speculative_algorithm=algorithm)) is None
 
 
 def test_every_topic_is_one_of_the_support_table() -> None:

@@ -32,7 +32,7 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.layer.draft_trees import DraftTrees, square_masks
-from sglang_pat.sglang.start import routes
+from sglang_pat.sglang.start import options, routes
 from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
@@ -226,7 +226,7 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(server: Server
     # Once for all rows of all requests: the prefix, and what each request had of its own.
     planned, alone = server.plans.step_tokens.planned, server.plans.step_tokens.query_centric
     assert planned < 0.5 * alone
-    assert server.backend._pat.verify.counters()["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
+    assert server.backend._pat.counters()["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
 
 
 # Tokens of both requests that each step accepts. The sixth finds one outgrown.
@@ -581,7 +581,7 @@ def test_capture_verifies_requests_that_nobody_knows(
         each.backend.init_forward_metadata_out_graph(view, in_capture=True)
         _, out = each.attend(view)
         assert out.isfinite().all()
-        assert each.backend._pat.verify.counters()["verify"]["steps"] == 0
+        assert each.backend._pat.counters()["verify"]["steps"] == 0
 
 
 def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:
@@ -591,6 +591,17 @@ def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:
     server.backend.init_forward_metadata_in_graph(server.view([25, 31], 2))
     server.backend.init_forward_metadata(server.view([25, 31], 0))
     assert server.backend.calls == ["graphs of 4 rows"]
+
+
+def test_a_step_of_a_plan_stream_is_prepared_once(server: Server) -> None:
+    """Where a layer is the default backend's, SGLang asks that one, which may refuse."""
+    view = server.view([25, 31], 2)
+    server.backend.init_forward_metadata_out_graph(view)
+    server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
+    server.assert_exact(view, [25, 31], CHAIN)
+    server.backend._pat_routes.delegate(0, options.Reason("attention", "of a test"))
+    with pytest.raises(NotImplementedError):
+        server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
 
 
 def test_prefill_is_the_default_backends(server: Server) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import pkgutil
 import random
@@ -118,6 +119,8 @@ class FamilyEngines:
         *,
         stop_tokens: list[int] | None = None,
         ranks: dict[str, str] | None = None,
+        answers: list[list[int]] | None = None,
+        environment: dict[str, str] | None = None,
         **arguments: Any,
     ) -> Run:
         """Answer the prompts with an engine of this family.
@@ -131,6 +134,10 @@ class FamilyEngines:
             One for each prompt, which ends its answer.
         ranks : dict, optional
             Variables with which SGLang starts several ranks (`environment_of_ranks`).
+        answers : list of list of int, optional
+            What the model answers, for drafts that are right (`sglang_draft_blocks`).
+        environment : dict, optional
+            Variables of SGLang's.
         arguments : object
             As of sglang.Engine.
         """
@@ -144,6 +151,8 @@ class FamilyEngines:
             "arguments": arguments,
             "stop_tokens": stop_tokens,
             "ranks": ranks,
+            "answers": answers,
+            "environment": environment or {},
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -221,11 +230,17 @@ def _ended(child: int) -> str:
 def _in_child(order: dict[str, Any]) -> None:
     status = 1
     try:
+        os.environ.update(order["environment"])
         if order["ranks"] is not None:
             import sglang_without_driver
 
             sglang_without_driver.register()
             os.environ.update(order["ranks"])
+        if order["answers"] is not None:
+            import sglang_draft_blocks
+
+            pairs = zip(_prompts(), order["answers"], strict=True)
+            sglang_draft_blocks.answers += [prompt + answer for prompt, answer in pairs]
         _answer_prompts(
             FAMILIES[order["family"]],
             Path(order["folder"]),
@@ -252,7 +267,7 @@ def _import_sglang() -> None:
     assert package.submodule_search_locations is not None
     models = Path(package.submodule_search_locations[0]) / "srt" / "models"
     needed = {module for family in FAMILIES.values() for module in family.modules}
-    needed.add("llama_eagle")  # a head that drafts
+    needed |= {"llama_eagle", "dflash"}  # heads and models that draft
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
@@ -263,6 +278,9 @@ def _import_sglang() -> None:
 
     sglang_cpu_kernels.install()
     sglang_speculation.install()
+    import sglang_draft_blocks
+
+    sglang_draft_blocks.install()
     import sglang_random_weights
     from sglang.srt.plugins import load_plugins
 
@@ -285,6 +303,7 @@ def _record_calls() -> None:
     from sglang_pat.sglang.layer.attention import LayerAttention
 
     init, attend = LayerAttention.__init__, LayerAttention.attend
+    init_default = TorchNativeAttnBackend.__init__
     forward_decode = TorchNativeAttnBackend.forward_decode
     forward_extend = TorchNativeAttnBackend.forward_extend
 
@@ -313,9 +332,14 @@ def _record_calls() -> None:
     ) -> Any:
         mode = batch.forward_mode
         if mode.is_target_verify() or mode.is_draft_extend_v2():
-            note("default", layer, is_draft=mode.is_draft_extend_v2())
+            note("default", layer, is_draft=self.is_draft)
         return forward_extend(self, q, k, v, layer, batch, *rest, **more)
 
+    def init_default_and_note(self: Any, model_runner: Any, *rest: Any, **more: Any) -> None:
+        init_default(self, model_runner, *rest, **more)
+        self.is_draft = model_runner.is_draft_worker
+
+    TorchNativeAttnBackend.__init__ = init_default_and_note
     LayerAttention.__init__ = init_and_note  # type: ignore[method-assign]
     LayerAttention.attend = attend_and_note  # type: ignore[assignment]
     TorchNativeAttnBackend.forward_decode = decode_and_note
@@ -336,6 +360,7 @@ def _answer_prompts(
     family: Family, folder: Path, arguments: dict[str, Any], stop_tokens: list[int] | None
 ) -> None:
     import sglang
+    import sglang_draft_blocks
 
     from sglang_pat.sglang.report.stats_file import read_stats
 
@@ -364,9 +389,9 @@ def _answer_prompts(
     asked = [params] * len(prompts)
     if stop_tokens is not None:
         asked = [params | {"ignore_eos": False, "stop_token_ids": [each]} for each in stop_tokens]
-    answers = engine.generate(
-        input_ids=prompts, sampling_params=asked, return_logprob=True, top_logprobs_num=2
-    )
+    # SGLang 0.5.17 has none with blocks of drafts.
+    scores = {} if sglang_draft_blocks.answers else {"return_logprob": True, "top_logprobs_num": 2}
+    answers = engine.generate(input_ids=prompts, sampling_params=asked, **scores)
     again = answers[0]["output_ids"]
     assert first[0]["output_ids"][: len(again)] == again, "the cache changes the answer"
     run = {
@@ -374,9 +399,12 @@ def _answer_prompts(
         "verify_steps": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
         "first_verify_steps": first[0]["meta_info"].get("spec_verify_ct", 0),
         "smallest_gap": min(
-            best[0] - second[0]
-            for answer in answers
-            for best, second in answer["meta_info"]["output_top_logprobs"]
+            (
+                best[0] - second[0]
+                for answer in answers
+                for best, second in answer["meta_info"].get("output_top_logprobs", ())
+            ),
+            default=math.inf,
         ),
         "retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
         "routes": engine.get_server_info().get("pat"),

@@ -24,8 +24,10 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 )
 
 from sglang_pat import PackAttention
+from sglang_pat.sglang import attach
 from sglang_pat.sglang.attach import with_pat, with_pat_drafts, with_pat_extend
 from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.options import Drafts
 from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.step import decoder
 from sglang_pat.sglang.step.decoder import ServedDecoder
@@ -75,7 +77,7 @@ def pat_over(
     with pytest.MonkeyPatch.context() as patch, _alone():
         patch.setitem(ATTENTION_BACKENDS, name, build_with_pat)
         decoded.count(patch)
-        patch.setattr(decoder, "drafts_of", lambda arguments: drafts)
+        _verify(patch, drafts)
         yield decoded
 
 
@@ -135,9 +137,16 @@ def extending_by_pat(
 
     with pytest.MonkeyPatch.context() as patch, _alone():
         patch.setattr(DraftBackendFactory, "create_draft_extend_backend", build_with_pat)
-        patch.setattr(decoder, "drafts_of", lambda arguments: (drafts, True))
+        _verify(patch, (drafts, True))
         decoded.count(patch)
         yield decoded
+
+
+def _verify(patch: pytest.MonkeyPatch, drafts: tuple[int, bool] | None) -> None:
+    """The kit has no server arguments. drafts: see `pat_over`."""
+    made = None if drafts is None else Drafts((drafts[0],), drafts[1])
+    patch.setattr(decoder, "drafts_of", lambda arguments: made)
+    patch.setattr(attach, "drafts_now", lambda arguments: made and made.counts[0])
 
 
 def _layer_of(runner: Any, head_dim: int) -> RadixAttention:

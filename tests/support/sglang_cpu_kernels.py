@@ -190,7 +190,8 @@ def _forward(
         seen = torch.ones(count, last - first, dtype=torch.bool)
         if not is_cross and layer.attn_type.value != "encoder_only":
             seen &= key <= position
-            if batch.forward_mode.is_target_verify():  # a tree, not always a chain
+            is_verified = batch.forward_mode.is_target_verify()
+            if is_verified and batch.spec_info.custom_mask is not None:  # a tree
                 tree = batch.spec_info.custom_mask.view(-1, count, count)[i]
                 seen[:, start:] = tree
             if (layer.sliding_window_size or -1) > -1:

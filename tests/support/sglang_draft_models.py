@@ -52,11 +52,8 @@ class DraftScene:
         for row in ROWS:
             self.table[row, :20] = torch.tensor(PREFIX_SLOTS)
             self.table[row, 20:] = torch.arange(20, WIDTH) + 100 + 280 * (row - 1)
-        self.arguments = server_arguments(
-            speculative_algorithm="STANDALONE",
-            speculative_num_draft_tokens=num_drafts,
-            **(arguments or {}),
-        )
+        given = {"speculative_algorithm": "STANDALONE"} | (arguments or {})
+        self.arguments = server_arguments(speculative_num_draft_tokens=num_drafts, **given)
         self.arguments._sglang_pat_decodes = True
         self._req_to_token_pool = SimpleNamespace(req_to_token=self.table)
         tree = Tree(tree_kind)

@@ -117,6 +117,7 @@ def server_arguments(**change: Any) -> Any:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": None,
         "speculative_adaptive": False,
+        "enable_multi_layer_eagle": False,
         "speculative_draft_attention_backend": None,
         "speculative_attention_mode": "prefill",
     }

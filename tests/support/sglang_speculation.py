@@ -26,6 +26,7 @@ def define_kernels() -> None:
         copy_all_layer_kv_cache_cpu,
         fill_accept_out_cache_loc_cpu,
         fill_bonus_tokens_cpu,
+        rotate_input_ids_cpu,
         verify_tree_greedy_cpu,
     ):
         setattr(sgl_kernel, function.__name__, function)
@@ -42,14 +43,30 @@ def install() -> None:
     # and no backend asks for lengths there.
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
+    TorchNativeAttnBackend.max_context_len = 4096  # for the mask of a step without drafts
+    TorchNativeAttnBackend.update_verify_buffers_to_fill_after_draft = lambda *arguments: None
     if hasattr(speculative_hook, "resolved_view"):  # not in 0.5.17
         speculative_hook.resolved_view = _view_with_triton(speculative_hook.resolved_view)
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
+    _allow_several_heads()
     DraftBackendFactory.create_decode_backend = _decode_backend
     DraftBackendFactory.create_draft_extend_backend = lambda self: _torch_native(
         self.draft_model_runner
     )
+
+
+def _allow_several_heads() -> None:
+    """SGLang gives each of several draft layers its number, which a head of a Llama does not
+    take."""
+    from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
+
+    init = LlamaForCausalLMEagle.__init__
+
+    def init_without_number(self: Any, *args: Any, draft_model_idx: int = 0, **more: Any) -> None:
+        init(self, *args, **more)
+
+    LlamaForCausalLMEagle.__init__ = init_without_number
 
 
 def _view_with_triton(view: Callable[[Any], Any]) -> type:
@@ -153,6 +170,18 @@ def fill_accept_out_cache_loc_cpu(
     accepted = accept_index.flatten()
     slots = out_cache_loc[accepted[accepted > -1].long()]
     accept_out_cache_loc[: len(slots)] = slots
+
+
+def rotate_input_ids_cpu(
+    input_ids: torch.Tensor, extend_start_loc: torch.Tensor, extend_seq_lens: torch.Tensor,
+    topk_index: torch.Tensor, select_index: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Each request's tokens move forward by one; then comes the new one."""
+    spans = zip(extend_start_loc.tolist(), extend_seq_lens.tolist(), strict=True)
+    for i, (begin, count) in enumerate(spans):
+        input_ids[begin : begin + count - 1] = input_ids[begin + 1 : begin + count].clone()
+        last = begin + count - 1 if select_index is None else int(select_index[i])
+        input_ids[last] = topk_index.flatten()[i]
 
 
 def copy_all_layer_kv_cache_cpu(

@@ -65,28 +65,30 @@ class DraftTrees:
         return forward_batch.out_cache_loc[:num_rows], self._biases
 
 
-class DraftPaths:
-    """The draft tokens of a step in which a draft model reads what was verified, tree or not.
+class DraftBlocks:
+    """The draft tokens of a step in which all requests read theirs alike: each token those before
+    it, or all of them. The plan has the first one.
 
-    SGLang has moved the accepted path to the front: each row reads those before it. The plan of the
-    verify step has the root.
+    Where a draft model reads what was verified, SGLang has moved the accepted path to the front: a
+    tree is a chain then.
     """
 
-    def __init__(self, num_drafts: int, device: torch.device) -> None:
+    def __init__(self, num_drafts: int, device: torch.device, *, are_chains: bool = True) -> None:
         self._num_drafts = num_drafts
-        self._path = torch.ones(num_drafts, num_drafts, device=device).tril().log()
-        self._path[:, 0] = -torch.inf
-        self._biases = self._path[None]
+        reads = torch.ones(num_drafts, num_drafts, device=device)
+        self._block = (reads.tril() if are_chains else reads).log()
+        self._block[:, 0] = -torch.inf
+        self._biases = self._block[None]
 
     def reserve(self, max_requests: int) -> None:
         """Allocate what captured graphs of up to so many requests read."""
-        self._biases = self._path.expand(max_requests, -1, -1).contiguous()
+        self._biases = self._block.expand(max_requests, -1, -1).contiguous()
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         groups = num_rows // self._num_drafts
         biases = self._biases[:groups]
         if len(biases) < groups:
-            biases = self._path.expand(groups, -1, -1).contiguous()
+            biases = self._block.expand(groups, -1, -1).contiguous()
         slots = forward_batch.out_cache_loc[:num_rows]
         if len(slots) < num_rows:  # the verify step had padding
             slots = torch.cat((slots, slots.new_zeros(num_rows - len(slots))))

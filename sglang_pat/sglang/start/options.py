@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_pat import support
@@ -19,12 +21,15 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Where drafts come from: a model, in chains or, with --speculative-eagle-topk above 1, in trees; or
-# what was said before, in trees.
+# Where drafts come from: a model, in chains or, with --speculative-eagle-topk above 1, in trees; a
+# model that gives a chain at once; or what was said before, in trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
+BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
-# Prepares verify steps on a stream of its own.
+# Prepares verify steps, and what a draft model reads of them, on a stream of its own.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+# Verify steps of DSPARK: as many drafts of each request ("static"), or as many as pay.
+RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
 # Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
 # 0.5.17.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
@@ -102,8 +107,11 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
-    if algorithm not in CHAINS + TREES:
+    if algorithm not in CHAINS + BLOCKS + TREES:
         return Reason("speculative decoding", f"--speculative-algorithm {algorithm}")
+    ragged = getattr(envs, RAGGED_VERIFY).get()
+    if algorithm == "DSPARK" and ragged != "static":
+        return Reason("speculative decoding", f"{RAGGED_VERIFY}={ragged} in the environment")
     if (
         algorithm in CHAINS
         and branches_of(arguments) > 1
@@ -114,26 +122,81 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         return Reason("speculative decoding", f"--speculative-eagle-topk {topk} on a GPU")
     if batch_invariant(arguments, environment):
         return Reason("speculative decoding", "in batch-invariant mode")
-    if resolved(arguments, "speculative_adaptive"):
-        return Reason("speculative decoding", "--speculative-adaptive")
     prefill, decode = attention_backends(arguments)
     if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
         return Reason(
             "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"
         )
-    if getattr(envs, PLAN_STREAM).get():
+    if (
+        algorithm in CHAINS
+        and getattr(envs, PLAN_STREAM).get()
+        and not _plan_stream_waits(arguments)
+    ):
         return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
     return None
 
 
-def drafts_of(arguments: Any) -> tuple[int, bool] | None:
-    """Return the draft tokens of a request in a verify step, and whether they are a chain. None
-    without speculative decoding."""
+def _plan_stream_waits(arguments: Any) -> bool:
+    """Whether SGLang's plan stream waits for the forward stream before each use.
+
+    It does in 0.5.23, and not in 0.5.17: pat would write into buffers of graphs that are running.
+    The modules are read, and not imported: that takes seconds.
+    """
+    worker = "eagle_worker_v2"
+    if resolved(arguments, "enable_multi_layer_eagle"):
+        worker = "multi_layer_eagle_worker_v2"
+    for module in ("eagle_worker_common", worker):
+        found = find_spec(f"sglang.srt.speculative.{module}")
+        if found is None or found.origin is None:
+            return False
+        if "plan_stream.wait_stream(" not in Path(found.origin).read_text():
+            return False
+    return True
+
+
+class Drafts(NamedTuple):
+    """The draft tokens of a verify step.
+
+    Attributes
+    ----------
+    counts
+        How many of each request. Several numbers where SGLang goes from one to another, as drafts
+        are accepted (adaptive drafts).
+    are_chains
+        Whether each follows the one before it. Otherwise they may branch.
+    lengths_are_bounds
+        Whether the lengths that SGLang gives on the host may be longer than the requests are.
+    """
+
+    counts: tuple[int, ...]
+    are_chains: bool
+    lengths_are_bounds: bool = False
+
+
+def drafts_of(arguments: Any) -> Drafts | None:
+    """Return what is verified in a step. None without speculative decoding."""
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
-    is_chain = algorithm in CHAINS and branches_of(arguments) == 1
-    return int(resolved(arguments, "speculative_num_draft_tokens")), is_chain
+    is_block = algorithm in BLOCKS
+    are_chains = is_block or (algorithm in CHAINS and branches_of(arguments) == 1)
+    counts = {int(resolved(arguments, "speculative_num_draft_tokens"))}
+    if resolved(arguments, "speculative_adaptive"):
+        from sglang.srt.speculative.adaptive_spec_params import resolve_candidate_steps_from_config
+
+        path = resolved(arguments, "speculative_adaptive_config")
+        counts |= {steps + 1 for steps in resolve_candidate_steps_from_config(path)}
+    return Drafts(tuple(sorted(counts)), are_chains, is_block)
+
+
+def drafts_now(arguments: Any) -> int:
+    """Return how many draft tokens of each request are verified over the backends that SGLang
+    builds now."""
+    if resolved(arguments, "speculative_adaptive"):  # it says so while it builds them
+        from sglang.srt.runtime_context import get_spec
+
+        return int(get_spec().speculative_num_draft_tokens)
+    return int(resolved(arguments, "speculative_num_draft_tokens"))
 
 
 def branches_of(arguments: Any) -> int:

@@ -7,7 +7,7 @@ kind of model) leaves the whole model to the default backend; the rest is decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,12 @@ class Routes:
         self._whole: Reason | None = None  # holds even for a model without layers
 
     @classmethod
-    def of_runner(cls, model_runner: Any, default: str) -> Routes:
+    def of_runner(
+        cls,
+        model_runner: Any,
+        default: str,
+        types: Collection[AttentionType] = (AttentionType.DECODER,),
+    ) -> Routes:
         """Decide for all layers of a model.
 
         Parameters
@@ -74,11 +79,13 @@ class Routes:
             SGLang's, with the model and the KV pool.
         default
             The name of the backend that decodes without pat.
+        types
+            Of attention layers that its steps have.
         """
         model = model_runner.model
         whole = _reason_for_all(model_runner, default)
         routes = cls.of_model(
-            model, default, whole, lambda layer: layer_reason(layer, model_runner, default)
+            model, default, whole, lambda layer: layer_reason(layer, model_runner, default, types)
         )
         routes.are_scaled = are_scaled(model_runner, default)
         return routes
@@ -300,10 +307,15 @@ def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
     return None
 
 
-def layer_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
-    """Why pat does not decode a layer."""
+def layer_reason(
+    layer: RadixAttention,
+    model_runner: Any,
+    default: str,
+    types: Collection[AttentionType] = (AttentionType.DECODER,),
+) -> Reason | None:
+    """Why pat does not decode a layer. types: see `Routes.of_runner`."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
-    reason = shape_reason(layer, chunk)
+    reason = shape_reason(layer, chunk, types)
     if reason is None and shape_of(layer).is_latent:
         return _latent_reason(layer, model_runner) or _latent_pool_reason(layer, model_runner)
     reason = reason or _pool_reason(layer, model_runner)
@@ -356,12 +368,16 @@ def _nothing_to_gain(num_heads: int, num_drafts: int) -> Reason:
     return Reason("attention", f"latent attention with nothing to gain: {rows} fill a tile")
 
 
-def shape_reason(layer: RadixAttention, chunk_size: int | None) -> Reason | None:
+def shape_reason(
+    layer: RadixAttention,
+    chunk_size: int | None,
+    types: Collection[AttentionType] = (AttentionType.DECODER,),
+) -> Reason | None:
     """Why pat does not decode a layer, by its description. chunk_size: of the layers with RoPE in
-    models that attend within chunks."""
+    models that attend within chunks. types: see `Routes.of_runner`."""
     if layer.is_cross_attention:
         return Reason("attention", "cross attention")
-    if layer.attn_type != AttentionType.DECODER:
+    if layer.attn_type not in types:
         return Reason("attention", f"attention of type {layer.attn_type.value}")
     if layer.use_irope and chunk_size:
         return Reason("attention", f"attention within chunks of {chunk_size}")

@@ -24,6 +24,9 @@ _ALL_MODES, _PREFILL, _DECODE = (
     "decode_attention_backend",
 )
 _DRAFT = "speculative_draft_attention_backend"
+# Attribute of ServerArgs, as `_ASKED_FOR`: the backend that was named for the draft model. SGLang
+# resolves the argument for some algorithms.
+_NAMED_DRAFT = "_sglang_pat_draft_backend"
 
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
@@ -60,6 +63,12 @@ def is_asked_for(arguments: Any) -> bool:
     return getattr(arguments, _ASKED_FOR, False)
 
 
+def named_draft_backend(arguments: Any) -> str | None:
+    """Return the backend that was named for the draft model, before SGLang resolved it."""
+    name: str | None = getattr(arguments, _NAMED_DRAFT, None)
+    return name
+
+
 def _asks(arguments: Any) -> bool:
     return BACKEND in [getattr(arguments, each) for each in (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)]
 
@@ -80,6 +89,7 @@ def _substitute(arguments: Any) -> None:
             f"{prefill}; use --attention-backend {BACKEND} or --decode-attention-backend {BACKEND}"
         )
     setattr(arguments, _ASKED_FOR, True)
+    setattr(arguments, _NAMED_DRAFT, getattr(arguments, _DRAFT))
     unset = {name: None for name, value in chosen.items() if value == BACKEND}
     try:
         from sglang.srt.arg_groups.overrides import declare_resolution

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,10 +87,16 @@ class Decoder:
             strict=environment.debug,
         )
         self._checks = DebugChecks.of_sglang() if environment.debug else None
+        self._max_requests = 0  # of the largest graph
         self._reuse = Reuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._reports: StepReports | None = None
         self._repeats = RepeatedSteps(lambda planning: None)
+
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether steps verify drafts that may branch."""
+        return any(kind.has_masks for kind in self.kinds)
 
     # --- once per step ---
 
@@ -121,7 +127,9 @@ class Decoder:
             reuse, growth = self._reuse, None  # None: each request has one token more
             why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
             if why is None and kind.shape.speculates:
-                growth = reuse.grown(host_lengths(forward_batch, requests.reqs))
+                are_bounds = kind.lengths_are_bounds
+                lens = host_lengths(forward_batch, requests.reqs, are_bounds=are_bounds)
+                growth = reuse.grown(lens)
                 if growth is None:
                     why = Reason.LENGTHS
                 else:
@@ -231,15 +239,20 @@ class Decoder:
 
     # --- CUDA graphs ---
 
-    def reserve(self, max_requests: int) -> None:
+    def reserve(self, max_requests: int, kinds: Collection[StepKind] | None = None) -> None:
         """Allocate what graphs of up to so many requests capture.
 
         Called before the first capture, and each time that all graphs are captured again (after an
-        update of the weights).
+        update of the weights). Graphs of fewer requests, which SGLang captures for other numbers of
+        drafts, lie in the same buffers. kinds: whose graphs are captured next; None: all.
         """
+        if max_requests > self._max_requests:
+            self._max_requests, kinds = max_requests, self.kinds
+        for kind in self.kinds if kinds is None else kinds:
+            kind.reserve(self._max_requests)
         num_slots = len(self._token_to_kv_pool.get_key_buffer(self._layer_id))
         self._microbatches.reserve(
-            max_requests=max(kind.reserve(max_requests) for kind in self.kinds),
+            max_requests=self._max_requests * max(kind.shape.per_request for kind in self.kinds),
             # A slot may be in several shared ranges, where packs read their parents' ranges too.
             max_shared_slots=2 * num_slots,
             # No request is longer than the pool: a model's context may be.
@@ -266,63 +279,59 @@ class ServedDecoder(Decoder):
 
     Attributes
     ----------
-    decode, verify
-        Its kinds of steps. verify: None without speculative decoding.
+    decode
+        Its kind of decode steps.
+    verifies
+        Its kinds of verify steps, by the draft tokens of a request. Empty without speculative
+        decoding.
     """
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
         install_hooks(CHANNEL_HOOKS)
         self.decode = Decode()
-        self.verify: Verify | None = None
+        self.verifies: dict[int, Verify] = {}
         drafts = drafts_of(model_runner.server_args)
         if drafts is not None:
             install_hooks(VERIFY_HOOKS)
-            count, are_chains = drafts
             device = model_runner.req_to_token_pool.req_to_token.device
-            self.verify = Verify(RowShape.of_drafts(count, are_chains=are_chains), device)
-        kinds: list[StepKind] = [self.decode]
-        if self.verify is not None:
-            kinds.append(self.verify)
+            for count in drafts.counts:
+                shape = RowShape.of_drafts(count, are_chains=drafts.are_chains)
+                are_bounds = drafts.lengths_are_bounds
+                self.verifies[count] = Verify(shape, device, lengths_are_bounds=are_bounds)
+        kinds: list[StepKind] = [self.decode, *self.verifies.values()]
         super().__init__(model_runner, environment, routes, kinds)
         check_version()
         self._reported = list(kinds)
-        self._drafting: Decoder | None = None
+        self._drafting: list[Decoder] = []
         self._reports = StepReports(environment, model_runner, self.counters)
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
 
-    @property
-    def verifies_trees(self) -> bool:
-        """Whether steps verify drafts that may branch."""
-        return self.verify is not None and self.verify.shape.is_tree
-
-    def new_extend(self, routes: Routes) -> DraftExtend:
-        """Return the kind of step in which a draft model with these layers reads drafts. Plans are
-        made for the shapes of its layers, too."""
-        assert self.verify is not None
+    def new_extend(self, routes: Routes, count: int) -> DraftExtend:
+        """Return the kind of step in which a draft model with these layers reads drafts, so many of
+        each request. Plans are made for the shapes of its layers, too."""
         more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
         if more:
             self._microbatches.add(partial(self._new_plans, more))
-        extend = DraftExtend(self.verify)
+        extend = DraftExtend(self.verifies[count])
         self._reported.append(extend)
         return extend
 
     def report(self, drafting: Decoder) -> None:
         """Report what is counted by the decoder of a draft model, too."""
-        self._drafting = drafting
+        self._drafting.append(drafting)
         self._reported += drafting.kinds
 
     def counters(self) -> Counters:
         """Return the numbers of all steps so far. May be called by any thread."""
         microbatches = list(self._microbatches)
         readers = [each.reader for each in microbatches]
-        more = {
-            name: [counts]
-            for kind in list(self._reported)
-            for name, counts in kind.counters().items()
-        }
-        if self._drafting is not None:
-            more["draft"].append(self._drafting.plan_counts())
+        more: defaultdict[str, list[Counter[str]]] = defaultdict(list)
+        for kind in list(self._reported):
+            for name, counts in kind.counters().items():
+                more[name].append(counts)
+        for drafting in list(self._drafting):
+            more["draft"].append(drafting.plan_counts())
         if self._checks is not None:
             more["ranks_alike"] = [self._checks.ranks_alike]
         # One tree, whose events all readers see. None until a step has shown it.

@@ -7,6 +7,7 @@
 | DraftExtend | as Verify, in its plan | as Verify, of the draft model | - | draft_extend |
 | DraftRound | 1, in each of its steps | one token more in each | what was accepted | draft |
 | BranchRound | 1 per branch | the KV, and its branch apart | what was accepted | draft |
+| DraftBlock | draft tokens | the KV, and the block apart | what was accepted | draft |
 
 `Decoder` plans them all alike. What differs is a class attribute or a method here.
 """
@@ -21,11 +22,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.layer.draft_trees import DraftBranches, DraftPaths, DraftTrees, ReadApart
+from sglang_pat.sglang.layer.draft_trees import DraftBlocks, DraftBranches, DraftTrees, ReadApart
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests, requests_of, step_of_extend
 from sglang_pat.sglang.tree.rows import DECODE_ROWS, RowShape, RowTensors
@@ -56,6 +58,10 @@ class StepKind:
         another.
     apart
         What the rows of the last step read beside their plan: drafts that branch.
+    lengths_are_bounds
+        Whether the lengths that SGLang gives on the host may be longer than the requests are.
+    has_masks
+        Whether SGLang makes masks that say what the rows read of each other.
     """
 
     mode: ClassVar[ForwardMode]
@@ -63,6 +69,8 @@ class StepKind:
     follows: StepKind | None = None
     graphs_are_complete = True
     apart: ReadApart | None = None
+    lengths_are_bounds = False
+    has_masks = False
 
     # --- what SGLang shows ---
 
@@ -71,9 +79,14 @@ class StepKind:
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
         """Read a step."""
-        return StepView.of(forward_batch, requests, self.shape)
+        view = StepView.of(forward_batch, requests, self.shape)
+        return view._replace(seq_lens_cpu=None) if self.lengths_are_bounds else view
 
     # --- what its rows read on the device ---
+
+    def apart_of(self, layer: RadixAttention) -> ReadApart | None:
+        """Return what the rows of the last step read beside their plan in a layer."""
+        return self.apart
 
     def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `req_pool_indices` and `seq_lens` of the rows."""
@@ -121,14 +134,19 @@ class Verify(StepKind):
 
     mode = ForwardMode.TARGET_VERIFY
 
-    def __init__(self, shape: RowShape, device: torch.device) -> None:
+    def __init__(
+        self, shape: RowShape, device: torch.device, *, lengths_are_bounds: bool = False
+    ) -> None:
         self.shape = shape
+        self.has_masks = shape.is_tree
+        self.lengths_are_bounds = lengths_are_bounds
         self._counts = Counter({"steps": 0, "rows": 0})
+        self._counted: Any = None  # SGLang's drafts of the last step
         self._device = device
         self._eager = self._new_place(None)
         self._captured, self._reserved_for = self._eager, 0
         self.graphs_are_complete = False  # until one has been captured
-        self.paths = DraftPaths(shape.per_request, device)
+        self.paths = DraftBlocks(shape.per_request, device)
 
     def _new_place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
         count, device = self.shape.per_request, self._device
@@ -161,7 +179,10 @@ class Verify(StepKind):
             self.apart = trees
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        self._count(int(np.count_nonzero(batch.seq_lens)))
+        # SGLang 0.5.23 has an eager step of a block planned when it is made, and when it runs.
+        if self._counted is None or self._counted is not forward_batch.spec_info:
+            self._count(int(np.count_nonzero(batch.seq_lens)))
+        self._counted = forward_batch.spec_info if self.lengths_are_bounds else None
 
     def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         num_requests, count = len(requests.reqs), self.shape.per_request
@@ -175,6 +196,40 @@ class Verify(StepKind):
 
     def counters(self) -> dict[str, Counter[str]]:
         return {"verify": self._counts}
+
+
+class DraftBlock(Verify):
+    """A step in which a draft model gives a block of drafts at once (DFLASH, DSPARK).
+
+    All rows end where the block begins, with its first token, which was accepted. Each reads the
+    block apart: in some layers all of it, in others what is before its own token.
+    """
+
+    requests = CHANNEL.drafting
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        """count: tokens of a block."""
+        shape = RowShape.of_drafts(count, are_chains=False)
+        super().__init__(shape, device, lengths_are_bounds=True)
+        self.has_masks = False
+        self._whole = DraftBlocks(count, device, are_chains=False)
+
+    def reserve(self, max_requests: int) -> int:
+        if max_requests != self._reserved_for:
+            self._whole.reserve(max_requests)
+        return super().reserve(max_requests)
+
+    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
+        """Do nothing: all blocks are alike."""
+
+    def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
+        self._count(int(np.count_nonzero(batch.seq_lens)))
+
+    def apart_of(self, layer: RadixAttention) -> ReadApart | None:
+        return self.paths if layer.attn_type == AttentionType.DECODER else self._whole
+
+    def counters(self) -> dict[str, Counter[str]]:
+        return {"draft": self._counts}
 
 
 class DraftExtend(StepKind):
@@ -194,6 +249,7 @@ class DraftExtend(StepKind):
         self.apart = verify.paths if verify.shape.is_tree else None
         self._verify = verify
         self._counts = Counter({"steps": 0, "rows": 0})
+        self._counted: Any = None  # SGLang's drafts of the last step
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
         """Read the step as the verify step before it: requests are longer by all draft tokens now,
@@ -216,8 +272,11 @@ class DraftExtend(StepKind):
         self.follow(forward_batch)
 
     def follow(self, forward_batch: Any) -> None:
-        self._counts["steps"] += 1
-        self._counts["rows"] += len(forward_batch.input_ids)
+        # The first of several draft layers is prepared with the batch, and in its turn.
+        if forward_batch.spec_info is not self._counted:
+            self._counted = forward_batch.spec_info
+            self._counts["steps"] += 1
+            self._counts["rows"] += len(forward_batch.input_ids)
 
     def counters(self) -> dict[str, Counter[str]]:
         return {"draft_extend": self._counts}

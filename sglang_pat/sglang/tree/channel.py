@@ -55,6 +55,7 @@ class StepChannel:
         # Of the last batch, if pat decoded it: equal lists of later steps become this one.
         self._last_reqs: list[Request] = []
         self._last_drafting: list[Request] = []  # of the last batch that a draft model decodes
+        self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now
         self._keepers: WeakSet[PathKeeper] = WeakSet()
 
     @property
@@ -92,14 +93,26 @@ class StepChannel:
             return
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            if not same_objects(self._last_drafting, batch.reqs):
-                self._last_drafting = list(batch.reqs)
-            step = StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
-            setattr(forward_batch, _NOTE, step)
+            setattr(forward_batch, _NOTE, self._drafting_step(batch))
         elif mode.is_draft_extend_v2() and same_objects(self._last_reqs, batch.reqs):
             # Before a replay the backend is shown another object, with the same input.
             step = StepRequests(self._last_reqs, batch.tree_cache, has_beams=False)
             setattr(forward_batch.spec_info, _NOTE, step)
+
+    def _drafting_step(self, batch: Any) -> StepRequests:
+        if not same_objects(self._last_drafting, batch.reqs):
+            self._last_drafting = list(batch.reqs)
+        return StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
+
+    def note_blocks(self, batch: Any | None) -> None:
+        """SGLang's draft model gives blocks of drafts for the scheduler's `batch`, in a batch that
+        is not made of it. None: it has given them."""
+        is_known = batch is not None and batch.reqs
+        self._blocks = self._drafting_step(batch) if is_known else None
+
+    def drafting(self, forward_batch: Any) -> StepRequests | None:
+        """Return the requests whose blocks of drafts a draft model gives; see `note_blocks`."""
+        return self._blocks
 
     def enter(self, forward_batch: Any) -> StepRequests | None:
         """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
@@ -118,11 +131,12 @@ class StepChannel:
     def acknowledge(self, forward_batch: Any = None) -> StepRequests | None:
         """Return the step that is being run, to the backend that decodes it.
 
-        forward_batch: not looked at. It is there for callers who ask alike for other batches.
+        forward_batch: one that is planned before it is run, as it was made.
         """
+        step = requests_of(forward_batch) if self._step is None else self._step
         self._is_acknowledged = True
-        self._acknowledged = self._step
-        return self._step
+        self._acknowledged = step
+        return step
 
     def note_moved(self, reqs: Iterable[Request]) -> None:
         """The paths or rows of these requests may have changed."""
@@ -146,6 +160,13 @@ def step_of_extend(forward_batch: Any) -> StepRequests | None:
     """Of a batch in which a draft model reads what was accepted, if it was noted when it was made
     and its requests were in the last verify step."""
     return requests_of(forward_batch.spec_info)
+
+
+def note_same_step(drafts: Any, noted: Any) -> None:
+    """What SGLang shows of drafts is of the same step as what it has shown of them before."""
+    step = requests_of(noted)
+    if step is not None:
+        setattr(drafts, _NOTE, step)
 
 
 CHANNEL = StepChannel()
@@ -190,6 +211,18 @@ def _within(
         CHANNEL.leave(outer)
 
 
+def _around_blocks(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND forward_batch_generation of a worker that drafts blocks for a batch and verifies
+    them."""
+    CHANNEL.note_blocks(batch)
+    try:
+        return original(worker, batch, *args, **kwargs)
+    finally:
+        CHANNEL.note_blocks(None)
+
+
 def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
     """AFTER Req.reset_for_retract."""
     CHANNEL.note_moved([req])
@@ -215,6 +248,19 @@ CHANNEL_HOOKS: tuple[Hook, ...] = (
         HookType.AFTER,
     ),
 )
+# The workers of speculative decoding whose draft models give blocks.
+BLOCK_WORKERS = {
+    "DFLASH": "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2",
+    "DSPARK": "sglang.srt.speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2",
+}
+
+
+def block_hook(algorithm: str) -> Hook:
+    """Return the hook that tells whose blocks are drafted."""
+    worker = BLOCK_WORKERS[algorithm]
+    return Hook(worker, "forward_batch_generation", _around_blocks, HookType.AROUND)
+
+
 # Where the target model verifies drafts.
 VERIFY_HOOKS: tuple[Hook, ...] = (
     Hook(

@@ -88,7 +88,9 @@ def num_known(forward_batch: Any, requests: StepRequests | None) -> int:
     return most if requests is None else min(len(requests.reqs), most)
 
 
-def host_lengths(batch: Any, reqs: Sequence[Request] | None) -> npt.NDArray[np.int64]:
+def host_lengths(
+    batch: Any, reqs: Sequence[Request] | None, *, are_bounds: bool = False
+) -> npt.NDArray[np.int64]:
     """Return the lengths of requests on the host.
 
     Where SGLang does not give them, they are those after the last results that it has processed: in
@@ -100,8 +102,10 @@ def host_lengths(batch: Any, reqs: Sequence[Request] | None) -> npt.NDArray[np.i
         Shows `seq_lens_cpu` and `seq_lens`.
     reqs : sequence of Req or None
         The requests, if they speculate. None: if SGLang does not give lengths, wait for the device.
+    are_bounds : bool
+        Whether what SGLang gives may be longer than the requests are: as if it gave nothing.
     """
-    on_host = batch.seq_lens_cpu
+    on_host = None if are_bounds else batch.seq_lens_cpu
     if on_host is None and reqs is not None:
         committed = map(RequestFields.of(reqs[0]).committed_len, reqs)
         return np.fromiter(committed, dtype=np.int64, count=len(reqs))

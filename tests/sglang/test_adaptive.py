@@ -1,0 +1,247 @@
+"""Numbers of drafts between which SGLang changes (`--speculative-adaptive`): it has backends and
+graphs for each of them, of which the first are built and captured for most requests.
+
+Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_draft_models import ROWS, DraftScene, kv_pool
+from sglang_fakes import (
+    HEAD_DIM,
+    QO_HEADS,
+    DefaultBackend,
+    decode_batch,
+    dense,
+    drafts_to_verify,
+    pat_backend,
+    replay_view,
+)
+from sglang_trees import late_lengths, place
+
+from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.sglang import attach, backend
+from sglang_pat.sglang.start.options import drafts_now, drafts_of, server_reason
+from sglang_pat.sglang.step.reuse import Reason
+from sglang_pat.sglang.tree import channel
+from sglang_pat.sglang.tree.channel import CHANNEL
+
+STEPS = (3, 0, 1)  # of a round; in the order in which SGLang builds backends for them
+
+
+def drafts_of_state(count: int, arguments: Any) -> int:
+    """`drafts_now`, where SGLang says so many. Briefly: other modules import `get_spec`, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        spec = SimpleNamespace(speculative_num_draft_tokens=count)
+        patch.setattr(runtime_context, "get_spec", lambda: spec)
+        return drafts_now(arguments)
+
+
+class State:
+    """Backends for a number of drafts."""
+
+    def __init__(self, steps: int, served: Any, drafting: Any, extend: Any) -> None:
+        self.count = steps + 1
+        self.served, self.drafting, self.extend = served, drafting, extend
+
+
+class Adaptive(DraftScene):
+    """A served model and a draft model, over the backends of three numbers of drafts."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = folder / "adaptive.json"
+        config.write_text(
+            json.dumps({"1": {"candidate_steps": [0, 1]}, "2": {"candidate_steps": [3]}})
+        )
+        arguments = {
+            "speculative_algorithm": "EAGLE",
+            "speculative_adaptive": True,
+            "speculative_adaptive_config": str(config),
+        }
+        super().__init__(num_drafts=STEPS[0] + 1, arguments=arguments)
+        self.target = self.new_runner(token_to_kv_pool=kv_pool(2), is_draft_worker=False)
+        self.runner = self.new_runner(token_to_kv_pool=kv_pool(1), is_draft_worker=True)
+        self.states = {}
+        for steps in STEPS:
+            monkeypatch.setattr(attach, "drafts_now", partial(drafts_of_state, steps + 1))
+            self.states[steps] = self.build(steps)
+        self.served = self.states[STEPS[0]].served
+
+    def build(self, steps: int) -> State:
+        """SGLang builds those of the draft model first, but when it starts."""
+        is_first = not self.states
+        served = pat_backend(self.target) if is_first else None
+        if is_first:
+            served.init_cuda_graph_state(4, 4 * (steps + 1))
+        factory = SimpleNamespace(draft_model_runner=self.runner)
+        drafting: Any = None
+        extend = DefaultBackend()
+        if steps > 1:
+            drafting = Steps([DefaultBackend() for _ in range(steps - 1)])
+            attach._after_create_decode_backend(drafting, factory)
+            drafting.init_cuda_graph_state(4, 4)
+        attach._after_create_extend_backend(extend, factory)
+        extend.init_cuda_graph_state(4, 4 * (steps + 1))
+        if served is None:
+            served = pat_backend(self.target)
+            served.init_cuda_graph_state(2, 2 * (steps + 1))  # SGLang captures fewer graphs
+        return State(steps, served, drafting, extend)
+
+    def view(self, count: int, lens: list[int], size: int) -> Any:
+        slots = [
+            int(self.table[row, n + i])
+            for row, n in zip(ROWS, lens, strict=True)
+            for i in range(count)
+        ]
+        more: dict[str, Any] = {"spec_info": drafts_to_verify(count)}
+        if size:
+            view = replay_view(list(ROWS), lens, slots, size, **more)
+        else:
+            view = decode_batch(list(ROWS), lens, slots, **more)
+        view.forward_mode, view.seq_lens_cpu = ForwardMode.TARGET_VERIFY, None
+        return view
+
+    def capture(self, state: State, size: int) -> None:
+        view = decode_batch([0] * size, [1] * size, [0] * size * state.count)
+        view.forward_mode, view.spec_info = ForwardMode.TARGET_VERIFY, drafts_to_verify(state.count)
+        state.served.init_forward_metadata_out_graph(view, in_capture=True)
+        state.served.init_forward_metadata_in_graph(view)
+
+    def verify(self, state: State, lens: list[int], size: int) -> None:
+        view = self.view(state.count, lens, size)
+        channel._after_init_new(view, object, self.scheduled, self.target)
+        outer = CHANNEL.enter(view)
+        if size:
+            state.served.init_forward_metadata_out_graph(view)
+            state.served.init_forward_metadata_in_graph(view)
+            for attention in state.served._pat_plans._attentions:  # kernels read it in each replay
+                attention._executor.reuse_plan(attention._executor._step)
+        else:
+            state.served.init_forward_metadata(view)
+        self.assert_chain(state.served, self.target, view, lens, state.count)
+        CHANNEL.leave(outer)
+
+    def read(self, state: State, lens: list[int]) -> None:
+        """The draft model reads what was verified."""
+        ends = [length + state.count for length in lens]
+        view = self.view(state.count, lens, 0)
+        read = decode_batch(list(ROWS), ends, view.out_cache_loc.tolist())
+        read.forward_mode, read.spec_info = ForwardMode.DRAFT_EXTEND_V2, view.spec_info
+        read.input_ids = torch.zeros(len(view.out_cache_loc))
+        channel._after_init_new(read, object, self.scheduled, self.runner)
+        state.extend.init_forward_metadata(read)
+        self.assert_chain(state.extend, self.runner, read, lens, state.count)
+
+    def assert_chain(
+        self, attending: Any, runner: Any, view: Any, lens: list[int], count: int
+    ) -> None:
+        """Each draft token reads its request, and those before it."""
+        q = torch.randn(view.batch_size * count, QO_HEADS, HEAD_DIM)
+        out = attending.forward_extend(q, None, None, runner.model[0], view).view(q.shape)
+        for row in range(len(lens) * count):
+            request, token = divmod(row, count)
+            slots = self.table[ROWS[request], : lens[request] + token + 1].long()
+            exact = dense(q[row], runner.token_to_kv_pool, 0, slots)
+            torch.testing.assert_close(out[row].double(), exact, atol=2e-6, rtol=2e-6)
+        assert out.isfinite().all()
+
+
+class Steps:
+    """In place of a default backend's container of the steps of a round."""
+
+    def __init__(self, attn_backends: list[Any]) -> None:
+        self.attn_backends = attn_backends
+
+    def init_forward_metadata(self, forward_batch: Any) -> None: ...
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None: ...
+
+
+@pytest.fixture
+def adaptive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace
+) -> Adaptive:
+    """Torch passes for something that can be captured; nothing is left of other tests."""
+    server_context.observability.decode_log_interval = 1000
+    monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
+    for name, value in (("_last_drafting", []), ("_last_reqs", []), ("_step", None)):
+        monkeypatch.setattr(CHANNEL, name, value)
+    monkeypatch.setattr(attach._Served, "decoder", None)
+    return Adaptive(tmp_path, monkeypatch)
+
+
+def test_one_decoder_plans_for_all_numbers_of_drafts(adaptive: Adaptive) -> None:
+    assert server_reason(adaptive.arguments) is None
+    drafts = drafts_of(adaptive.arguments)
+    assert drafts is not None
+    assert drafts.counts == (1, 2, 4)
+    backends = [each for state in adaptive.states.values() for each in (state.served, state.extend)]
+    assert {type(each).__mro__[1] for each in backends} == {backend.PatMixin}
+    assert {id(each._pat) for each in backends} == {id(adaptive.served._pat)}
+    for steps, state in adaptive.states.items():
+        assert state.served._pat_kinds[ForwardMode.TARGET_VERIFY].shape.per_request == steps + 1
+        extend = state.extend._pat_kinds[ForwardMode.DRAFT_EXTEND_V2]
+        assert extend.follows is state.served._pat_kinds[ForwardMode.TARGET_VERIFY]
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_drafts_are_verified_in_any_number(size: int, adaptive: Adaptive) -> None:
+    for steps in STEPS:
+        if size:
+            adaptive.capture(adaptive.states[steps], size)
+    verified = 0
+    for steps in (3, 1, 1, 0, 3, 0, 1, 3):
+        state = adaptive.states[steps]
+        for lens in late_lengths(adaptive.reqs):
+            adaptive.verify(state, lens, size)
+            if not size and steps:
+                adaptive.read(state, lens)
+            verified += 2 * state.count
+    assert adaptive.counters["verify"] == {"steps": 8 * 4, "rows": verified}
+    assert sum(adaptive.counters["private_steps"].values()) == (len(STEPS) if size else 0)
+
+
+def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> None:
+    """SGLang reserves for fewer requests later; what it has captured reads what was reserved."""
+    decoder = adaptive.served._pat
+    captured = decoder._microbatches.current.captured
+    lies = {count: each._captured for count, each in decoder.verifies.items()}
+    state = adaptive.states[3]
+    adaptive.capture(state, 4)
+    assert state.served._pat_kinds[ForwardMode.TARGET_VERIFY].graphs_are_complete
+    for other in (adaptive.states[0], adaptive.states[1]):
+        other.served.init_cuda_graph_state(1, other.count)
+    assert state.served._pat_kinds[ForwardMode.TARGET_VERIFY].graphs_are_complete
+    assert decoder._microbatches.current.captured is captured
+    assert {count: each._captured for count, each in decoder.verifies.items()} == lies
+    assert lies[4][0]._reserved.shape == (2, 4 * 4)  # of most requests
+
+
+def test_a_step_with_another_number_of_drafts_is_planned(adaptive: Adaptive) -> None:
+    for steps in STEPS:
+        adaptive.capture(adaptive.states[steps], 2)
+    before = adaptive.served._pat._repeats.stats().plans_reused
+    lens = [25, 31]
+    for req, length in zip(adaptive.reqs, lens, strict=True):
+        place(req).kv_committed_len = length
+    for steps in (3, 3, 1, 1, 1, 3):
+        adaptive.verify(adaptive.states[steps], lens, 2)
+    assert adaptive.served._pat._repeats.stats().plans_reused - before == 3
+    assert adaptive.counters["steps_planned"] == {Reason.FIRST: 1, Reason.KIND: 2}
+
+
+def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
+    assert adaptive.counters["draft"]["steps"] == 0
+    decoder = adaptive.served._pat
+    assert len(decoder._drafting) == 1  # rounds of one step have no backend of their own
+    assert [kind._num_steps for each in decoder._drafting for kind in each.kinds] == [2]
