@@ -326,10 +326,10 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
     """Why pat does not decode a layer of latent attention, by the server."""
     drafts = drafts_of(model_runner.server_args)
     if drafts is not None:
-        num_drafts, is_chain = drafts
+        num_drafts = max(drafts.counts)
         if support.fills_tile(layer.tp_q_head_num, num_drafts):
             return _nothing_to_gain(layer.tp_q_head_num, num_drafts)
-        if not is_chain and model_runner.device != "cpu":
+        if not drafts.are_chains and model_runner.device != "cpu":
             return Reason("attention", "trees of drafts over latent attention on a GPU")
     if layer.layer_id in _with_lora_on_latent(model_runner.model):
         return Reason("attention", "latent attention with LoRA on kv_b_proj")
