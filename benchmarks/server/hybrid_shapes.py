@@ -1,4 +1,5 @@
-"""Hybrid models: the shapes of well-known ones, in which only some layers attend to everything.
+"""Models that are no plain Llama: hybrid ones, in which only some layers attend to everything, and
+models with latent attention (MLA).
 
 Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of all
 models fit on a GPU at once and start quickly: `cut` says what was. Experts are not quantised: the 8
@@ -8,9 +9,11 @@ of gpt-oss are as many bytes as the 32 of the real one, which have four bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from common.models import MODELS, TINY, ModelShape
 from server.fleet import SHARED_GPU
+from sglang_pat.workload.models import NAMED_CONFIGS
 
 _GPU = SHARED_GPU | {
     "context_length": 16384,
@@ -134,11 +137,73 @@ _QWEN3_NEXT = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+_LATENT_GPU = _GPU | {"context_length": 32768, "cuda_graph_bs_decode": [64, 128]}
+_V2_LITE = {
+    **NAMED_CONFIGS["deepseek-v2-lite"],
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 14,
+    "max_position_embeddings": 163840,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
+_GLM_4_7_FLASH = {
+    **_V2_LITE,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 10,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "intermediate_size": 10240,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "vocab_size": 154880,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+}
+
+
+def _rank(heads: int, vocab_size: int) -> dict[str, Any]:
+    """One of eight ranks of DeepSeek-V3 or Kimi K2, with few experts."""
+    return {
+        **_V2_LITE,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": vocab_size,
+    }
+
+
 # As many tokens in windows: else prompts lose theirs, which decides what can be found again.
 _WINDOWS = {"swa_full_tokens_ratio": 1.0}
 # SGLang counts five states per request that runs; the cached prompts have theirs among them.
 _STATES = {"max_mamba_cache_size": 640}
 
+LATENT = ("deepseek-v2-lite", "glm-4.7-flash", "v3-rank", "k2-rank")
 HYBRIDS = {
     model.name: model
     for model in (
@@ -152,6 +217,22 @@ HYBRIDS = {
             ModelShape("qwen3-next", _QWEN3_NEXT, _GPU | _STATES),
             2,
             {"num_hidden_layers": 48, "num_experts": 512},
+        ),
+        HybridModel(
+            ModelShape("deepseek-v2-lite", _V2_LITE, _LATENT_GPU), 14, {"num_hidden_layers": 27}
+        ),
+        HybridModel(
+            ModelShape("glm-4.7-flash", _GLM_4_7_FLASH, _LATENT_GPU), 10, {"num_hidden_layers": 47}
+        ),
+        HybridModel(
+            ModelShape("v3-rank", _rank(16, 16160), _LATENT_GPU),
+            12,
+            {"num_hidden_layers": 61, "n_routed_experts": 256, "num_attention_heads": 128},
+        ),
+        HybridModel(
+            ModelShape("k2-rank", _rank(8, 20480), _LATENT_GPU),
+            12,
+            {"num_hidden_layers": 61, "n_routed_experts": 384, "num_attention_heads": 64},
         ),
         # For a machine without a GPU: shows that everything works.
         HybridModel(MODELS[TINY], MODELS[TINY].config["num_hidden_layers"], {}),

@@ -1,4 +1,4 @@
-"""Models of which pat decodes some layers: time per output token, pat against SGLang's default.
+"""Hybrid and latent models: time per output token, pat against SGLang's default.
 
     python benchmarks/server hybrids [--models gpt-oss-20b ...] [--cases shared unshared]
         [--profile] [--seconds N] [--json FILE]
@@ -42,7 +42,7 @@ from server.fleet import (
     wait,
     watched,
 )
-from server.hybrid_shapes import HYBRIDS, HybridModel
+from server.hybrid_shapes import HYBRIDS, LATENT, HybridModel
 from server.kernel_times import kernel_times, trace
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ratio
@@ -66,6 +66,10 @@ _CASES = {
     "shared": Case(128, 8192, 256, TOKENS),
     "unshared": Case(128, 0, 512, TOKENS),
 }
+_LATENT_CASES = {
+    "shared": Case(64, 16384, 512, TOKENS),
+    "unshared": Case(128, 0, 512, TOKENS),
+}
 _TINY_CASES = {
     "shared": Case(6, 256, 64, 48),
     "unshared": Case(6, 0, 64, 48),
@@ -86,7 +90,10 @@ class Served:
         return all(member.failure is None for member in self.members.values())
 
     def case(self, name: str) -> Case:
-        return (_TINY_CASES if self.name == TINY else _CASES)[name]
+        cases = (
+            _TINY_CASES if self.name == TINY else _LATENT_CASES if self.name in LATENT else _CASES
+        )
+        return cases[name]
 
     def prompts(self, name: str) -> list[list[int]]:
         """Return the prompts: all but the TAIL is in the cache."""
@@ -292,7 +299,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    models = [name for name in HYBRIDS if name != TINY]
+    models = [name for name in HYBRIDS if name not in (TINY, *LATENT)]
     parser.add_argument("--models", nargs="+", default=models, choices=HYBRIDS)
     parser.add_argument("--cases", nargs="+", default=list(_CASES), choices=_CASES)
     add_option(parser, "--rounds", default=3)

@@ -3,7 +3,8 @@
     python benchmarks/server speculation [--drafts small ngram same eagle] [--quick] [--json FILE]
 
 Drafts come from what has been said (ngram), from a model that is the served one itself (same), from
-its first layer (small), or from that layer as a head on the model (eagle): SGLang's NGRAM,
+its first layer (small), from the same with 4 branches (trees), or from that layer as a head on the
+model (eagle): SGLang's NGRAM,
 STANDALONE and EAGLE. For each there are two servers, of pat and of FA3, with the same tokens to
 verify per step, which start together and are asked in turn. What is timed are the steps in which
 all requests decode (sglang_pat/bench/decoding.py): the time of a step is the median of a round's,
@@ -47,14 +48,15 @@ from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sam
 from sglang_pat.cli.arguments import whole_number
 
 TOGETHER = ("small", "ngram", "same")
-DRAFTS = (*TOGETHER, "eagle")
+DRAFTS = (*TOGETHER, "eagle", "trees")
 NONE = "none"
 # Of the models that are served. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
 # and `same` for its drafts.
-LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, NONE: 4}
+LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, "trees": 15, NONE: 4}
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 DRAFT_TOKENS = 4
+TREE = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}  # 3 steps
 # pat's time per accepted token over FA3's, and how far acceptance may be apart.
 TIME_LIMIT, ACCEPTANCE_LIMIT = 0.6, 0.05
 # A token is off by as much as the best one is more probable, in log-probability. pat's largest may
@@ -79,7 +81,8 @@ def speculation(drafts: str, draft: Path | None) -> dict[str, Any]:
             "speculative_num_steps": DRAFT_TOKENS - 1,
             "speculative_eagle_topk": 1,
         }
-    return {"speculative_num_draft_tokens": DRAFT_TOKENS, **more}
+    tree = TREE if drafts == "trees" else {}
+    return {"speculative_num_draft_tokens": DRAFT_TOKENS, **more, **tree}
 
 
 def measure(members: Mapping[str, Member], case: Case, vocab_size: int, rounds: int) -> Any:
@@ -107,7 +110,6 @@ def measure(members: Mapping[str, Member], case: Case, vocab_size: int, rounds: 
         "prefix": case.prefix,
         "private": case.private,
         "tokens": case.generated,
-        "draft_tokens": DRAFT_TOKENS,
         "pat_stats": with_ratio(counted),
         "gpu": {"before": state, "after": after},
     }
@@ -250,7 +252,8 @@ def run_drafts(
         stats = measured["pat_stats"]
         shown = ("verify", "draft", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
         console.print({name: stats[name] for name in shown if name in stats})
-        return {"drafts": drafts, "servers": about, **measured}
+        tokens = speculation(drafts, None).get("speculative_num_draft_tokens", 1)
+        return {"drafts": drafts, "draft_tokens": tokens, "servers": about, **measured}
     return {"failure": failures[0]}
 
 
@@ -319,7 +322,7 @@ def run(args: argparse.Namespace) -> int:
             asked = {}
             for each in group:
                 model = models[layers[each]]
-                draft = {"same": model, "small": small, "eagle": head}.get(each)
+                draft = {"same": model, "small": small, "trees": small, "eagle": head}.get(each)
                 asked |= starts(each, model, draft, arguments)
             with fleet(asked, folder) as members:
                 wait(members.values(), patience)

@@ -38,7 +38,7 @@ _LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 # The keys of the models' own config.json that matter here.
-_NAMED_CONFIGS: dict[str, dict[str, Any]] = {
+NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {**_LLAMA_8B, "max_position_embeddings": 131072},
     "llama-3-8b": {**_LLAMA_8B, "max_position_embeddings": 8192},
     "llama-3.1-70b": {
@@ -103,7 +103,7 @@ _NAMED_CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
-MODEL_NAMES = tuple(_NAMED_CONFIGS)
+MODEL_NAMES = tuple(NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
 
 _DTYPES = (*KERNEL_DTYPES, "float32")  # the last one is cast when it is loaded
@@ -184,8 +184,8 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 
     ValueError if `name` is neither a name that is known here, nor such a file or its folder.
     """
-    if str(name) in _NAMED_CONFIGS:
-        return str(name), _NAMED_CONFIGS[str(name)]
+    if str(name) in NAMED_CONFIGS:
+        return str(name), NAMED_CONFIGS[str(name)]
     path = config_file(name)
     if not path.is_file():
         known = ", ".join(MODEL_NAMES)

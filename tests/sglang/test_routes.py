@@ -202,15 +202,6 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "in batch-invariant mode",
         "speculative decoding = in batch-invariant mode; supported: --speculative-algorithm",
     ),
-    "speculation of trees": (
-        lambda: runner(
-            server_args=server_arguments(
-                speculative_algorithm="EAGLE", speculative_eagle_topk=4, device="cuda"
-            )
-        ),
-        "--speculative-eagle-topk 4 on a GPU",
-        "speculative decoding = --speculative-eagle-topk 4 on a GPU; supported: --speculative-",
-    ),
     "verify steps elsewhere": (
         lambda: runner(
             server_args=server_arguments(

@@ -316,10 +316,18 @@ def _record_calls() -> None:
         self.is_draft = model_runner.is_draft_worker
 
     def attend_and_note(
-        self: Any, plans: Any, apart: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any
+        self: Any,
+        plans: Any,
+        apart: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         note("pat", layer, is_draft=self.is_draft)
-        return attend(self, plans, apart, q, k, v, layer, *rest)
+        return attend(self, plans, apart, q, k, v, layer, *rest, **more)
 
     def decode_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any

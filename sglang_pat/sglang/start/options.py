@@ -112,14 +112,6 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
     ragged = getattr(envs, RAGGED_VERIFY).get()
     if algorithm == "DSPARK" and ragged != "static":
         return Reason("speculative decoding", f"{RAGGED_VERIFY}={ragged} in the environment")
-    if (
-        algorithm in CHAINS
-        and branches_of(arguments) > 1
-        and resolved(arguments, "device") != "cpu"
-    ):
-        # No GPU has run it yet.
-        topk = branches_of(arguments)
-        return Reason("speculative decoding", f"--speculative-eagle-topk {topk} on a GPU")
     if batch_invariant(arguments, environment):
         return Reason("speculative decoding", "in batch-invariant mode")
     prefill, decode = attention_backends(arguments)
