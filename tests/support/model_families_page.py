@@ -66,12 +66,9 @@ FEATURES = (
     ),
     Feature(
         "Spec topk>1",
-        "delegated",
-        "the whole model runs on the default backend",
-        (
-            "tests/sglang/test_routes.py::"
-            "test_a_model_is_left_to_the_default_backend[speculation of trees]",
-        ),
+        "yes",
+        "verify steps and draft rounds by pat; draft models' verified tokens too",
+        ("tests/engine/test_families.py::test_speculation",),
     ),
     Feature(
         "Sliding window",
