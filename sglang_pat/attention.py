@@ -494,14 +494,14 @@ class PackAttention:
         return sibling
 
     def steps_left(self) -> int:
-        """How many more steps the plan serves in which each request of the last step, padding
-        aside, is one token longer than in the step before, and nothing else is different.
+        """Number of further steps that the plan serves if each request but padding grows by one
+        token per step and nothing else changes.
         """
         return self._scheduler.steps_left(self.seq_lens, self._table_width)
 
     @property
     def executor(self) -> str:
-        """What runs the plans: "cuda" or "reference"."""
+        """Executor that runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
     def _load_kernels(self, name: str) -> LoadedKernels | None:

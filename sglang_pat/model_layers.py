@@ -375,7 +375,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint asks for it. `--kv-cache-dtype auto` of the newest SGLang then obeys;
+    """True if the checkpoint asks for fp8 KV. `--kv-cache-dtype auto` of the newest SGLang obeys;
     older ones do not for compressed-tensors.
     """
     quantisation = quantisation_of(config)

@@ -1,5 +1,5 @@
-"""What pat accelerates: the one source of the documented table, `sglang-pat support`, refusals, and
-the reasons for which a layer or a model is left to SGLang's default backend.
+"""Support of SGLang's features: the one source of the documented table, `sglang-pat support`,
+refusals, and the reasons for which a layer or a model falls back to SGLang's default backend.
 
 Every public entry that refuses an argument takes its words from here, so messages and documentation
 promise the same.
@@ -81,7 +81,7 @@ def head_dim_name(head_dim: int, v_head_dim: int) -> str:
 
 
 def is_latent(head_dim: int, v_head_dim: int) -> bool:
-    """Whether layers of these head_dims are latent attention."""
+    """True if layers of these head_dims are latent attention."""
     return (head_dim, v_head_dim) == LATENT_HEAD_DIMS
 
 
@@ -91,7 +91,7 @@ def max_group_size(head_dim: int, v_head_dim: int) -> int:
 
 
 def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
-    """Whether a tile of latent attention holds one request: then packing saves nothing.
+    """True if a tile of latent attention holds one request: then packing saves nothing.
 
     num_drafts: rows of a request in a step, each with `num_heads` query heads.
     """
@@ -101,7 +101,7 @@ def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
 def has_kernels(
     head_dim: int, v_head_dim: int, capability: tuple[int, int], *, converts_kv: bool = False
 ) -> bool:
-    """Whether there are CUDA kernels for these head_dims on GPUs of a compute capability.
+    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability.
 
     converts_kv: over a KV cache of one of CONVERTED_KV_DTYPES.
     """

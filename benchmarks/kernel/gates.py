@@ -109,7 +109,7 @@ LATENT_US = {
 
 
 def latent_gates(cases: Sequence[Case]) -> list[Gate]:
-    """What has to hold of latent attention (MLA)."""
+    """Limits for latent attention (MLA)."""
     named = {case["name"]: case for case in cases}
     gained = [
         case

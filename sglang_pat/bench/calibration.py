@@ -43,7 +43,7 @@ class CalibrationError(RuntimeError):
 
 
 class Features(NamedTuple):
-    """What a layer's time is a sum of; counted over all KV heads."""
+    """Terms of a layer's time, counted over all KV heads."""
 
     layer: float  # 1
     merge: float  # 1 if partials are merged
@@ -238,7 +238,7 @@ class _Timer:
         return Measurement(design, features, missing, us / len(layers))
 
     def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of so many slots each. They overlap if they must, shifted by as much as there is."""
+        """Layers of `num_slots` slots each. If they must overlap, shifted as far as they can."""
         stride = min(num_slots, (len(self._k) - num_slots) // (LAYERS - 1))
         for begin in range(0, LAYERS * stride, stride):
             yield self._k[begin : begin + num_slots], self._v[begin : begin + num_slots]
@@ -336,7 +336,7 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
 
 
 def samples_json(machine: Machine, measurements: Sequence[Measurement]) -> str:
-    """What was measured, for fits that are made elsewhere."""
+    """Measurements as JSON, for fits that are made elsewhere."""
     samples = [
         asdict(each) | {"design": each.design._asdict(), "features": each.features._asdict()}
         for each in measurements
@@ -369,7 +369,7 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Of a token in a body: what is left of the time, over that of as many tokens from memory."""
+    """Price of a token in a body: the rest of the time, over that of as many tokens from memory."""
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens

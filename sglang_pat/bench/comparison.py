@@ -53,7 +53,7 @@ class Model(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """What one server has given so far. cases: as it serves them. runs: by case.
+    """Results of one server so far. cases: in the order of serving. runs: by case.
 
     start_seconds: None until it answers.
     """
@@ -212,7 +212,7 @@ def compare(pat: Measured, other: Measured) -> list[Compared]:
 
 
 def verdict(compared: Sequence[Compared], other: str) -> str:
-    """What was found, in one sentence."""
+    """One sentence with the result."""
     parts = [f"{_words(each)} {each.name} ({each.gain.median:.2f}x)" for each in compared]
     return f"pat is {', '.join(parts)}, against {other}."
 

@@ -107,14 +107,14 @@ class Server:
         self._post("start_profile", options)
 
     def info(self) -> dict[str, Any]:
-        """What SGLang says of itself: all arguments, as they were resolved, and more."""
+        """SGLang's server info: all arguments as resolved, and more."""
         response = requests.get(f"{self.url}/get_server_info", timeout=ANSWER_SECONDS)
         response.raise_for_status()
         info: dict[str, Any] = response.json()
         return info
 
     def stats(self) -> dict[str, Any]:
-        """What pat has counted when all is answered; empty for other backends."""
+        """Counters of pat once everything is answered; empty for other backends."""
         if self.stats_file is None:
             return {}
         return read_stats(self.stats_file)
@@ -199,7 +199,7 @@ def running_server(
 
 
 class Start(NamedTuple):
-    """How a server of several is started: as `running_server` takes it."""
+    """Arguments of `running_server` for one of several servers."""
 
     contender: Contender
     model: Path

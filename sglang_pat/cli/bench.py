@@ -286,7 +286,7 @@ def _measure(
 
 
 def _backend_name(asked: str, info: dict[str, Any]) -> str:
-    """What SGLang has chosen for decoding, if the choice was its own."""
+    """Name of the decode backend: the one asked for, else SGLang's choice."""
     chosen = info.get("decode_attention_backend") or info.get("attention_backend")
     return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 

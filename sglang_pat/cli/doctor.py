@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """What SGLang and torch say on every import is no finding. Errors still come through."""
+    """Hide what SGLang and torch log on every import. Errors still come through."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -256,7 +256,7 @@ def _checks_by_sglang() -> list[Check]:
 
 
 def check_registration() -> Check:
-    """Whether `pat` is an attention backend once SGLang has loaded its plug-ins."""
+    """Check that `pat` is an attention backend once SGLang has loaded its plug-ins."""
     missing = missing_registrations()
     if missing:
         return Check(
@@ -276,7 +276,7 @@ def check_registration() -> Check:
 
 
 def check_hooks() -> Check:
-    """Whether the hooks find what they are put on."""
+    """Check that the hooks find their targets."""
     from sglang_pat.sglang.start.hooks import install_hooks
     from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS
 
@@ -289,7 +289,7 @@ def check_hooks() -> Check:
 
 
 def check_self_test() -> Check:
-    """Whether the paths of a small tree of SGLang's are read right."""
+    """Check that pat reads the paths of a small SGLang tree correctly."""
     from sglang_pat.sglang.tree.self_test import self_test
 
     try:
@@ -362,7 +362,7 @@ def check_environment() -> Check:
 
 
 def check_gpu(gpus: Sequence[Gpu]) -> Check:
-    """Whether the kernels run on every GPU here."""
+    """Check that the kernels run on every GPU here."""
     if not gpus:
         return Check("GPU", "warning", NO_GPU, "nothing, for tests; else install NVIDIA's driver")
     found = ", ".join(f"{gpu.name} (compute capability {gpu.arch})" for gpu in gpus)
@@ -374,7 +374,7 @@ def check_gpu(gpus: Sequence[Gpu]) -> Check:
 
 
 def check_torch(gpus: Sequence[Gpu]) -> Check:
-    """Whether torch is here and can use the GPUs."""
+    """Check that torch can be imported and can use the GPUs."""
     try:
         import torch
     except Exception as error:  # a broken installation may raise anything
@@ -431,7 +431,7 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
 
 
 def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """What planning weighs on the GPUs here: one check for each kind of GPU.
+    """Cost models of the GPUs here: one check for each kind of GPU.
 
     Parameters
     ----------
@@ -554,7 +554,7 @@ def check_sglang() -> Check:
 
 
 def check_entry_point() -> Check:
-    """Whether SGLang can see the plug-in."""
+    """Check that SGLang can see the plug-in."""
     names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=support.BACKEND)]
     if len(names) != 1:
         found = "none" if not names else f"several: {', '.join(names)}"
@@ -564,7 +564,7 @@ def check_entry_point() -> Check:
 
 
 def check_white_list() -> Check:
-    """Whether SGLANG_PLUGINS lets SGLang load the plug-in."""
+    """Check that SGLANG_PLUGINS lets SGLang load the plug-in."""
     given = os.environ.get("SGLANG_PLUGINS", "")
     allowed = [name.strip() for name in given.split(",") if name.strip()]
     if allowed and support.BACKEND not in allowed:

@@ -118,17 +118,17 @@ class KernelConfig:
 
     @property
     def is_latent(self) -> bool:
-        """Whether values are the first columns of the keys: latent attention (MLA)."""
+        """True for latent attention (MLA): values are the first columns of the keys."""
         return support.is_latent(self.head_dim, self.v_head_dim)
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the KV cache."""
+        """Type of the KV cache."""
         return self.kv_dtype or self.dtype
 
     @property
     def partial_dtype(self) -> torch.dtype:
-        """Of the partials: over a cache of one-byte numbers, everything is computed in float16."""
+        """Type of the partials: float16 over a cache of one-byte numbers, like its arithmetic."""
         return self.dtype if self.kv_dtype is None else torch.float16
 
     @property
@@ -146,7 +146,7 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """Whether a query row's result is bitwise the same in every tile: on Hopper, where one body
+        """True if a query row's result is bitwise the same in every tile: on Hopper, where one body
         executes all of them, but not over a cache of one-byte numbers. The bodies on mma.sync split
         KV over their warps in different ways.
         """
@@ -154,7 +154,7 @@ class KernelConfig:
 
     @property
     def has_tensor_maps(self) -> bool:
-        """Whether the kernels copy slots that follow one another by tensor maps (`kHasTma`)."""
+        """True if the kernels copy slots that follow one another by tensor maps (`kHasTma`)."""
         return self.arch == (9, 0)
 
     @property
@@ -327,12 +327,12 @@ def _shipped_image(key: str) -> Path | None:
 
 
 def report_of(image: Path) -> str:
-    """What the compiler said when it made an image: registers and spills of every kernel."""
+    """Compiler's report on an image: registers and spills of every kernel."""
     return image.with_name(_REPORT).read_text()
 
 
 def compiler_of(image: Path) -> str:
-    """What made an image: `NVRTC 13.0`."""
+    """Compiler that made an image, such as `NVRTC 13.0`."""
     record = json.loads(image.with_name(RECORD).read_text())
     return str(record["compiler"])
 
@@ -453,7 +453,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of NVRTC returned besides its status: one value, or a tuple of several."""
+    """Results of an NVRTC call besides its status: one value, or a tuple of several."""
     status, *values = result
     if status.value:
         raise KernelBuildError(f"NVRTC failed ({what}): {status.name}")

@@ -21,7 +21,7 @@ _ALIGNMENT = 16  # bytes that a thread loads
 
 
 class KvScale(NamedTuple):
-    """What keys or values are divided by before they are rounded, as the kernel reads it."""
+    """Divisor of keys or values before they are rounded, as the kernel reads it."""
 
     address: int
     use: ScaleUse
@@ -63,8 +63,8 @@ class KvWriter:
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
-        """How to divide by what `torch.Tensor.div_` would be given. A tensor is read at each write.
-        What keeps its dtype is not divided, as in SGLang's pools.
+        """Scale for a divisor that `torch.Tensor.div_` would take. A tensor is read at each write.
+        Nothing is divided if the dtype stays the same, as in SGLang's pools.
 
         None: the kernel cannot. In a capture, it cannot divide by a number that is new to it.
         """
@@ -186,7 +186,7 @@ class KvWriter:
         return self.write(k, k_rope, slots, cache[..., :split], cache[..., split:])
 
     def _takes(self, rows: torch.Tensor, cache: torch.Tensor, head_dim: int) -> bool:
-        """Whether the kernel can read rows, `[tokens, heads, head_dim]`, and write to a cache."""
+        """True if the kernel reads such rows, `[tokens, heads, head_dim]`, and writes the cache."""
         if rows.dim() != 3 or cache.dim() != 3 or rows.shape[1:] != cache.shape[1:]:
             return False
         strides = rows.stride()
@@ -207,7 +207,7 @@ class KvWriter:
         )
 
     def agrees_with_torch(self) -> bool:
-        """Whether kernel and torch write the same bytes, of all numbers that the model's dtype has.
+        """Compare the bytes that kernel and torch write, for all numbers of the model's dtype.
         Waits for the device."""
         num_tokens = -(-(2**16) // min(self.columns))
         slots = torch.arange(1, num_tokens + 1, device=self._device)

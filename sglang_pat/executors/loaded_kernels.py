@@ -231,7 +231,7 @@ def capture_id(stream: int) -> int:
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of the driver returned besides its error code: one value, or a tuple of several.
+    """Results of a driver call besides its error code: one value, or a tuple of several.
 
     Raises
     ------

@@ -213,7 +213,7 @@ def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywo
 
 
 def _captures_extends() -> bool:
-    """Whether SGLang's options let it capture such steps, and its decode steps."""
+    """True if SGLang's options let it capture such steps, and its decode steps."""
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import (
         Backend,

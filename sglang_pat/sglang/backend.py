@@ -92,7 +92,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     @property
     def needs_default(self) -> bool:
-        """Whether the default backend has layers to do in steps that pat plans."""
+        """True if the default backend has layers to do in steps that pat plans."""
         return bool(self._pat_routes.delegated)
 
     # --- once per step ---
@@ -170,7 +170,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """As `draft_extend_metadata_captured_in_graph`."""
+        """Same answer as `draft_extend_metadata_captured_in_graph`."""
         is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
         return False if is_pats else super().supports_draft_extend_metadata_staging
 

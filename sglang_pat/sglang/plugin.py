@@ -66,7 +66,7 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _decodes(model_runner: Any, name: str) -> bool:
-    """Whether pat was asked for, and the backend of this name decodes the model that is served."""
+    """True if pat was asked for, and the backend of this name decodes the model that is served."""
     arguments = model_runner.server_args
     from sglang_pat.sglang.start.substitution import is_asked_for
 

@@ -48,7 +48,7 @@ class TinyModel:
         return folder
 
     def config(self) -> dict[str, object]:
-        """What `config.json` holds."""
+        """Contents of `config.json`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

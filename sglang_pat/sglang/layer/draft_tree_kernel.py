@@ -21,7 +21,7 @@ _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
 
 def reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel reads caches of this type."""
+    """True if the kernel reads caches of this type."""
     if dtype is torch.float8_e4m3fn:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
     return True

@@ -1,4 +1,4 @@
-"""What decode steps have counted, and who decodes which layer, as metrics of Prometheus.
+"""Counts of decode steps, and who decodes which layer, as metrics of Prometheus.
 
 A decode step only appends to a list: a thread publishes.
 """
@@ -94,7 +94,7 @@ _COUNTERS = (
 
 
 class MetricClasses(NamedTuple):
-    """What makes metrics: prometheus_client, or classes of an embedder with the same interface."""
+    """Classes of metrics: prometheus_client's, or an embedder's with the same interface."""
 
     counter: Any
     gauge: Any
@@ -210,7 +210,7 @@ class _Metrics:
 
 
 class LayerMetrics:
-    """How many layers pat decodes, and how many the default backend does, by reason."""
+    """Number of layers that pat decodes, and of those of the default backend, by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """labels: of every metric. classes: None for prometheus_client's."""

@@ -90,8 +90,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """What is in a stats file after the last step: waits until two readings are equal that are
-    further apart than the file lags behind. For when all requests have been answered.
+    """Contents of a stats file after the last step: wait for two equal readings that are further
+    apart than the file lags behind. For when all requests have been answered.
 
     TimeoutError, naming the file, if it goes on changing.
     """

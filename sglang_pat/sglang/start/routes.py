@@ -98,7 +98,7 @@ class Routes:
         whole: Reason | None,
         reason_of: Callable[[RadixAttention], Reason | None],
     ) -> Routes:
-        """As `of_runner`, of reasons that are known."""
+        """Routes of a model for known reasons; see `of_runner`."""
         layers = attention_layers(model)
         if whole is None and not layers:
             name = type(model).__name__
@@ -259,7 +259,7 @@ def model_reason(config: Any) -> Reason | None:
 
 
 def _is_sparse(config: Any) -> bool:
-    """Whether SGLang puts a sparse backend of the model's own over the default backend, or in its
+    """True if SGLang puts a sparse backend of the model's own over the default backend, or in its
     place: layers that pat would count as its own never reach it."""
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
@@ -294,7 +294,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
 
 
 def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
-    """Whether there are no kernels for a device. A CPU needs none."""
+    """True if there are no kernels for a device. A CPU needs none."""
     if device == "cpu":
         return None
     if device != "cuda" or torch.version.hip is not None:
@@ -347,7 +347,7 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
 
 
 def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Whether a layer's KV is not one row per slot, of which the first columns are the values."""
+    """True if a layer's KV is not one row per slot, with values in its first columns."""
     pool = model_runner.token_to_kv_pool
     name = type(pool).__name__
     if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own
@@ -406,7 +406,7 @@ def shape_reason(
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Whether the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
+    """True if the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")

@@ -89,7 +89,7 @@ _Ends = list[tuple[int, int]]
 
 
 class _Planned(NamedTuple):
-    """What the last plan was built from: the signature of the requests, and the slots of each."""
+    """Input of the last plan: the signature of the requests, and the slots of each."""
 
     signature: Hashable
     slots: list[torch.Tensor]
@@ -232,7 +232,7 @@ class RankChecker:
 
 
 def digest(plan: DecodePlan) -> str:
-    """Of all that the kernels read of the plan."""
+    """Digest of all that the kernels read of the plan."""
     state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
     for name, *_ in PLAN_SECTIONS:
         state.update(getattr(plan, name).tobytes())

@@ -95,7 +95,7 @@ class Decoder:
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether steps verify drafts that may branch."""
+        """True if steps verify drafts that may branch."""
         return any(kind.has_masks for kind in self.kinds)
 
     # --- once per step ---

@@ -41,7 +41,7 @@ class PathKeeper(Protocol):
 
 
 class StepChannel:
-    """What SGLang runs right now in this process, whose scheduler is a single thread.
+    """Batch that SGLang runs right now in this process, whose scheduler is a single thread.
 
     A batch is noted when it is made. `enter()` and `leave()` enclose its forward. A backend that
     decodes it calls `acknowledge()`: a batch that nobody acknowledged has decoded elsewhere, so the
@@ -60,7 +60,7 @@ class StepChannel:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether the step that is being run is known."""
+        """True if the step that is being run is known."""
         return self._step is not None
 
     def subscribe(self, keeper: PathKeeper) -> None:
@@ -151,19 +151,19 @@ class StepChannel:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Of a batch that was noted when it was made, or of a copy of it."""
+    """Requests of a batch that was noted when it was made, or of a copy of it."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
 def step_of_extend(forward_batch: Any) -> StepRequests | None:
-    """Of a batch in which a draft model reads what was accepted, if it was noted when it was made
-    and its requests were in the last verify step."""
+    """Requests of a draft-extend batch, if it was noted when it was made and its requests were in
+    the last verify step."""
     return requests_of(forward_batch.spec_info)
 
 
 def note_same_step(drafts: Any, noted: Any) -> None:
-    """What SGLang shows of drafts is of the same step as what it has shown of them before."""
+    """Note that SGLang shows drafts of the same step as before."""
     step = requests_of(noted)
     if step is not None:
         setattr(drafts, _NOTE, step)

@@ -103,7 +103,7 @@ class BatchReader:
         return SharedStep(self._source_of_rows(), self._reqs, self._forest)
 
     def knows(self, step: StepRequests) -> bool:
-        """Whether the step's first request was in the last step that this reader has read."""
+        """True if the step's first request was in the last step that this reader has read."""
         reqs = self._reqs if self._drafts is None else self._drafts.reqs
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 

@@ -77,7 +77,7 @@ class RowShape:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the rows are drafts that may branch."""
+        """True if the rows are drafts that may branch."""
         return self.are_drafts and self.step == 0
 
     def lengths(self, lengths: IntArray) -> IntArray:
@@ -310,7 +310,7 @@ class DraftGroups:
 
     @property
     def longest(self) -> IntArray:
-        """How much requests may have committed until their paths are read again."""
+        """Tokens that requests may have committed until their paths are read again."""
         return self._ends + MAX_READ_APART
 
 
