@@ -85,7 +85,7 @@ def expected_of_other_model(expected_of_both: tuple[Expected, Expected]) -> Expe
 
 @pytest.fixture
 def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What SGLang has published about a server: one rank, no metrics. Change it before use."""
+    """SGLang's published facts about a server: one rank, no metrics. Change it before use."""
     from sglang_pat.sglang.report import reports
 
     context = SimpleNamespace(

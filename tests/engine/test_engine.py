@@ -70,7 +70,7 @@ def assert_same(answers: list[dict[str, Any]], asked: list[Request], expected: E
 
 
 class _Everywhere:
-    """What must hold in every configuration."""
+    """Tests that must pass in every configuration."""
 
     def test_three_levels_are_shared(
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
@@ -144,7 +144,7 @@ class _Everywhere:
 
 
 class _Features:
-    """What a request can ask for, and what can happen to it."""
+    """Options of requests, and events that can happen to them."""
 
     def test_a_storm_of_aborts(self, engine: Any, workload: Workload, expected: Expected) -> None:
         chooser = random.Random(8)
@@ -225,7 +225,7 @@ class _Features:
             return answer
 
         async def pause() -> tuple[list[int], list[int]]:
-            """How much was received at the beginning and at the end of the pause."""
+            """Tokens received at the beginning and at the end of the pause."""
             while min(received) < 10:
                 await asyncio.sleep(0.005)
             manager = engine.tokenizer_manager
@@ -298,7 +298,7 @@ class _Features:
 
 
 class _Sessions:
-    """What is said in a session is the prompt of its next turn."""
+    """Tests of sessions, whose texts are the prompt of their next turn."""
 
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
@@ -356,7 +356,7 @@ class _SmallPool:
 
 
 class TestPageSize1(_Everywhere, _Features, _Sessions):
-    """As SGLang starts by default."""
+    """SGLang's defaults."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 1,
@@ -545,7 +545,7 @@ async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, 
 async def answers_with_aborts(
     engine: Any, asked: list[Request], after: list[int]
 ) -> list[list[int]]:
-    """What is received of all requests. `after`: at how many tokens the first ones are aborted."""
+    """Answers of all requests. `after`: number of tokens at which the first ones are aborted."""
 
     async def read(i: int) -> list[int]:
         received: list[int] = []
@@ -564,7 +564,7 @@ async def answers_with_aborts(
 def assert_begun(
     received: list[list[int]], aborted: list[Request], after: list[int], expected: Expected
 ) -> None:
-    """What was received of aborted requests is how their answers begin."""
+    """Assert that aborted requests received the beginning of their answers."""
     for request, some, least in zip(aborted, received, after, strict=False):
         assert least <= len(some)
         assert some == expected.of(request)[: len(some)]

@@ -340,7 +340,7 @@ def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
-    """What it reads of the verify step gives the only draft."""
+    """Draft extend gives the only draft."""
     small = FAMILIES["llama"]
     draft = small.write(tmp_path / "draft")
     speculation = CHAINS | {
@@ -424,7 +424,7 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
 
 
 def assert_routes(run: Run, family: Family) -> None:
-    """What was called, and what SGLang's server info says."""
+    """Assert the calls of layers, and the routes in SGLang's server info."""
     delegated = sorted(layer for layers in family.default.values() for layer in layers)
     assert run.layers_of("pat") == family.pat
     assert run.layers_of("default") == tuple(delegated)

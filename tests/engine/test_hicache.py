@@ -49,7 +49,7 @@ def running(
 
 
 def found(answers: list[dict[str, Any]]) -> Counter[str]:
-    """How many tokens of the prompts were found in each tier."""
+    """Number of prompt tokens found in each tier."""
     tiers: Counter[str] = Counter()
     for answer in answers:
         details = answer["meta_info"].get("cached_tokens_details") or {}

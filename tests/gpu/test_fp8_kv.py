@@ -83,7 +83,7 @@ def check_near_exact(
     sinks: torch.Tensor | None = None,
     **options: object,
 ) -> None:
-    """As exact as the output's type allows, and weights and partials in float16."""
+    """Assert the error that the output's type, and weights and partials in float16, allow."""
     assert heads.kv_dtype is not None
     if tensors is None:
         tensors = converted(Tensors.make(case, heads), heads.kv_dtype)
@@ -112,8 +112,8 @@ def check_errors(
 def logit_errors(
     heads: Heads, tensors: Tensors, sm_scale: float | None = None
 ) -> tuple[torch.Tensor, int]:
-    """What a matrix instruction takes from the exactness of a request's logits where keys are
-    multiplied as they are: sums have 13 bits of mantissa on their way. And how many there are."""
+    """Error that a matrix instruction adds to a request's logits where keys are multiplied as they
+    are, since its sums keep 13 bits of mantissa; and the number of such logits."""
     dims = heads.head_dim, heads.v_head_dim or heads.head_dim
     config = KernelConfig.for_device(heads.dtype, dims[0], tensors.q.device, dims[1])
     if config.arch != (9, 0) or config.force_mma_sync or dims not in ((64, 64), (128, 128)):
@@ -235,7 +235,7 @@ def test_lengths(length: int) -> None:
 @both_types
 @pytest.mark.parametrize("group_size", [1, 4, 7, 16])
 def test_segments_that_count_for_some_rows(group_size: int, kv_dtype: torch.dtype) -> None:
-    """As the rows of drafts that are verified have them, and other plans than schedulers make."""
+    """Rows of verified drafts have such segments; so have plans that no scheduler makes."""
     heads = Heads(2 * group_size, 2, kv_dtype=kv_dtype)
     for seed in range(4):
         case = random_case(100 * group_size + seed)
@@ -308,7 +308,7 @@ def test_queries_of_any_size_under_a_soft_cap(dtype: torch.dtype, kv_dtype: torc
 
 @pytest.mark.parametrize("exponent", [-100, 7])
 def test_scales_of_any_size(exponent: int) -> None:
-    """Of keys and of values, with queries and outputs that make up for them."""
+    """Scales of keys and of values, with queries and outputs that make up for them."""
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors = converted(Tensors.make(MIXED, heads), E4M3)
     expected, expected_lse = run_case(MIXED, heads, tensors)

@@ -48,7 +48,7 @@ def caches(num_slots: int, num_heads: int, config: KernelConfig) -> list[torch.T
 def in_torch(
     rows: torch.Tensor, divisor: torch.Tensor | float | None, kv_dtype: torch.dtype
 ) -> torch.Tensor:
-    """What MHATokenToKVPool.set_kv_buffer() does before it stores."""
+    """Conversion by MHATokenToKVPool.set_kv_buffer() before it stores."""
     rows = rows.clone()
     if divisor is not None and rows.dtype != kv_dtype:
         rows.div_(divisor)

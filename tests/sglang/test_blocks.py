@@ -203,7 +203,7 @@ def test_each_token_of_a_block_reads_its_block(
 @pytest.mark.parametrize("size", [0, 2, 4])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_blocks_are_verified_as_chains(algorithm: str, size: int, bound: int | None) -> None:
-    """Of late lengths, too. Eager steps are planned before their forward."""
+    """Late lengths included. Eager steps are planned before their forward."""
     scene = Blocks(algorithm=algorithm)
     captured = scene.capture(scene.served, size) if size else None
     for lens in late_lengths(scene.reqs):
@@ -324,7 +324,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_the_workers_are_hooked(algorithm: str) -> None:
-    """Of the installed SGLang."""
+    """The hooks fit the installed SGLang."""
     Blocks(algorithm=algorithm)
     check_hooks([block_hook(algorithm)])
 

@@ -86,7 +86,7 @@ class Branching(DraftScene):
         return self.steps._pat._reasons
 
     def view(self, lens: list[int], size: int = 0) -> Any:
-        """What SGLang shows of a round: eager, or before it replays the graph of `size` requests.
+        """SGLang's view of a round: eager, or before it replays the graph of `size` requests.
         The branches of a request have slots far behind its own."""
         own = 700 + torch.randperm(100)[: len(lens) * TOPK * STEPS]
         if size:

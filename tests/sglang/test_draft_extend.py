@@ -103,7 +103,7 @@ class Extending(DraftScene):
         CHANNEL.leave(outer)
 
     def view(self, lens: list[int], size: int = 0) -> Any:
-        """What SGLang shows of the step behind: requests are longer by all draft tokens."""
+        """SGLang's view of the step behind: requests are longer by all draft tokens."""
         ends = [length + DRAFTS for length in lens]
         more = {
             "spec_info": drafts_to_verify(DRAFTS),
@@ -489,7 +489,7 @@ def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> Non
 
 
 class RefreshedInGraphs(DefaultBackend):
-    """As FA3: its graphs refresh by themselves what they read."""
+    """Backend like FA3: its graphs refresh their inputs themselves."""
 
     supports_draft_extend_metadata_staging = True
 
@@ -517,8 +517,8 @@ class SeveralLayers(Extending):
             yield
 
     def replayed(self, lens: list[int], size: int) -> Any:
-        """What SGLang shows before it replays the graph of each layer: drafts of its own in place
-        of the batch's, and buffers of the largest graph."""
+        """SGLang's view before it replays the graph of each layer: drafts of its own in place of
+        the batch's, and buffers of the largest graph."""
         shown = self.view(lens, size)
         graphs = SimpleNamespace(_replay_spec_info=drafts_to_verify(DRAFTS))
         attach._after_prepare(None, graphs, shown, staged=False)

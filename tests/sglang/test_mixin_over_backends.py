@@ -112,14 +112,14 @@ class Life:
         return batch, inputs
 
     def check(self, batch: Any, inputs: dict[str, Any]) -> None:
-        """What the layer answers is attention."""
+        """Assert that the layer's output is attention."""
         with forward_context(ForwardContext(attn_backend=self.backend)):
             out = kit.run_dense_forward(self.fixture, batch, inputs)
         exact = kit.expected_dense_output_from_inputs(self.fixture, inputs["case"], inputs, None)
         torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-4)
 
     def capture(self) -> None:
-        """As SGLang's graph runner: all its graphs, from the largest."""
+        """Capture all graphs, from the largest, like SGLang's graph runner."""
         self.backend.init_cuda_graph_state(GRAPH_ROWS, GRAPH_ROWS)
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
         for rows in (GRAPH_ROWS, 1):
@@ -147,7 +147,7 @@ def life(request: pytest.FixtureRequest) -> Iterator[Life]:
 
 @pytest.fixture
 def asked(life: Life, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What SGLang's own class is asked to do, which is noted and not done."""
+    """Calls of SGLang's own class, recorded and not executed."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., None]:

@@ -53,7 +53,7 @@ def fp8_runner(**change: Any) -> Any:
 
 
 def scaled_layers(**change: Any) -> Any:
-    """Of which the last one has scales."""
+    """Layers of which the last one has scales."""
     scales = {
         "k_scale": torch.tensor(0.5),
         "v_scale": torch.tensor(3.0),

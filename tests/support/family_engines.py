@@ -38,7 +38,7 @@ _CALLS = "FAMILY_CALLS_FILE"
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine has answered, and what it has done meanwhile.
+    """Answers of an engine, and its actions meanwhile.
 
     Attributes
     ----------

@@ -49,7 +49,7 @@ class HandItem:
 
 
 class HandPlan:
-    """What an executor's load_plan() asks of a scheduler, for a plan that is given.
+    """Scheduler of a given plan, for an executor's load_plan().
 
     Its header claims so many KV tokens that the kernels heed what is read once.
 

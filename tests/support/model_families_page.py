@@ -134,7 +134,7 @@ def _general(reason: str) -> str:
 
 
 def refusals() -> str:
-    """What SGLang itself says where it does not run a family on a CPU."""
+    """SGLang's own errors for families that it does not run on a CPU."""
     lines = [
         f'- {family.models}, SGLang {version}: "{message}"'
         for family in FAMILIES.values()

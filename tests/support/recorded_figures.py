@@ -1,4 +1,4 @@
-"""What the documentation says of the recorded kernels and servers, from the files themselves.
+"""Figures of the documentation, from the files of recorded kernels and servers.
 
 `python tests/support/recorded_figures.py` writes it between its markers; with `--check` it only
 compares. A test and `make docs` do that. Needs the standard library alone.
@@ -132,7 +132,7 @@ def kernel_losses(folder: Path | None = None) -> str:
 
 
 def kernel_extremes() -> str:
-    """Of PAT's trees with something shared."""
+    """Extreme cases of PAT's trees with something shared."""
     cases = [case for case in kernel_cases("pat-20") if case["shared"]]
     by_heads = ", ".join(
         f"{each} {geomean(over_floor(case) for case in cases if heads(case) == each):.2f}"
@@ -189,7 +189,7 @@ def kernel_errors() -> str:
 
 
 def shared_by(case: Case) -> int:
-    """How many requests share a KV token, on average."""
+    """Number of requests that share a KV token, on average."""
     return round(case["tokens"] / case["unique_tokens"])
 
 

@@ -37,7 +37,7 @@ NO_WINDOW = -1
 
 
 class Decoded:
-    """How many times pat has decoded a layer."""
+    """Counter of the layers that pat decodes."""
 
     def __init__(self) -> None:
         self.layers = 0

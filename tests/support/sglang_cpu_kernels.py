@@ -1,4 +1,4 @@
-"""What SGLang's models need of a GPU, written with torch: for tests of models on the CPU.
+"""SGLang's GPU functions for models, written with torch: for tests of models on the CPU.
 
 Without a driver SGLang has neither its own CPU kernels (`sgl_kernel`) nor Triton. Its plain backend
 `torch_native` knows neither sinks nor soft-caps nor chunks. `install()` fills in what the families

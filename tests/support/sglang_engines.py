@@ -1,4 +1,4 @@
-"""What the engine tests send, and how: real SGLang engines and servers on the tiny model."""
+"""Requests of the engine tests, to real SGLang engines and servers on the tiny model."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Stats:
-    """What the backend of one engine has counted since the last call of `new()`."""
+    """Counters of one engine's backend since the last call of `new()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -167,7 +167,7 @@ def decode_batch(rows: list[int], lens: list[int], out: list[int], **more: Any) 
 
 
 def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **more: Any) -> Any:
-    """What SGLang's runner shows before it replays the graph of `size` rows: the fields that both
+    """SGLang's view before it replays the graph of `size` rows: the fields that both
     versions set and a backend may read. No request ids, no requests.
 
     Padding rows are row 0 with the fill value as their length; out_cache_loc is not padded.
@@ -191,7 +191,7 @@ def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **m
 
 
 def drafts_to_verify(per_request: int, mask: torch.Tensor | None = None) -> Any:
-    """What SGLang tells of the draft tokens of a verify step."""
+    """SGLang's description of the draft tokens of a verify step."""
     return SimpleNamespace(
         custom_mask=mask,
         draft_token_num=per_request,

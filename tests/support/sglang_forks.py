@@ -29,7 +29,7 @@ _set_start_method = multiprocessing.set_start_method
 
 
 def _with_environment(name: str) -> dict[str, Any]:
-    """What a new process reads first. A fork server's have its own environment otherwise."""
+    """First input of a new process. A fork server's have its own environment otherwise."""
     return _preparation_data(name) | {"environment": _Environment()}
 
 

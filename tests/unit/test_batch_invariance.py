@@ -110,7 +110,7 @@ def test_a_request_has_the_same_bits_alone_and_in_any_batch(
 
 
 def test_without_the_mode_bits_depend_on_the_batch() -> None:
-    """What the tests here would see if nothing were done."""
+    """Shows that the other tests here can fail."""
     case = three_level_case(32)
     model = Model(case)
     attention = new_attention(batch_invariant=False)
@@ -212,7 +212,7 @@ def test_shared_steps_are_read_once() -> None:
 
 
 def test_a_short_rest_belongs_to_the_chunk_before() -> None:
-    """Of requests with 32 tokens behind a boundary none is an item of its own."""
+    """No rest of 32 tokens behind a boundary is an item of its own."""
     case = make_case([(-1, 512)], [(0, 32)] * 16)
     plan = plan_of(case, scheduler_of(num_workers=1))
     assert plan.header.num_work_items == 1

@@ -1,4 +1,4 @@
-"""What every plan must satisfy, on thousands of random forests."""
+"""Properties of every plan, on thousands of random forests."""
 
 from __future__ import annotations
 

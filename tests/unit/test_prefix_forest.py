@@ -30,7 +30,7 @@ class Request:
         self.path, self.seq_len, self.children, self.beside = path, seq_len, children, beside
 
     def read(self) -> list[tuple[int, int, int, int, int, int]]:
-        """As SGLang's trees give it: id, parent, begin, end, tokens, children."""
+        """Nodes in the format of SGLang's trees: id, parent, begin, end, tokens, children."""
         last = len(self.path) - 1
         return [
             (

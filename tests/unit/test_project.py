@@ -49,7 +49,7 @@ def _relative(path: Path) -> str:
 
 
 def _python(code: str) -> str:
-    """What a fresh interpreter prints that runs `code`."""
+    """Output of a fresh interpreter that runs `code`."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout

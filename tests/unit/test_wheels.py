@@ -85,7 +85,7 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 class Builds:
-    """What `wheels.py` does, with a `uv` that knows some Pythons. events: in order."""
+    """Runs `wheels.py` with a `uv` that knows some Pythons. events: in order."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []

@@ -211,7 +211,7 @@ def latent(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StepTime:
 def test_latent_attention_takes_tiles_of_64_rows(
     heads: int, requests: int, shared: int, own: int, us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As FA3 on an H200: 8 heads take as long as 16."""
+    """FA3 on an H200: 8 heads take as long as 16."""
     time = latent(monkeypatch, num_attention_heads=heads)
     reads = Reads(shared + requests * own, cached=(requests - 1) * shared)
     assert time.attention(time.layers[0], reads) * 1e6 == pytest.approx(us, rel=0.28)
