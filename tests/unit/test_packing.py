@@ -113,7 +113,7 @@ def test_memory_reads_the_levels_of_a_tree_in_one_work_item() -> None:
 
 
 def test_what_one_work_item_reads_alone_is_marked() -> None:
-    """Marked are the nodes of 16 and 8 of 48 requests in three tiles, and private tails; not the root,
+    """Marked of 48 requests in three tiles: nodes of 16 and 8, and private tails; not the root,
     nor its child of 32. A cut between positions changes nothing, one between requests does."""
     nodes = [(-1, 900), (0, 700), (0, 600), (2, 500)]
     requests = [(1, 400)] * 32 + [(3, 300)] * 8 + [(2, 300)] * 8
