@@ -26,7 +26,7 @@ class InvariantChunks {
       : num_workers_(num_workers), cost_(cost), tiles_(tiles) {}
 
   // For each chunk, divides the requests that have it, in tree order, into runs that fit into a tile: as SubtreeTiler
-  // does, but for one chunk, and so that no item is much longer than others. Linear in requests * chunks + segments, up
+  // does, except one chunk, and so that no item is much longer than others. Linear in requests * chunks + segments, up
   // to the number of requests in a tile.
   //
   // Of `packing`, the spans are what the plan needs; the packs are the work items' requests, for reports. Throws

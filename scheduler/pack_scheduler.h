@@ -127,7 +127,7 @@ class PackScheduler {
   Planned next_;  // swapped with last_ when it is complete
 };
 
-// What the plan of any batch of up to `max_requests` requests needs, but for the slot buffer.
+// What the plan of any batch of up to `max_requests` requests needs, except the slot buffer.
 struct PlanBounds {
   PlanCapacity capacity;
   int32_t num_partials;

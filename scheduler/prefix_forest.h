@@ -25,9 +25,9 @@ struct TreePaths {
 
 // Requests whose kept paths a tree may have outgrown.
 struct Outdated {
-  // These have no path any more. It is to be given anew.
+  // These have no path any more. It is to be given again.
   std::vector<int32_t> dropped;
-  // Each of these holds a node that the tree may have split. Its path, read anew, tells.
+  // Each of these holds a node that the tree may have split. Its path, read again, tells.
   std::vector<int32_t> suspects;
 };
 

@@ -121,7 +121,7 @@ class PackAttention:
         num_workers : int, optional
             How many CTAs share the work of one KV head. Default: from the device.
         growth_tokens : int
-            A plan is made anew when a request has grown by more tokens than this.
+            A plan is rebuilt when a request has grown by more tokens than this.
         executor : {"auto", "cuda", "reference"}
             `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
             device, unless dtype is float32, for which there are none.

@@ -1,4 +1,4 @@
-"""pat under churn: does it stay right, up, and of one size?
+"""Soak test of pat under churn: answers, uptime and memory.
 
     python benchmarks/check soak [--minutes 10] [--unchecked] [--json FILE]
 

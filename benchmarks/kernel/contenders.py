@@ -28,8 +28,8 @@ Contender = Callable[[Workload, WorkloadTensors], Layer]
 def pat(
     policy: str = "memory", max_block_q: int | None = None, *, batch_invariant: bool = False
 ) -> Contender:
-    """This package: one of its packing policies, its tile bodies up to max_block_q only, or its
-    batch-invariant mode."""
+    """The package itself: one of its packing policies, its tile bodies up to max_block_q only, or
+    its batch-invariant mode."""
 
     def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
         device, kv_dtype = tensors.q.device, workload.kv_dtype

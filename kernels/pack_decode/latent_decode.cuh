@@ -1,4 +1,4 @@
-// pack_decode over latent attention (MLA), on Hopper. As pack_decode.cuh says, but for its roles: two warpgroups of
+// pack_decode over latent attention (MLA), on Hopper. As pack_decode.cuh says, except its roles: two warpgroups of
 // consumers and one of producers.
 #pragma once
 

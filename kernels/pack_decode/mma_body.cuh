@@ -107,7 +107,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   constexpr int kUnits = kTileRows / kUnitRows;
   constexpr int kTokens = Layout::kWarpTokens;
 
-  // Anew per item: three bodies' lane addresses do not fit in registers.
+  // Computed per item: three bodies' lane addresses do not fit in registers.
   const uint32_t lane = ptx::lane_id();
   const int num_rows = consumer.record().num_rows;
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;

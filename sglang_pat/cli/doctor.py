@@ -1,4 +1,4 @@
-"""`sglang-pat doctor`: is everything here that pat needs, and if not, what is to be done?
+"""`sglang-pat doctor`: check that everything pat needs is here, and say what to do if not.
 
 A check never raises: what goes wrong is what it reports. torch and SGLang may be missing or broken,
 so they are imported by the checks, not by this module.

@@ -150,6 +150,6 @@ def _read(data: Any, machine: Machine) -> Calibration:
 
 def _unusable(path: Path, error: Exception) -> kernel_cache.KernelCacheError:
     return kernel_cache.KernelCacheError(
-        f"{path} is no calibration that can be used ({error}): remove it, or make it anew: "
+        f"{path} is no calibration that can be used ({error}): remove it, or make it again: "
         "sglang-pat calibrate"
     )

@@ -196,7 +196,7 @@ class KernelConfig:
 _SOURCE = "entry_points.cu"
 _STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for the standard library's, which NVRTC lacks
 _INCLUDED = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
-SHIPPED = "cubins"  # folder of the package with the images that a wheel brings along
+SHIPPED = "cubins"  # folder of the package with the images that come with a wheel
 _REPORT = "compiler_report.txt"
 RECORD = "build.json"
 
@@ -321,7 +321,7 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
 
 
 def _shipped_image(key: str) -> Path | None:
-    """The image that the wheel brought along, if it did."""
+    """The image that the wheel shipped, if it did."""
     image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
     return image if image.exists() else None
 

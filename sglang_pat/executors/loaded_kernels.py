@@ -175,7 +175,7 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
         problem = f"{path} cannot be loaded ({error})"
     if SHIPPED not in path.parts:
         raise KernelBuildError(
-            f"{problem}: it was compiled for another GPU, or is damaged; compile it anew: "
+            f"{problem}: it was compiled for another GPU, or is damaged; compile it again: "
             f"sglang-pat build --force {config.build_options}"
         )
     # The compiler of the wheel may be newer than this driver. That of torch is not.

@@ -489,7 +489,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _compression(path: Path) -> str | None:
-    """ "gzip" or "zstd" by the first bytes of a file, whatever its name. None: plain."""
+    """Compression by the first bytes of a file, whatever its name: "gzip", "zstd"; None: plain."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic.startswith(_GZIP_MAGIC):

@@ -251,7 +251,7 @@ class _Features:
     @pytest.mark.nightly
     def test_everything_at_once(self, engine: Any, workload: Workload, expected: Expected) -> None:
         """Answers that are continued split the tree; others stop early, come several times or are
-        aborted; and all of them are paused, sent back and started anew."""
+        aborted; and all of them are paused, sent back and started again."""
         chooser = random.Random(5)
         manager = engine.tokenizer_manager
 

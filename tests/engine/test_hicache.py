@@ -1,6 +1,6 @@
 """The hierarchical cache: KV that left the device comes back from the host or from files.
 
-A node that comes back has other slots, and may be split on the way: paths are read anew.
+A node that comes back has other slots, and may be split on the way: paths are read again.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def test_decode_steps_of_pat_ask_nothing_of_the_backend(life: Life, asked: list[
     kind = class_of(life.case.backend)
     assert isinstance(life.backend, kind)
     assert type(life.backend) is not kind
-    for _ in range(2):  # an update of the weights captures all graphs anew
+    for _ in range(2):  # an update of the weights captures all graphs again
         batch, inputs = life.batch(LENGTHS)
         life.backend.init_forward_metadata(batch)
         life.check(batch, inputs)

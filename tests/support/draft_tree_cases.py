@@ -44,7 +44,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class Trees(NamedTuple):
-    """Arguments of `merge_drafts()`, but for `biases`: which draft tokens each one reads."""
+    """Arguments of `merge_drafts()`, except `biases`: which draft tokens each one reads."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, torch.Tensor]

@@ -472,7 +472,7 @@ _BLOCK = re.compile(
 
 
 def filled(text: str) -> str:
-    """The page with what its markers enclose written anew."""
+    """The page with the contents of its markers replaced."""
     return _BLOCK.sub(
         lambda found: f"{found['begin']}\n{BLOCKS[found['name']]()}\n\n{found['end']}", text
     )

@@ -176,7 +176,7 @@ def test_without_a_key_a_shorter_shared_range_is_read_as_such() -> None:
 
 @pytest.mark.parametrize("moved", ["other rows", "other slots"])
 def test_without_a_key_shared_kv_may_move(moved: str) -> None:
-    """Nobody has promised that equal paths are the same KV: their ids may count from 1 anew."""
+    """Nobody has promised that equal paths are the same KV: their ids may count from 1 again."""
     first, second = (
         Problem(make_case([(-1, 300)], [(0, 10), (0, 20)], seed=seed), HEADS, torch.float32, seed)
         for seed in (1, 2)

@@ -1,4 +1,4 @@
-"""PrefixForest: paths that are kept give the plans that paths read anew would give."""
+"""PrefixForest: paths that are kept give the plans that paths read again would give."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_outdated_paths_that_could_not_be_read_again_are_not_planned() -> None:
 
     with pytest.raises(KeyError, match="the tree"):
         batches.forest.update([a], [a, newcomer], set(), read_newcomers_only)
-    with pytest.raises(ValueError, match="path of request 0 is outdated and was not given anew"):
+    with pytest.raises(ValueError, match="path of request 0 is outdated and was not given again"):
         batches.scheduler.plan(batches.forest, np.full(2, 400, np.int32))
     batches.requests, a.path = [], [SYSTEM, UPPER, LOWER]
     assert batches.go_to([a, newcomer]) == (2, 0, 0, 0)

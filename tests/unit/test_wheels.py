@@ -237,7 +237,7 @@ def test_doctor_of_a_wheel_names_what_is_missing(installed: Path, tmp_path: Path
     done = in_empty_environment(installed, installed / "sglang-pat", "doctor", "--json", path)
     checks = {each["topic"]: each for each in json.loads(path.read_text())["checks"]}
     assert checks["C++ scheduler"]["status"] == "ok", done.stdout
-    assert checks["compiler"]["status"] == "ok", done.stdout  # NVRTC, which torch brings along
+    assert checks["compiler"]["status"] == "ok", done.stdout  # NVRTC, which comes with torch
     assert checks["SGLang"]["status"] != "ok"
 
 

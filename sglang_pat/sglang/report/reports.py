@@ -123,7 +123,7 @@ def rank_publishes() -> bool:
 
 
 def scheduler_labels(model_runner: Any) -> dict[str, str]:
-    """The labels of SGLang's scheduler metrics, but for `priority`: a decode step has none."""
+    """The labels of SGLang's scheduler metrics, except `priority`: a decode step has none."""
     parallel, disaggregation = get_parallel(), get_disagg()
     labels = {
         "model_name": get_serving().served_model_name,

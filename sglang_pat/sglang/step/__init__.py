@@ -1,1 +1,1 @@
-"""Work of each step: does it repeat the last one, and if not, what is its plan?"""
+"""Work of each step: repeat the last one, or make a plan."""

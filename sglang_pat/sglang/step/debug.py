@@ -169,7 +169,7 @@ def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:
-    """The forest's paths must be those of the tree, but for splits."""
+    """The forest's paths must be those of the tree, except splits."""
     kept = [[(node_id, end) for node_id, _, end in path] for path in forest.paths()]
     if len(kept) != len(reqs):
         raise RuntimeError(f"the paths of {len(kept)} requests were kept for {len(reqs)}")

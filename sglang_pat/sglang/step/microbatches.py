@@ -92,7 +92,7 @@ class Microbatches:
         """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs
         are captured once, so a microbatch sends its plan again when another was there in between.
         Where as much is reserved already, it stays: graphs of a draft model have captured it, and
-        are not captured anew with those of the model. reservation: arguments of PackAttention.
+        are not captured again with those of the model. reservation: arguments of PackAttention.
         """
         if reservation == self._reservation:
             return

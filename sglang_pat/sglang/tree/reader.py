@@ -194,7 +194,7 @@ class BatchReader:
         self._tree = tree
 
     def forget(self) -> None:
-        """Read all paths anew in the next step that may share."""
+        """Read all paths again in the next step that may share."""
         self._reqs = []
         self._moved.clear()
 
