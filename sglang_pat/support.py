@@ -174,11 +174,10 @@ _MATRIX = (
     ),
     SupportRow(
         "speculative decoding",
-        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP or STANDALONE, on a "
-        "GPU with --speculative-eagle-topk 1, NGRAM, DFLASH, and DSPARK with "
-        "SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant mode and "
-        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM in versions whose plan stream does not wait (0.5.17); "
-        "--speculative-attention-mode decode where prefill has another backend",
+        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP, STANDALONE, "
+        "NGRAM, DFLASH, and DSPARK with SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant "
+        "mode and SGLANG_ENABLE_OVERLAP_PLAN_STREAM in versions whose plan stream does not wait "
+        "(0.5.17); --speculative-attention-mode decode where prefill has another backend",
         MODEL,
     ),
     SupportRow(
