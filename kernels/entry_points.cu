@@ -1,4 +1,4 @@
-// What is compiled: the kernels of one variant, under plain names, and how the host must launch them.
+// Translation unit of one variant: its kernels, under plain names, and how the host must launch them.
 //
 // PAT_ELEMENT (__half or __nv_bfloat16), PAT_KV_TYPE (of the cache: kAsQueries, kE4m3 or kE5m2), PAT_HEAD_DIM,
 // PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90) choose the variant. Compiled by NVRTC: nvrtc/ stands

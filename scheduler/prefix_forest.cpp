@@ -310,7 +310,7 @@ int32_t PrefixForest::add_node(size_t bucket, const PathNode& node) {
 void PrefixForest::remove_node(int32_t node) {
   const size_t mask = id_table_.size() - 1;
   size_t hole = bucket_of(path_nodes_[node].id);
-  // What a search would no longer reach across the hole moves into it.
+  // Entries that a search would no longer reach across the hole move into it.
   for (size_t next = (hole + 1) & mask; id_table_[next] != kFreeBucket; next = (next + 1) & mask) {
     const size_t home = mix(static_cast<uint64_t>(path_nodes_[id_table_[next]].id)) & mask;
     if (((next - home) & mask) < ((next - hole) & mask)) continue;

@@ -64,7 +64,7 @@ class PrefixForest {
   // split.
   void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
 
-  // Whether the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
+  // True if the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
   // many.
   bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
 

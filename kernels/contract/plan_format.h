@@ -83,7 +83,7 @@ struct TicketBegin {
   int32_t kv_segment;
 };
 
-// What a CTA executes in one go: the query rows of `num_requests` requests against the item's segments. Requests that
+// A CTA's unit of work: the query rows of `num_requests` requests against the item's segments. Requests that
 // share much lie next to one another. The segments of all items follow one another without a gap, in the order of the
 // items.
 struct WorkItem {
@@ -144,13 +144,13 @@ static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
 static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
 
-// How many entries each section of a buffer can hold, by the counts of the header.
+// Number of entries that each section of a buffer can hold, by the counts of the header.
 struct PlanCapacity {
 #define PAT_PLAN_COUNT(name, Entry, count, extra) int32_t count = 0;
   PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
 #undef PAT_PLAN_COUNT
 
-  // What a plan needs.
+  // Capacity that a plan needs.
   static constexpr PlanCapacity of(const PlanHeader& header) {
     PlanCapacity capacity;
 #define PAT_PLAN_COUNT(name, Entry, count, extra) capacity.count = header.count;

@@ -1,4 +1,4 @@
-// What keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a
+// Keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a
 // row has weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each
 // warp looks for NaN in its sums, and computes the rows where it finds one again, from their own KV alone. A request
 // whose own KV holds NaN keeps it.
@@ -15,8 +15,8 @@
 
 namespace pat {
 
-// Of 8 rows, in the layout of warp_attention.cuh: four bits each, not 0 where the row holds a NaN. Infinities of both
-// signs count as one.
+// NaN flags of 8 rows, in the layout of warp_attention.cuh: four bits each, not 0 where the row holds a NaN. Infinities
+// of both signs count as one.
 template <int kTiles>
 __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   float total = 0.f;

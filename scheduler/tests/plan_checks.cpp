@@ -13,7 +13,7 @@ struct Range {
   int32_t end;
 };
 
-// Whether [begin, end) of two requests is the same KV: both hold the same nodes there.
+// True if [begin, end) of two requests is the same KV: both hold the same nodes there.
 bool share(const Path& a, const Path& b, Range range) {
   for (size_t i = 0; i < a.size() && a[i].kv_begin < range.end; ++i) {
     if (a[i].kv_end > range.begin && (i >= b.size() || !(a[i] == b[i]))) return false;
@@ -48,7 +48,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(num_slots, h.num_shared_slots);
 
-  // What a request reads in one work item: positions. Its segments ascend or, from the tails up, descend.
+  // Positions that a request reads in one work item. Its segments ascend or, from the tails up, descend.
   struct Read {
     std::vector<Range> ranges;
     int32_t partial_slot;
