@@ -38,8 +38,9 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-# Of these, those with kernels for latent attention.
-LATENT_CAPABILITIES = ((9, 0),)
+# Of these, those with kernels for latent attention. Elsewhere the default backends use instructions
+# (tcgen05) that pat's do not.
+LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
