@@ -139,8 +139,8 @@ _MATRIX = (
     SupportRow("CUDA graphs", "captured and replayed", MODEL),
     SupportRow(
         "forward mode",
-        "decode; in speculative decoding, verify steps and all steps of draft models but their "
-        "prompts",
+        "decode; with speculative decoding also verify steps, decode steps of draft models and "
+        "draft extend",
         DEFAULT_DECODES,
     ),
     SupportRow(
@@ -167,7 +167,7 @@ _MATRIX = (
     SupportRow("sliding window", "none", LAYER),
     SupportRow(
         "server options",
-        "all but --enable-two-batch-overlap, --enable-pdmux, "
+        "any except --enable-two-batch-overlap, --enable-pdmux, "
         "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
         "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
         "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",

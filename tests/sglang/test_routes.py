@@ -186,7 +186,7 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
     "context parallel": (
         lambda: runner(server_args=server_arguments(dcp_size=2)),
         "--dcp-size 2",
-        "server options = --dcp-size 2; supported: all but",
+        "server options = --dcp-size 2; supported: any except",
     ),
     "speculation": (
         lambda: runner(server_args=server_arguments(speculative_algorithm="UNO")),
