@@ -196,21 +196,24 @@ class PackScheduler:
         stays in force.
         """
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
-        """(whether the last plan is right and balanced for the same batch with these lengths, their
-        sum, the longest).
+        """Check the last plan against the same batch with these lengths.
+
+        Returns whether it is right and balanced, the sum of the lengths, and the longest.
         """
     def steps_left(self, seq_lens: _Int32, longest: int) -> int:
-        """Tokens that every request but padding (length 0) may grow from `seq_lens`, so that the
-        last plan still serves the batch and no request exceeds `longest`. ValueError for negative
-        lengths, or if their number differs from the plan's requests.
+        """Tokens that every request except padding (length 0) may grow from `seq_lens`.
+
+        The last plan then still serves the batch, and no request exceeds `longest`. ValueError for
+        negative lengths, or if their number differs from the plan's requests.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(
         self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int, out: _Int32
     ) -> tuple[int, int, int] | None:
-        """Write the last plan into `out`, laid out for `capacity`. Returns kv_tokens; None, with
-        nothing written, if the plan needs more than that, than so many partials or than a slot
-        buffer of that length. ValueError if `out` is shorter than the layout.
+        """Write the last plan into `out`, laid out for `capacity`, and return kv_tokens.
+
+        Returns None, and writes nothing, if the plan needs more than the capacity, more partials or
+        a longer slot buffer than given. ValueError if `out` is shorter than the layout.
         """
     @property
     def num_partials(self) -> int: ...
@@ -226,8 +229,9 @@ class PackScheduler:
     def stage_times_ns(self) -> _StageTimes: ...
     @property
     def summary(self) -> _Summary:
-        """Summary of the last plan, for reports. partials: of one query row; before the split:
-        as if no tile had been cut. tail: cost of the slowest worker over the mean of all.
-        requests_per_pack: packs with 2**i to 2**(i + 1) - 1 requests. tiles_by_body: in the order
-        of tile_table.
+        """Summary of the last plan, for reports.
+
+        partials: of one query row; before the split: as if no tile had been cut. tail: cost of the
+        slowest worker over the mean of all. requests_per_pack: packs with 2**i to 2**(i + 1) - 1
+        requests. tiles_by_body: in the order of tile_table.
         """

@@ -297,8 +297,9 @@ class PackAttention:
         return self._plan
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
-        """Let the next run()s read later lengths than those of the last plan(), under its plan: for
-        a few steps of which no length is known to the host but by its distance. Nothing is counted.
+        """Let the next run()s read later lengths under the plan of the last plan().
+
+        For a few steps whose lengths the host knows only by their distance. Nothing is counted.
 
         Parameters
         ----------
@@ -494,8 +495,9 @@ class PackAttention:
         return sibling
 
     def steps_left(self) -> int:
-        """Number of further steps that the plan serves if each request but padding grows by one
-        token per step and nothing else changes.
+        """Number of further steps that the plan serves.
+
+        Each request except padding grows by one token per step, and nothing else changes.
         """
         return self._scheduler.steps_left(self.seq_lens, self._table_width)
 
@@ -505,8 +507,7 @@ class PackAttention:
         return self._executor.name
 
     def _load_kernels(self, name: str) -> LoadedKernels | None:
-        """The kernels that the executor `name` runs, compiled if need be (`jit.py`); None: plain
-        torch does."""
+        """Kernels for executor `name`, compiled if need be (`jit.py`); None: torch runs plans."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
@@ -683,8 +684,9 @@ def _canonical_device(device: torch.device | str) -> torch.device:
 
 
 def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
-    """CTAs that share the work of one KV head: those that the device runs at the same time, over
-    all KV heads.
+    """CTAs that share the work of one KV head.
+
+    They are the CTAs that the device runs at the same time, divided by the KV heads.
     """
     if kernels is None:
         return _TORCH_WORKERS

@@ -121,8 +121,7 @@ def problem_with(path: Path) -> str | None:
 
 
 class OutputError(Exception):
-    """A file that a command was to write cannot be written, although it could when it was asked
-    for. In one line."""
+    """A file that could be written when the command began can no longer be written; one line."""
 
 
 def write_output(option: str, path: Path, text: str) -> None:

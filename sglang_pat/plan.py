@@ -1,5 +1,4 @@
-"""DecodePlan: the plan that the C++ scheduler wrote, the buffer it lies in, and how large that is;
-and how that scheduler is made.
+"""DecodePlan: the C++ scheduler's plan, its buffer with its sizes, and how the scheduler is made.
 
 Between the scheduler, which writes the buffer, and the executors, which read it. The format is
 `kernels/contract/plan_format.h`; this file only gives its sections names and shapes.
@@ -342,8 +341,10 @@ class BufferSizes(NamedTuple):
     def for_invariant(
         cls, max_requests: int, num_shared_slots: int, max_seq_len: int
     ) -> BufferSizes:
-        """Capacity for the batch-invariant plan of any batch of up to `max_requests` requests with
-        up to `max_seq_len` KV tokens each. ValueError for a parameter that is out of range.
+        """Capacity for any batch-invariant plan within these limits.
+
+        The batch has up to `max_requests` requests with up to `max_seq_len` KV tokens each.
+        ValueError for a parameter that is out of range.
         """
         capacity, num_partials = invariant_plan_bounds(max_requests, max_seq_len)
         return cls(capacity, num_partials, num_shared_slots)

@@ -68,8 +68,7 @@ class Features(NamedTuple):
 
 
 def missing_tokens(plan: DecodePlan, seq_lens: IntArray) -> list[float]:
-    """For each of `SHORTEST`: what all work items lack together of so many tokens each, counted
-    over all KV heads."""
+    """Tokens that work items lack to each length of `SHORTEST`, summed over items and KV heads."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
@@ -79,8 +78,10 @@ def missing_tokens(plan: DecodePlan, seq_lens: IntArray) -> list[float]:
 
 
 class Design(NamedTuple):
-    """A plan to measure: `prefixes` of `prefix` tokens, each above `sharers` requests with
-    `private` tokens of their own. body: the rows of the body that it is there for; 0: for the sum.
+    """A plan to measure.
+
+    It has `prefixes` of `prefix` tokens, each above `sharers` requests with `private` tokens of
+    their own. body: rows of the body that the plan is there for; 0: for the sum.
     """
 
     prefixes: int
@@ -246,9 +247,12 @@ class _Timer:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """microseconds: of each feature. shortest: tokens of a short item. bodies: a token's cost in
-    the body of so many rows, over that of a token from memory. errors: relative, of each plan that
-    was fitted."""
+    """Fitted costs.
+
+    microseconds: of each feature. shortest: tokens of a short item. bodies: a token's cost in the
+    body of so many rows, over that of a token from memory. errors: relative, of each plan that was
+    fitted.
+    """
 
     microseconds: Features
     shortest: int

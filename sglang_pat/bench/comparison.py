@@ -161,8 +161,10 @@ def measure(
 
 
 def fit(case: Case, model: Model, info: Mapping[str, Any], share: float = POOL_SHARE) -> Case:
-    """The case, or a smaller one that the server holds in a share of its KV pool. RuntimeError if
-    there is none."""
+    """Return the case, or a smaller one that fits into a share of the server's KV pool.
+
+    RuntimeError if there is none.
+    """
     context = min(int(info.get("context_length") or model.context_len), model.context_len)
     most = context - case.private - case.generated - 1
     if most < 0:
@@ -196,8 +198,10 @@ def _runs(
 
 
 def compare(pat: Measured, other: Measured) -> list[Compared]:
-    """Case by case, as far as both servers have been timed. RuntimeError if two runs have no token
-    in common."""
+    """Compare case by case, as far as both servers have been timed.
+
+    RuntimeError if two runs have no token in common.
+    """
     return [
         Compared(
             name,

@@ -173,8 +173,11 @@ def tpot(runs: Sequence[DecodeRun]) -> Spread:
 
 
 def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
-    """Time of one server over that of the other: of slices at the same token, in runs that followed
-    each other. RuntimeError if none has the same token."""
+    """Time of one server over that of the other.
+
+    Slices at the same token are compared, in runs that followed each other. RuntimeError if none
+    has the same token.
+    """
     found = [
         milliseconds / other.slices_ms[token]
         for run, other in zip(slower, faster, strict=True)

@@ -28,8 +28,11 @@ LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name in tables, SGLang's name of the backend (None: SGLang chooses), and variables that its
-    server is given."""
+    """A server to measure.
+
+    Its name in tables, SGLang's name of the backend (None: SGLang chooses), and variables that it
+    gets.
+    """
 
     name: str
     backend: str | None
@@ -72,8 +75,10 @@ class Server:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Any, **more: Any
     ) -> list[dict[str, Any]]:
-        """All prompts as one batch; the answers in order. sampling: for all, or a list of one
-        each."""
+        """Send all prompts as one batch; return the answers in order.
+
+        sampling: for all, or a list with one for each.
+        """
         body = {"input_ids": prompts, "sampling_params": sampling, **more}
         answers: list[dict[str, Any]] = orjson.loads(self._post("generate", body).content)
         return answers

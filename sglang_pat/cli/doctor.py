@@ -144,8 +144,10 @@ _AS_A_DRAFT_MODEL = (
 
 
 def _print_routes(model: str, report: Path | None) -> int:
-    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here, and 2 for
-    wrong input."""
+    """Print the routes of a model.
+
+    Returns the exit status: 1 if SGLang cannot build the model here, 2 for wrong input.
+    """
     with tempfile.TemporaryDirectory(prefix="sglang-pat-doctor-") as folder:
         try:
             source = _loadable(model, Path(folder))

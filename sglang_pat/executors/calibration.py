@@ -103,8 +103,11 @@ def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
 
 
 def costs_of(device: torch.device, *, latent: bool = False) -> CostModel:
-    """Those measured on this machine, else those shipped for its GPU. KernelCacheError as in
-    `load`. latent: of latent attention, which `sglang-pat calibrate` does not measure."""
+    """Costs that were measured on this machine, else those shipped for its GPU.
+
+    KernelCacheError as in `load`. latent: costs of latent attention, which `sglang-pat calibrate`
+    does not measure.
+    """
     machine = _machine(device)
     if latent:
         return shipped_latent_costs(machine.gpu)

@@ -131,9 +131,10 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
-        where values have another head_dim than keys; `bf16_e4m3_d128_sm90` where the KV cache has
-        another type than the queries.
+        """Short name, usable in identifiers and file names.
+
+        `bf16_d128_sm90`; `bf16_d192v128_sm90` where values have another head_dim than keys;
+        `bf16_e4m3_d128_sm90` where the KV cache has another type than the queries.
         """
         dtypes = _ELEMENTS[self.dtype][1]
         if self.kv_dtype is not None:
@@ -144,9 +145,10 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """True if a query row's result is bitwise the same in every tile: on Hopper, where one body
-        executes all of them, but not over a cache of one-byte numbers. The bodies on mma.sync split
-        KV over their warps in different ways.
+        """True if a query row's result is bitwise the same in every tile.
+
+        On Hopper it is, because one body executes all tiles, but not over a cache of one-byte
+        numbers. The bodies on mma.sync split KV over their warps in different ways.
         """
         return self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
 
@@ -422,8 +424,7 @@ class Compiler:
 
 
 def _digest(nvrtc: Any, cuda_headers: Path) -> str:
-    """Return the hash of what PTX says of its compiler, whose version is not all of it, and of the
-    headers."""
+    """Hash of the headers and of the compiler as PTX names it; its version is not all of it."""
     program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
     try:
         _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")

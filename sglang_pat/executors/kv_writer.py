@@ -63,8 +63,10 @@ class KvWriter:
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
-        """Scale for a divisor that `torch.Tensor.div_` would take. A tensor is read at each write.
-        Nothing is divided if the dtype stays the same, as in SGLang's pools.
+        """Scale for a divisor that `torch.Tensor.div_` would take.
+
+        A tensor is read at each write. Nothing is divided if the dtype stays the same, as in
+        SGLang's pools.
 
         None: the kernel cannot. In a capture, it cannot divide by a number that is new to it.
         """
@@ -208,7 +210,9 @@ class KvWriter:
 
     def agrees_with_torch(self) -> bool:
         """Compare the bytes that kernel and torch write, for all numbers of the model's dtype.
-        Waits for the device."""
+
+        Waits for the device.
+        """
         num_tokens = -(-(2**16) // min(self.columns))
         slots = torch.arange(1, num_tokens + 1, device=self._device)
         cache_dtype = self.config.cache_dtype

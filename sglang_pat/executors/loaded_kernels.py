@@ -217,8 +217,10 @@ def _warn_once(message: str) -> None:
 
 
 def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int) -> int:
-    """Address of the tensor map of keys or values `[num_slots, num_kv_heads, head_dim]`, which
-    stays where it is for a while; 0 if there is none."""
+    """Address of the tensor map of keys or values `[num_slots, num_kv_heads, head_dim]`.
+
+    The map stays at that address for a while. 0 if there is none.
+    """
     row_bytes = shape[1] * shape[2] * element_bytes
     found = _tensor_map(address, shape[0], row_bytes, slot_bytes)
     return 0 if found is None else int(found.getPtr())

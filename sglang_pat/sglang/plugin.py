@@ -99,8 +99,11 @@ def missing_registrations() -> list[str]:
 
 
 def unwrapped_backends() -> list[str]:
-    """After `missing_registrations()`: backends of SGLang's, or of plug-ins that were loaded after
-    this one, which would decode all by themselves even if pat was asked for."""
+    """Backends that would decode all by themselves even if pat was asked for.
+
+    Call it after `missing_registrations()`. They are SGLang's, or of plug-ins that were loaded
+    later.
+    """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     factories = ATTENTION_BACKENDS.items()

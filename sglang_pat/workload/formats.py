@@ -112,8 +112,10 @@ def open_trace(path: Path, format: str = "auto", *, strict: bool = False) -> Tra
 
 
 def _seconds(value: object) -> float:
-    """A time: a number as it is, an ISO 8601 text as seconds since 1970, in UTC if it names no
-    zone. ValueError for anything else."""
+    """Return a time in seconds: a number as it is, an ISO 8601 text since 1970.
+
+    A text that names no zone is in UTC. ValueError for anything else.
+    """
     if isinstance(value, str):
         try:
             number = float(value)

@@ -102,8 +102,10 @@ class MetricClasses(NamedTuple):
 
     @classmethod
     def of_prometheus(cls) -> MetricClasses:
-        """prometheus_client decides on import how it keeps values, and thus must not be imported
-        before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        """Return the classes of prometheus_client.
+
+        It decides on import how it keeps values, so SGLang must have set PROMETHEUS_MULTIPROC_DIR
+        before.
         """
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -119,7 +121,9 @@ class StepMetrics:
         read_counters: Callable[[], Counters],
         classes: MetricClasses | None = None,
     ) -> None:
-        """labels: of every metric. read_counters: called from another thread. classes: None for
+        """Make the metrics.
+
+        labels: of every metric. read_counters: called from another thread. classes: None for
         prometheus_client's.
         """
         self._metrics = _metrics(tuple(labels.items()), classes or MetricClasses.of_prometheus())

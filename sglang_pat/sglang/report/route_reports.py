@@ -73,8 +73,10 @@ def report_extend_routes(routes: Routes) -> None:
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info: its fields win over SGLang's arguments, which name the default
-    backend."""
+    """AFTER Scheduler.get_init_info: its fields replace SGLang's arguments.
+
+    Those name the default backend.
+    """
     told = _Told.routes
     decodes = told is not None and told["pat_layers"] > 0
     if told is not None and _Told.draft_routes is not None:

@@ -90,8 +90,9 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """Contents of a stats file after the last step: wait for two equal readings that are further
-    apart than the file lags behind. For when all requests have been answered.
+    """Return the contents of a stats file after the last step: all requests have been answered.
+
+    Waits for two equal readings that are further apart than the file lags behind.
 
     TimeoutError, naming the file, if it goes on changing.
     """

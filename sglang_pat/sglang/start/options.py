@@ -74,8 +74,10 @@ def attention_backends(arguments: Any) -> tuple[str, str]:
 
 
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
-    """True if pat is to compute a request alike in any batch: by its own variable, or by SGLang's
-    deterministic inference, which a target for on-policy training turns on too.
+    """True if pat must compute a request alike in any batch.
+
+    Its own variable asks for that, or SGLang's deterministic inference, which a target for
+    on-policy training turns on too.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
@@ -182,8 +184,7 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 
 def drafts_now(arguments: Any) -> int:
-    """Return how many draft tokens of each request are verified over the backends that SGLang
-    builds now."""
+    """Return the draft tokens per request that the backends verify which SGLang builds now."""
     if resolved(arguments, "speculative_adaptive"):  # it says so while it builds them
         from sglang.srt.runtime_context import get_spec
 

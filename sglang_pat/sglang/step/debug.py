@@ -96,8 +96,7 @@ class _Planned(NamedTuple):
 
 
 class StepChecker:
-    """Raises RuntimeError, naming the request, if a step does not find the KV that its plan
-    reads."""
+    """Raise RuntimeError that names a request whose KV is not what the plan of the step reads."""
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
@@ -138,8 +137,10 @@ class StepChecker:
 
 
 def check_growth(before: IntArray, now: IntArray) -> None:
-    """Raises RuntimeError unless each length, 0 of padding aside, is one more than before: what
-    repeated steps rely on (`sglang/step/reuse.py`). int32 `[num_rows]`, of one batch in two steps.
+    """Raise RuntimeError unless each length, except 0 of padding, is one more than before.
+
+    Repeated steps rely on that (`sglang/step/reuse.py`). int32 `[num_rows]`, of one batch in two
+    steps.
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(

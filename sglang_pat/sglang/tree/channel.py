@@ -105,8 +105,10 @@ class StepChannel:
         return StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
 
     def note_blocks(self, batch: Any | None) -> None:
-        """SGLang's draft model gives blocks of drafts for the scheduler's `batch`, in a batch that
-        is not made of it. None: it has given them."""
+        """Note the scheduler's `batch` for which SGLang's draft model gives blocks of drafts.
+
+        They come in a batch that is not made of it. None: it has given them.
+        """
         is_known = batch is not None and batch.reqs
         self._blocks = self._drafting_step(batch) if is_known else None
 
@@ -157,8 +159,10 @@ def requests_of(forward_batch: Any) -> StepRequests | None:
 
 
 def step_of_extend(forward_batch: Any) -> StepRequests | None:
-    """Requests of a draft-extend batch, if it was noted when it was made and its requests were in
-    the last verify step."""
+    """Requests of a draft-extend batch.
+
+    None unless the batch was noted when it was made and its requests were in the last verify step.
+    """
     return requests_of(forward_batch.spec_info)
 
 
@@ -214,8 +218,7 @@ def _within(
 def _around_blocks(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND forward_batch_generation of a worker that drafts blocks for a batch and verifies
-    them."""
+    """AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
     CHANNEL.note_blocks(batch)
     try:
         return original(worker, batch, *args, **kwargs)
