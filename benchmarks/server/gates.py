@@ -270,8 +270,10 @@ def over(runs: Sequence[DecodeRun], of: Sequence[DecodeRun]) -> float:
 
 
 def projection(ms: float, layer: float | None, layers: int, whole: int) -> dict[str, float | None]:
-    """Estimate a step of the whole model. ms: with so many layers. layer: microseconds of
-    one, if they are known."""
+    """Estimate a step of the whole model.
+
+    ms: with so many layers. layer: microseconds of one, if they are known.
+    """
     projected = None if layer is None else ms + (whole - layers) * layer / 1000
     return {"layer_us": layer, "whole_layers": whole, "projected_ms": projected}
 

@@ -65,8 +65,10 @@ def round_robin_route(workers: int, seed: int) -> Route:
 
 
 def cache_aware_route(workers: int, seed: int) -> Route:
-    """By prefix, unless the load is out of balance; a prompt that nobody knows goes to the worker
-    that has seen least."""
+    """Route by prefix, unless the load is out of balance.
+
+    A prompt that nobody knows goes to the worker that has seen least.
+    """
     known = [Worker() for _ in range(workers)]
 
     def route(request: TraceRequest) -> int:

@@ -156,8 +156,10 @@ def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
 def largest_off(
     server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
 ) -> float:
-    """By how much a token of the answers is less probable than the best one, at most: 0 if all are
-    the model's own. The server prefills prompts and answers, without drafts."""
+    """Return by how much a token of the answers is less probable than the best one, at most.
+
+    0 if all tokens are the model's own. The server prefills prompts and answers, without drafts.
+    """
     found = 0.0
     for first in range(0, len(prompts), CHECKED_AT_ONCE):
         chosen = slice(first, first + CHECKED_AT_ONCE)

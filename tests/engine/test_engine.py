@@ -1,5 +1,4 @@
-"""The whole way, in SGLang's real engine on the CPU: every token equals that of SGLang's own
-backend.
+"""SGLang's real engine on the CPU: every token equals that of SGLang's own backend.
 
 Greedy decoding in float32, so one run of SGLang's backend gives the answers for all configurations.
 All engines run under SGLANG_PAT_DEBUG=1, which checks each step's plan against the radix tree.
@@ -250,8 +249,10 @@ class _Features:
 
     @pytest.mark.nightly
     def test_everything_at_once(self, engine: Any, workload: Workload, expected: Expected) -> None:
-        """Answers that are continued split the tree; others stop early, come several times or are
-        aborted; and all of them are paused, sent back and started again."""
+        """Answers are continued, stop early, come several times or are aborted, and all are paused.
+
+        Continued answers split the tree. Paused ones are sent back and started again.
+        """
         chooser = random.Random(5)
         manager = engine.tokenizer_manager
 
@@ -303,8 +304,10 @@ class _Sessions:
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
     ) -> list[dict[str, Any]]:
-        """Lead all conversations at once, beside requests that are no sessions. Returns all
-        answers, which are compared."""
+        """Lead all conversations at once, beside requests that are no sessions.
+
+        Returns all answers, which are compared.
+        """
         manager = engine.tokenizer_manager
 
         async def lead(turns: list[Request]) -> list[dict[str, Any]]:

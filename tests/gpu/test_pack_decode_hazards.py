@@ -1,5 +1,6 @@
-"""Hazards that must not go unnoticed: plans of other batches, several streams and graphs, lengths
-beyond the table, missing slots.
+"""Hazards that must not go unnoticed.
+
+Plans of other batches, several streams and graphs, lengths beyond the table, missing slots.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Draft models that give a block of drafts at once (DFLASH, DSPARK), and the verify steps of these
-blocks, shown to the backends as SGLang's runners show them.
+"""Draft models that give a block of drafts at once (DFLASH, DSPARK), and their verify steps.
+
+They are shown to the backends as SGLang's runners show them.
 
 Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
 """
@@ -148,8 +149,10 @@ class Blocks(DraftScene):
     def assert_block(
         self, view: Any, lens: list[int], attending: Any, runner: Any, reads: tuple[Any, Any]
     ) -> None:
-        """Each token of a block reads its request, and those of its block that `reads` says, in
-        both layers. view: of the capture if there is a graph, whose kernels run again."""
+        """Check that each token of a block reads its request, and tokens of the block by `reads`.
+
+        In both layers. view: of the capture if there is a graph, whose kernels run again.
+        """
         for layer in range(2):
             q = torch.randn(view.batch_size * BLOCK, QO_HEADS, HEAD_DIM)
             out = attending.forward_extend(q, None, None, runner.model[layer], view)

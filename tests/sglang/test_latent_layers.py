@@ -1,5 +1,4 @@
-"""Layers of latent attention (MLA) by pat: how models call them, and which are left to the default
-backend."""
+"""Layers of latent attention (MLA) by pat: how models call them, and which fall back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""pat over SGLang's own backends for GPUs, without a GPU: their classes, made as SGLang makes them,
-through the life of decode steps. Where pat decodes all layers, their kernels are never asked for.
+"""pat over SGLang's own backends for GPUs, without a GPU.
+
+Their classes, made as SGLang makes them, go through the life of decode steps. Where pat decodes all
+layers, their kernels are never asked for.
 
 SGLang's attention kit makes the model runner of one layer, and says what the layer must answer.
 """

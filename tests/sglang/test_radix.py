@@ -99,8 +99,10 @@ def test_a_split_keeps_the_key_and_refines_the_path(tree: Tree) -> None:
 
 
 class OlderCore:
-    """A core in Rust as of 0.5.22, or of 0.5.21, which does not collect paths. Its nodes are those
-    of paths that were read elsewhere."""
+    """A core in Rust of 0.5.22, or of 0.5.21, which does not collect paths.
+
+    Its nodes are those of paths that were read elsewhere.
+    """
 
     def __init__(self, paths: list[Any], *, collects: bool) -> None:
         self.nodes = {node[0]: node for path in paths for node in path}

@@ -353,8 +353,10 @@ def test_gpus_without_kernels(
 
 @pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
 def test_layers_that_no_module_registers_are_found(container: Callable[[Any], Any]) -> None:
-    """SGLang runs what it has no class for by that of transformers, beside which it keeps its
-    attention layers in a dict."""
+    """SGLang runs a model without a class of its own by that of transformers.
+
+    It keeps its attention layers beside that model, in a dict.
+    """
     model = torch.nn.Module()
     model.attention_instances = container([*layers()])
     assert [*Routes.of_runner(runner(model=model), "triton").shapes] == [0, 1]

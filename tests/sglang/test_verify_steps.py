@@ -129,8 +129,10 @@ class Server:
         CHANNEL._step = self.step
 
     def replay(self, view: Any) -> None:
-        """Steps before the layers: the backend's, then the graph's, whose kernels read lengths on
-        the device."""
+        """Run the steps before the layers: the backend's, then the graph's.
+
+        The graph's kernels read lengths on the device.
+        """
         self.backend.init_forward_metadata_out_graph(view)
         self.backend.init_forward_metadata_in_graph(view)
         for attention in self.plans._attentions:

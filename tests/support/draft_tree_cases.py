@@ -13,9 +13,12 @@ import torch
 
 
 class TreeCase(NamedTuple):
-    """drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
-    kv_dtype: as the queries' if None; if not, with scales, of which that of the keys lies on the
-    device for e5m2."""
+    """A tree of drafts to attend to.
+
+    drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
+    kv_dtype: as the queries' if None; if not, with scales; that of the keys lies on the device for
+    e5m2.
+    """
 
     heads: int
     kv_heads: int

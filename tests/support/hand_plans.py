@@ -163,9 +163,10 @@ class HandPlan:
 
 
 def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
-    """Cut a batch into work items at random: subtree tiles and packs of single nodes, segments in
-    any order, requests without KV in their item, segments without tokens, any of them said to be
-    read once.
+    """Cut a batch into work items at random.
+
+    Subtree tiles and packs of single nodes, segments in any order, requests without KV in their
+    item, segments without tokens, any of them said to be read once.
     """
     rng = np.random.default_rng(seed)
     cap = MAX_ROWS // group_size

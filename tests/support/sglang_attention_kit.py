@@ -62,8 +62,11 @@ def _alone() -> Any:
 def pat_over(
     name: str, *, head_dim: int, drafts: tuple[int, bool] | None = None
 ) -> Iterator[Decoded]:
-    """Lets the kit's runners have pat over SGLang's backend `name`. drafts: how many draft tokens a
-    request has in a verify step, and whether they are a chain; None: verify steps are not pat's."""
+    """Let the kit's runners have pat over SGLang's backend `name`.
+
+    drafts: how many draft tokens a request has in a verify step, and whether they are a chain;
+    None: SGLang's backend runs verify steps.
+    """
     decoded = Decoded()
     build = ATTENTION_BACKENDS[name]
 
@@ -181,8 +184,10 @@ def is_decoded_by_pat(case: DenseAttentionCase) -> bool:
 
 
 class KitTestCase(unittest.TestCase):
-    """The kit asks it for nothing but a way to skip, which here is a failure: the tests name the
-    backends that there are."""
+    """A test case for the kit, which asks it only for a way to skip.
+
+    Here a skip is a failure: the tests name the backends that there are.
+    """
 
     def skipTest(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -57,8 +57,7 @@ def install() -> None:
 
 
 def _allow_several_heads() -> None:
-    """SGLang gives each of several draft layers its number, which a head of a Llama does not
-    take."""
+    """Let a head of a Llama take its number: SGLang gives one to each of several draft layers."""
     from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 
     init = LlamaForCausalLMEagle.__init__

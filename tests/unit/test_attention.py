@@ -204,9 +204,7 @@ def test_token_counts_follow_the_growth() -> None:
 
 
 def test_a_freed_row_does_not_disturb_the_others() -> None:
-    """Rows are rewritten while a step that still names them is in flight: shared KV must not
-    follow.
-    """
+    """Shared KV does not follow rows that are rewritten while a step with them is in flight."""
     problem = Problem(make_case([(-1, 500)], [(0, 10), (0, 20), (0, 30)]), HEADS, torch.float32)
     attention = make_attention()
     lens = torch.from_numpy(problem.case.seq_lens)

@@ -24,8 +24,11 @@ many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def boundaries(length: int) -> list[int]:
-    """Where the KV of a request of this length begins, is cut, and ends. Written down here once
-    more: a change of the grid changes results of requests that are stored somewhere."""
+    """Positions where the KV of a request of this length begins, is cut, and ends.
+
+    Written down here once more: a change of the grid changes results of requests that are stored
+    somewhere.
+    """
     cuts = [0]
     while cuts[-1] < length:
         cut = cuts[-1] + _chunk_tokens(cuts[-1])
@@ -198,8 +201,11 @@ def test_chunks_are_counted(length: int) -> None:
 
 
 def test_shared_steps_are_read_once() -> None:
-    """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one. 12 tokens are left,
-    which each request reads, and its own. An item is as long as two chunks at most."""
+    """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one.
+
+    12 tokens are left, which each request reads, and its own. An item is as long as two chunks at
+    most.
+    """
     case = make_case([(-1, 1100)], [(0, 20)] * 8)
     plan = plan_of(case, scheduler_of(num_workers=1))
     assert plan.kv_tokens.planned == 512 + 576 + 8 * (12 + 20)

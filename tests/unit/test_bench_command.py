@@ -230,8 +230,11 @@ class FakeServer:
 
 
 class FakeServers:
-    """In place of SGLang's servers. pools: KV tokens. fails: raised by a pass of pat's with nothing
-    shared. log, started: what they were asked, and how they were started."""
+    """Stand-in for SGLang's servers.
+
+    pools: KV tokens. fails: raised by a pass of pat's with nothing shared. log, started: what they
+    were asked, and how they were started.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []

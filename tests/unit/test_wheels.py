@@ -54,8 +54,10 @@ def test_programs_beside_python_are_found(
 
 
 def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The script asks for each architecture with each dtype and head_dim, and keeps nothing that an
-    earlier build left."""
+    """The script asks for each architecture with each dtype and head_dim.
+
+    It keeps nothing that an earlier build left.
+    """
     namespace = runpy.run_path(str(WHEELS))
     add_kernels = namespace["add_kernels"]
     asked: list[jit.KernelConfig] = []
