@@ -210,7 +210,7 @@ class PackAttention:
         self._step: Step | None = None  # of the last plan()
         self._num_requests = 0  # of the plan
         self._key: Hashable = None
-        # Of the last step.
+        # The last step's.
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)

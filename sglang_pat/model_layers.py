@@ -50,7 +50,7 @@ _GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 _LARGEST, _MOST_LAYERS = 10**9, 10_000
-# What published configurations leave to transformers, in the part about the decoder.
+# Decoder values that published configurations leave to transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -285,7 +285,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         return Layer(index, kind, refusal=Refusal("attention", kind))
     qo_heads = positive(config, "num_attention_heads")
     if kind == LATENT:
-        # What a token leaves behind is one vector for all heads, and its rotated part.
+        # A token leaves one vector for all heads, and its rotated part.
         rank = positive(config, "kv_lora_rank")
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(

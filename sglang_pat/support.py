@@ -17,12 +17,12 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-# Of the KV cache, besides that of the queries.
+# Types of the KV cache, besides that of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-# Of keys (and queries) and of values, where KV heads have keys and values of their own. A pair that
+# head_dims of keys (and queries) and of values, where KV heads have both of their own. A pair that
 # is taken out here is refused everywhere.
 GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-# Of latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
+# Latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
 # first numbers of its keys.
 LATENT_HEAD_DIMS = (576, 512)
 HEAD_DIMS = (*GQA_HEAD_DIMS, LATENT_HEAD_DIMS)
@@ -40,7 +40,7 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-# Of these, those with kernels for latent attention. Elsewhere the default backends use instructions
+# GPUs with kernels for latent attention. Elsewhere the default backends use instructions
 # (tcgen05) that pat's do not.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
@@ -63,7 +63,7 @@ POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"
-# What pat does not accelerate SGLang's default backend does, in the layers or models concerned.
+# SGLang's default backend runs the layers or models that pat does not accelerate.
 DEFAULT_DECODES = "runs on SGLang's default backend"
 LAYER = "these layers run on SGLang's default backend"
 MODEL = "the model runs on SGLang's default backend"

@@ -48,7 +48,7 @@ SAMPLES = 12
 CANDIDATES = 8  # at each position of a sample
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS = 3  # of each system prompt
-# How many of the requests are samples, end at a stop token, are aborted.
+# Shares of the requests that are samples, end at a stop token, are aborted.
 SHARE_OF_SAMPLES, SHARE_STOPPED, SHARE_ABORTED = 0.25, 0.25, 0.15
 # SGLang admits requests by how much KV it expects them to need: let it expect little.
 _ADMIT_TOO_MANY = {"schedule_conservativeness": 0.1}

@@ -16,7 +16,7 @@ from rich.text import Text
 from common.metadata import metadata
 from common.terminal import console
 
-# Of the metadata, what has to be the same for numbers to be compared.
+# Metadata that must be the same for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
 
 

@@ -13,7 +13,7 @@ from kernel.request_forests import Forest, lognormal_lengths, random_forest
 HEAD_DIM = 128
 E4M3 = torch.float8_e4m3fn
 LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
-# What dense attention kernels reach on an H100 at best: the compute side of the floor.
+# Best rate of dense attention kernels on an H100: the compute side of the floor.
 REFERENCE_FLOPS = 600e12
 LONG_TOKENS = 8000  # context from which up to LONG_REQUESTS requests are a long case
 LONG_REQUESTS = 8

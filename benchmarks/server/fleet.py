@@ -19,7 +19,7 @@ from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms, tpot
 from sglang_pat.bench.server import Server, Start, running_servers, sampling_of
 
-# Of the arguments of a server that is not alone on its GPU.
+# Arguments of a server that is not alone on its GPU.
 SHARED_GPU = {
     "load_format": "dummy",
     "dtype": "bfloat16",

@@ -62,7 +62,7 @@ TOKENS = 56  # of an answer
 PROFILED_STEPS = 8
 TRACE_SECONDS = 15
 FP8_LIMIT = 0.9  # pat with e4m3 KV over pat with bfloat16
-# Of the ratio of two medians: what a run cannot tell apart.
+# A run cannot tell apart ratios of two medians that differ by less.
 NOISE = 0.01
 # When it pays. A batch of 128 that shares nothing is among the questions.
 CONTEXT = 1024

@@ -50,7 +50,7 @@ from sglang_pat.cli.arguments import whole_number
 TOGETHER = ("small", "ngram", "same")
 DRAFTS = (*TOGETHER, "eagle", "trees")
 NONE = "none"
-# Of the models that are served. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
+# Layers of the served models. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
 # and `same` for its drafts.
 LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, "trees": 15, NONE: 4}
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"

@@ -35,7 +35,7 @@ struct LatentMmaConsumer {
     return storage.records[num_passes % kPassRecords];
   }
 
-  // Of the next stage, in the ring. From one counter: a position of its own takes a register more.
+  // Place of the next stage in the ring. From one counter: a position of its own takes a register more.
   __device__ __forceinline__ uint32_t place() const { return num_stages % Storage::kStages; }
   // Address of the next stage, once it has arrived.
   __device__ __forceinline__ uint32_t wait_for_stage() const {

@@ -171,7 +171,7 @@ class Producer {
     load_requests();
   }
 
-  // Whether rows of the present item follow those of the present pass.
+  // True if rows of the present item follow those of the present pass.
   __device__ __forceinline__ bool has_pass() const {
     return kHasPasses<Dims> &&
            first_row_ + kPassRows < item_.num_requests * params_.rows.group_size;
@@ -339,7 +339,7 @@ class Producer {
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
-    // Of an item without KV, record_ is an earlier one's: then either answer is right.
+    // For an item without KV, record_ is an earlier one's: then either answer is right.
     const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
     stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
                          item_.num_requests * params_.rows.group_size,

@@ -183,7 +183,7 @@ class Measurement:
 
 
 def measure(report: Callable[[str], None]) -> list[Measurement]:
-    """Time all designs on the present CUDA device. report: is told of each."""
+    """Time all designs on the present CUDA device. report: called with a line for each."""
     timer = _Timer(max(design.num_tokens for design in designs()))
     found = []
     for design in designs():

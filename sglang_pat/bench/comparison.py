@@ -126,7 +126,7 @@ def measure(
     arguments, flags
         Of the server: keywords of sglang.Engine, and flags as they are.
     report
-        Is told what happens.
+        Called with a line for each event.
     into
         Gets each number as soon as it is there: what was measured stays if the rest fails.
     exactly

@@ -179,7 +179,7 @@ def running_server(
     RuntimeError, TimeoutError
         The server does not start. With the end of the log.
     """
-    # A benchmark that is told to end must take its servers along, which are no group of its own.
+    # A benchmark that is asked to end must end its servers too, which are no group of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = contender.name if name is None else name
     stats_file = folder / f"{name}-stats.json" if contender.is_pat else None

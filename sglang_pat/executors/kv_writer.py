@@ -45,7 +45,7 @@ class KvWriter:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
-        # Of what write() is given. A row of latent attention has its values, and what is behind.
+        # Columns that write() gets. A row of latent attention has its values, and what is behind.
         self.columns = config.head_dim, config.v_head_dim
         if config.is_latent:
             self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -54,7 +54,7 @@ class KvWriter:
         self._factors: dict[float, torch.Tensor] = {}
         self._overflow = 0
         if config.kv_dtype is not None:
-            # What this torch makes of numbers that the type has not got: it differs between
+            # This torch's byte for numbers that the type has not got: it differs between
             # versions.
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
@@ -81,7 +81,7 @@ class KvWriter:
         if factor is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            # What torch multiplies by, instead of a division, as this version of it computes it.
+            # Factor by which torch multiplies instead of dividing, as this version computes it.
             factor = torch.ones((), dtype=torch.float32, device=self._device).div_(divisor)
             self._factors[divisor] = factor
         return KvScale(factor.data_ptr(), ScaleUse.MULTIPLY)

@@ -93,8 +93,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         default.__class__ = pat_class
         default.take(decoder, layers, kinds, report=report_routes, strict=environment.strict)
         if not decoder.verifies:
-            # Of the object: some classes set it. In speculative decoding a step would wait for the
-            # verify step before; plans do with the lengths that the host knows anyway.
+            # On the object: some classes set it. Not in speculative decoding: a step would wait for
+            # the verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
     if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)

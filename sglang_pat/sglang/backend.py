@@ -44,10 +44,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     _pat_kind: StepKind  # of the last step
     _pat_report: Callable[[Routes], None]
     _pat_is_strict: bool
-    # Whether steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
+    # True if steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
     # if pat has all layers.
     _pat_speculates: bool
-    # Whether the default backend prepares an eager step, in which it may call the methods below.
+    # True while the default backend prepares an eager step. It may call the methods below then.
     _pat_in_default: bool
     # Arguments of init_cuda_graph_state(), if the default backend has not been given them.
     _pat_graph_sizes: tuple[int, int] | None

@@ -51,7 +51,7 @@ from sglang_pat.workload.trace import (
     text_tokens,
 )
 
-# How many requests later a line may come than its arrival says: more would have to be held in
+# Requests by which a line may come later than its arrival says: more would have to be held in
 # memory. A log written by several threads needs some.
 REORDER_WINDOW = 1024
 BLOCK_TOKENS = 512  # of mooncake

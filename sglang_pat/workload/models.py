@@ -136,7 +136,7 @@ class Gpu:
     capability
         Compute capability.
     default_backend
-        What SGLang attends with there unless it is told otherwise.
+        SGLang's default attention backend there.
     """
 
     name: str

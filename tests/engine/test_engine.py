@@ -268,7 +268,7 @@ class _Features:
                 is_aborted = False
                 async for each in await start(engine, asked, rid=rid):
                     received = each["output_ids"]
-                    # Of an aborted request that is prefilled again, SGLang sends one token more.
+                    # SGLang sends one token more of an aborted request that is prefilled again.
                     assert is_aborted or received == rest[: len(received)]
                     is_aborted = 2 * len(received) >= len(rest)
                     if is_aborted:

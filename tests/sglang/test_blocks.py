@@ -39,7 +39,7 @@ from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL, block_hook
 
 BLOCK, GRAPH = 4, 4
-# Of the draft model's layers: the first one reads whole blocks, the second one is causal.
+# The draft model's first layer reads whole blocks, the second one is causal.
 READS = (torch.ones(BLOCK, BLOCK).bool(), torch.ones(BLOCK, BLOCK).tril().bool())
 
 

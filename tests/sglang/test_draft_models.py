@@ -217,7 +217,7 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
         "plans_built": 1,
         "plans_reused": 3,
     }
-    # What each step reads, and once for both requests the prefix.
+    # The reads of each step, and once for both requests the prefix.
     lengths = [25 + 31, 26 + 34, 29 + 35, 31 + 37]
     alone = sum(each + 2 * step for each in lengths for step in (1, 2, 3))
     assert after["draft_kv_tokens"] == {

@@ -58,7 +58,7 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch, server_context: SimpleName
     flashinfer = module_of("flashinfer")
     for name in _FLASHINFER_WRAPPERS:
         monkeypatch.setattr(flashinfer, name, lambda *args, **kwargs: None, raising=False)
-    # What 0.5.17 asks a distributed group, and a device, for.
+    # 0.5.17 asks a distributed group, and a device, for these.
     monkeypatch.setattr(flashinfer, "get_cuda_graph_max_batch_size", lambda *_: 4, raising=False)
     monkeypatch.setattr(module_of("fa4"), "get_device_capability", lambda: (9, 0))
     # SGLang's factory asks for Hopper.

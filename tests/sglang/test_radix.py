@@ -191,7 +191,7 @@ def test_key_changes_with(tree: Tree, change: str) -> None:
 
 
 def test_nodes_made_after_a_reset_have_new_ids(tree: Tree) -> None:
-    # What keys rely on: a request may come again under the same name, in the same row.
+    # Keys rely on new ids: a request may come again under the same name, in the same row.
     source = source_of(tree)
     seen: set[int] = set()
     for _ in range(3):

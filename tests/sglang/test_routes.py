@@ -63,7 +63,7 @@ def scaled_layers(**change: Any) -> Any:
     return layers(**(scales | change))
 
 
-# What concerns the last layer alone: the runner, the reason in the log, the refusal.
+# Cases of the last layer alone: the runner, the reason in the log, the refusal.
 OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
     "fp8 pool": (
         lambda: runner(token_to_kv_pool=KVPool(of_last=torch.bfloat16)),
@@ -156,7 +156,7 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
         "KV pool = KVPool of torch.float32",
     ),
 }
-# What concerns the whole model.
+# Cases of the whole model.
 OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
     "sparse latent attention": (
         lambda: runner(model_config=config(hf_config=deepseek_v32())),

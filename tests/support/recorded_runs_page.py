@@ -51,7 +51,7 @@ EARLIER = {
     "profile_steps.py": "server waits",
     "soak.py": "check soak",
 }
-# Of these GPUs the wheels hold kernels (.ci/wheels.py). By compute capability, the names to expect.
+# GPUs whose kernels the wheels hold (.ci/wheels.py): names to expect, by compute capability.
 ARCHITECTURES = {
     "8.0": ("A100",),
     "8.6": ("A10", "RTX 3090"),

@@ -32,7 +32,7 @@ from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.step import decoder
 from sglang_pat.sglang.step.decoder import ServedDecoder
 
-# Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
+# The kit's cases that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1
 
 
@@ -71,7 +71,7 @@ def pat_over(
     build = ATTENTION_BACKENDS[name]
 
     def build_with_pat(runner: Any) -> Any:
-        # Of a window the kit says in 0.5.17 that it is a chunk, which fa3 takes at its word.
+        # In 0.5.17 the kit calls a window a chunk, and fa3 treats it as one.
         runner.model_config.is_local_attention_model = False
         # The kit makes the layer later than the backend, and gives it to no model.
         runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])

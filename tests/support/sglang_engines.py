@@ -111,7 +111,7 @@ class Workload:
         self.long_answers = [Request(system + self._tokens(10 + i), 120) for i in range(6)]
         # Enough that batches stay full while they take turns in a pipeline.
         self.many = [Request(tools[i % 3] + self._tokens(4 + i % 9), 40) for i in range(72)]
-        # What is said in each turn of three conversations.
+        # Requests of each turn of three conversations.
         self.conversations = [
             [Request(opening + self._tokens(9 + i), 30), *self._turns(3)]
             for i, opening in enumerate((system, system, other_root))

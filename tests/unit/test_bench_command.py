@@ -335,7 +335,7 @@ def test_what_was_measured_before_the_end_is_kept(
     result = json.loads(out.read_text())
     assert result["failure"] == message
     assert [case["name"] for case in result["cases"]] == ["with a shared prefix"]
-    # What only the other server has measured is kept, too.
+    # Measurements of only the other server are kept, too.
     assert len(result["servers"]["default"]["tpot_ms"]) == 3
     assert list(result["servers"]["pat"]["tpot_ms"]) == ["with a shared prefix"]
 

@@ -91,7 +91,7 @@ def check_resources(config: KernelConfig) -> None:
     path = build(config, cache=CACHE)
     report = report_of(path)
     names = re.findall(r"Compiling entry function '(\w+)_kernel'", report)
-    # Of the kernels, and of what they call.
+    # Spills of the kernels, and of the functions that they call.
     spills = re.findall(r"properties for (\w+)\n.* (\d+) bytes spill stores", report)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     assert sorted(names) == [

@@ -23,7 +23,7 @@ from sglang_pat.model_layers import (
     summary,
 )
 
-# Of a checkpoint of compressed-tensors whose KV cache is fp8.
+# Part of a checkpoint of compressed-tensors whose KV cache is fp8.
 SCHEME = {
     "type": "float",
     "num_bits": 8,

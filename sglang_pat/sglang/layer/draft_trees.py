@@ -196,7 +196,7 @@ def _merge_in_torch(
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # What was read before is one more key: its logit is the LSE.
+    # The KV that was read before is one more key: its logit is the LSE.
     rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
     weights = weights.nan_to_num_(nan=0.0)  # of padding, which reads nothing

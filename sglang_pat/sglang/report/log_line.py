@@ -44,7 +44,7 @@ class StepLog:
         self._steps = 0
 
 
-# What is counted, and what steps and tokens are called.
+# Counters, and the names of their steps and tokens.
 _SPECULATION = (
     ("verify", "verify", "verified"),
     ("draft", "draft", "draft"),

@@ -92,7 +92,7 @@ class StepReports:
 
 
 def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
-    """Log a warning that names the option, if SGLang was told to keep no prefixes.
+    """Log a warning that names the option, if SGLang keeps no prefixes.
 
     Takes what SGLang has published of its options: `get_memory()` and `get_disagg()`.
     """

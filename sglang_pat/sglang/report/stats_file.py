@@ -20,7 +20,7 @@ from sglang_pat.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-# What SIGKILL can lose is younger than this, and the time that a write takes.
+# SIGKILL loses only counts that are younger than this and the time of a write.
 WRITE_SECONDS = 0.05
 
 _SETTLED_SECONDS = 0.25

@@ -20,7 +20,7 @@ from sglang_pat.sglang.start.options import Reason
 _UNSCALED = ("torch_native",)
 # Scales in some versions of SGLang only.
 _UNCERTAIN = ("intel_amx",)
-# Of --kv-cache-dtype, what has more scales than one per layer.
+# Values of --kv-cache-dtype that have more than one scale per layer.
 _BLOCK_SCALED = ("mxfp8",)
 
 

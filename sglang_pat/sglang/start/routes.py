@@ -21,10 +21,10 @@ from sglang_pat.sglang.start.kv_scales import are_scaled, is_converted, scales_r
 from sglang_pat.sglang.start.options import Reason, drafts_of, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
-# What SGLang's models call the sinks that they pass to their attention layers. For the log alone:
+# Names that SGLang's models give to the sinks of their attention layers. Only for the log:
 # what is passed is applied.
 _SINKS = ("sinks", "attention_sink_bias")
-# What models pass to a layer beside queries, keys and values.
+# Arguments that models pass to a layer beside queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 

@@ -33,7 +33,7 @@ class StepRequests(NamedTuple):
 
 
 class PathKeeper(Protocol):
-    """Keeps the paths of requests, and is told when they may have changed."""
+    """Keeps the paths of requests, and gets notes of when they may have changed."""
 
     def note_moved(self, ids: Collection[int]) -> None: ...
 
@@ -52,7 +52,7 @@ class StepChannel:
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_acknowledged = False
         self._acknowledged: StepRequests | None = None  # the last one
-        # Of the last batch, if pat decoded it: equal lists of later steps become this one.
+        # Requests of the last batch, if pat decoded it: equal lists of later steps become this one.
         self._last_reqs: list[Request] = []
         self._last_drafting: list[Request] = []  # of the last batch that a draft model decodes
         self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now

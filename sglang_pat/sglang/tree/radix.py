@@ -26,7 +26,7 @@ _PYTHON_NODE_TREES = (
 _ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
 _FULL_COMPONENT = 0  # ComponentType.FULL of id trees
-# What nodes of an id tree may hold. We read FULL alone, the slots of layers that see all tokens.
+# Components of an id tree's nodes. We read only FULL, the slots of layers that see all tokens.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 _FULL_COMPONENTS = tuple(
     f"sglang.srt.mem_cache.unified_cache.components.{module}.FullComponent"
@@ -328,7 +328,7 @@ def prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
     return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
 
 
-# Of nodes that are in no tree. A tree counts its nodes from 0.
+# Ids of nodes that are in no tree. A tree counts its nodes from 0.
 _NODE_IDS = count(1 << 62)
 
 
