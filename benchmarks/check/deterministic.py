@@ -74,7 +74,7 @@ def check(server: Server, trials: int, new_tokens: int, *, logprobs: bool) -> di
 def add_options(parser: argparse.ArgumentParser) -> None:
     trials, tokens = whole_number(1, 10000), whole_number(1, 1 << 16)
     parser.add_argument("--trials", type=trials, default=30, help="batches of a mode")
-    parser.add_argument("--new-tokens", type=tokens, default=48, help="of an answer")
+    parser.add_argument("--new-tokens", type=tokens, default=48, help="tokens of an answer")
     add_option(parser, "--json")
 
 

@@ -226,7 +226,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer",
         help="the program compute-sanitizer; default: that of the path, or of CUDA (%(default)s)",
     )
-    add_option(parser, "--seconds", default=600, help="that a tool may take")
+    add_option(parser, "--seconds", default=600, help="seconds that a tool may take")
     parser.add_argument(
         "--logs", type=folder_path, metavar="FOLDER", help="keep what the tools print"
     )

@@ -30,20 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         action="append",
         choices=support.KERNEL_DTYPES,
-        help=f"of the queries; may be repeated (default: {DEFAULT_DTYPE})",
+        help=f"dtype of the queries; may be repeated (default: {DEFAULT_DTYPE})",
     )
     parser.add_argument(
         "--kv-dtype",
         action="append",
         choices=support.CONVERTED_KV_DTYPES,
-        help="of the KV cache; may be repeated (default: that of the queries)",
+        help="dtype of the KV cache; may be repeated (default: that of the queries)",
     )
     parser.add_argument(
         "--head-dim",
         action="append",
         type=_head_dim,
         metavar="D",
-        help="of keys and values, or K/V where they differ, e.g. 192/128; may be repeated "
+        help="head_dim of keys and values, or K/V where they differ, e.g. 192/128; may be repeated "
         f"(default: {DEFAULT_HEAD_DIM})",
     )
     parser.add_argument(

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=whole_number(0, LARGEST_SEED),
         metavar="N",
-        help="of what is generated (default: 0)",
+        help="seed of what is generated (default: 0)",
     )
     trace.add_argument(
         "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"

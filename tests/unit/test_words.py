@@ -19,6 +19,8 @@ LONG = " ".join(["word"] * 36) + ". A short one. "
         ('"""Whether it is."""', "", ["a.py:1: a docstring opens with a noun or a verb"]),
         ("x = 1  # made anew", "", ["a.py:1: calque: anew"]),
         ("anew = 1", "", []),
+        ('x = f"What {anew}?"', "", []),
+        ('raise E(f"{x}: build it anew")', "", ["a.py:1: calque: anew"]),
         ("", "# Title\n\nIt is\nmade likewise.", ["docs/a.md:3: calque: likewise"]),
         ("", f"# Title\n\n{LONG}", ["1 of 2 sentences have over 35 words: ['docs/a.md:3']"]),
         ("", f"# Title\n\n| {LONG} |\n\n```\n{LONG}\n```", []),
