@@ -144,11 +144,15 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """Whether a query row's result is bitwise the same in every tile: on Hopper, where one body
-        executes all of them, but not over a cache of one-byte numbers. The bodies on mma.sync split
-        KV over their warps in different ways.
+        """Whether a query row's result is bitwise the same in every tile: where one body executes
+        all of them. Latent attention has two on Hopper and one elsewhere. Else Hopper has one, but
+        not over a cache of one-byte numbers. The others on mma.sync split KV over their warps in
+        different ways.
         """
-        return self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
+        has_wgmma = self.arch == (9, 0) and not self.force_mma_sync
+        if self.is_latent:
+            return not has_wgmma
+        return has_wgmma and self.kv_dtype is None
 
     @property
     def has_tensor_maps(self) -> bool:
