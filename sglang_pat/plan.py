@@ -108,6 +108,7 @@ class PlanHeader(NamedTuple):
     num_partials: int
     num_shared_slots: int
     num_kv_tokens: int
+    largest_tile: int
 
 
 class KvTokens(NamedTuple):

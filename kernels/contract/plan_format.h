@@ -30,7 +30,7 @@
 namespace pat {
 
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
-inline constexpr int32_t kPlanVersion = 4;
+inline constexpr int32_t kPlanVersion = 5;
 
 // KvSegment::kv_end of the segment that ends where its request ends: read from seq_lens when it executes, so
 // that a private tail grows without a new plan.
@@ -74,7 +74,8 @@ struct PlanHeader {
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
   int32_t num_kv_tokens;     // that all work items read at planning time, or INT32_MAX
-  int32_t reserved[3];
+  int32_t largest_tile;      // of the work items
+  int32_t reserved[2];
 };
 
 // The first work item of a ticket and its first segment: both are read at once, neither waits for the other.

@@ -53,9 +53,11 @@ inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
 // Over latent attention.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
-// On mma.sync: an item's rows in passes of 32, each over the item's KV, and stages of 32 tokens.
+// On mma.sync: an item's rows in passes of 32, each over the item's KV, and stages of 32 tokens. By wgmma: stages of 64.
 template <typename Dims>
-inline constexpr bool kHasPasses = Dims::kIsLatent && !kHasWgmma;
+inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTokens;
+template <typename Dims>
+inline constexpr bool kHasLatentWgmma = Dims::kIsLatent && !kHasPasses<Dims>;
 inline constexpr int kPassRows = 32;
 inline constexpr int kLatentTokens = kHasWgmma ? 2 * kStageTokens : kStageTokens;  // of a stage
 template <typename Dims>
@@ -65,6 +67,8 @@ inline constexpr int kDecodeThreads =
               : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
 // Registers of a thread, beside converters: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
+// The same of latent attention on Hopper: 168 on average. With more, some would wait for ever.
+inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>
@@ -204,8 +208,8 @@ __host__ __device__ constexpr int own_tiles(int warps) {
 }
 
 inline constexpr int kMaxStages = 12;
-// With passes. Hopper, for tests, has as few as fit on the smallest GPUs.
-inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 ? 2 : 4;
+// With passes. Hopper with PAT_FORCE_MMA_SYNC has as few as fit on the smallest GPUs.
+inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 && !kHasWgmma ? 2 : 4;
 
 // All but the KV ring.
 template <typename Dims>

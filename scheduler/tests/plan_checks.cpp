@@ -56,7 +56,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   std::vector<std::vector<Read>> reads(batch.seq_lens.size());
   std::vector<char> taken(h.num_item_requests, 0);
   int64_t planned = 0;
-  int32_t next_segment = 0;
+  int32_t next_segment = 0, largest_tile = 0;
   for (int32_t i = 0; i < h.num_work_items; ++i) {
     const WorkItem& item = plan.work_items[i];
     const int32_t rows = item.num_requests * config.group_size;
@@ -64,6 +64,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     CHECK(rows > 0 && item.tile < table.num_tiles && rows <= table[item.tile].block_q);
     CHECK(table[item.tile].block_q <= config.max_block_q);
     CHECK(item.tile == 0 || rows > table[item.tile - 1].block_q);
+    largest_tile = std::max(largest_tile, item.tile);
     std::vector<Read> item_reads(item.num_requests);
     for (int32_t r = 0; r < item.num_requests; ++r) {
       const int32_t index = item.request_begin + r;
@@ -115,6 +116,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(next_segment, h.num_kv_segments);
   CHECK(std::count(taken.begin(), taken.end(), 1) == h.num_item_requests);
+  CHECK_EQ(h.largest_tile, largest_tile);
   CHECK_EQ(planned, scheduler.last_plan().kv_tokens().planned);
 
   // Merges: one for each request that has not just one read; its partials are a dense run, by position.

@@ -145,12 +145,16 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """True if a query row's result is bitwise the same in every tile.
+        """True if a query row's result is bitwise the same in every tile: one body executes all.
 
-        On Hopper it is, because one body executes all tiles, but not over a cache of one-byte
-        numbers. The bodies on mma.sync split KV over their warps in different ways.
+        Latent attention has two bodies on Hopper and one elsewhere. Other layers have one on
+        Hopper, except over a cache of one-byte numbers. Their bodies on mma.sync split KV over
+        their warps in different ways.
         """
-        return self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
+        has_wgmma = self.arch == (9, 0) and not self.force_mma_sync
+        if self.is_latent:
+            return not has_wgmma
+        return has_wgmma and self.kv_dtype is None
 
     @property
     def has_tensor_maps(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import sglang
-from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines
+from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines, twice
 from model_families import FAMILIES, Family
 
 from check.cpu_ranks import environment_of_ranks
@@ -395,6 +395,49 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     found = engines.run(small, "pat", **few, **drafts)
     assert found.tokens == alone.tokens
     assert found.retractions > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BRANCHES,
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in (
+                {},
+                CHAINS,
+                TREES,
+                CHAINS | {"page_size": 4, "disable_overlap_schedule": True},
+                BRANCHES | {"disable_overlap_schedule": True},
+                CHAINS | {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2},
+            )
+        ),
+    ],
+    ids=["branches", "decode", "chains", "trees", "pages", "no overlap", "one step"],
+)
+def test_a_step_in_a_graph_has_a_plan_that_serves_it(
+    engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """In graphs of several sizes and without, while requests join, stop and come twice."""
+    small = FAMILIES["llama"]
+    if options.get("speculative_algorithm") == "NGRAM" and sglang.__version__ == "0.5.17":
+        pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
+    if options.get("speculative_algorithm") == "STANDALONE":
+        options = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
+    stopped = answers_that_stop(engines.run(small, None))
+    found = engines.run(
+        small,
+        "pat",
+        has_graphs=True,
+        stop_tokens=twice([answer[-1] for answer in stopped]),
+        max_running_requests=5,
+        **options,
+    )
+    assert found.tokens == twice(stopped)
+    reasons = found.stats["steps_planned"]
+    assert reasons.keys() >= {"eager", "requests"}
+    assert sum(reasons.values()) < {*found.calls.values()}.pop()  # others repeat the last one
+    assert found.stats["private_steps"] == {}
 
 
 def answers_that_stop(run: Run) -> list[list[int]]:

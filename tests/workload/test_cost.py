@@ -224,7 +224,7 @@ def test_packing_latent_attention_saves_tiles(
     """64 requests of a prefix of 16k tokens."""
     time = latent(monkeypatch, num_attention_heads=heads)
     planner = Planner(time)
-    assert planner._schedulers["memory"].tile_table == ((64, 64, 8),)
+    assert planner._schedulers["memory"].tile_table == ((32, 32, 8), (64, 64, 8))
     requests, shared, own = 64, 16384, 512
     paths = PrefixPaths.from_lists([[(1, 0, shared)]] * requests)
     lens = np.full(requests, shared + own, dtype=np.int32)

@@ -107,16 +107,21 @@ class DraftBranches:
     """
 
     def __init__(self, num_steps: int, device: torch.device, reserved: int = 0) -> None:
+        self._num_steps = num_steps
         # All are read. Not replaced where it was reserved: graphs hold its address.
         self._biases = torch.zeros(reserved * num_steps, device=device)
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
 
     def take(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Go to the next round. out_cache_loc: SGLang's slots, `[rows * steps]`."""
+        """Go to the next round.
+
+        out_cache_loc: SGLang's slots, `[rows * drafts]`. No step reads the slot of a branch's last
+        draft.
+        """
         self._slots = out_cache_loc.view(num_rows, -1)
-        if len(self._biases) < self._slots.numel():
-            self._biases = self._biases.new_zeros(self._slots.numel())
+        if len(self._biases) < num_rows * self._num_steps:
+            self._biases = self._biases.new_zeros(num_rows * self._num_steps)
 
     def go_to(self, step: int) -> None:
         """Let rows read the drafts up to this step, counted from 0."""
