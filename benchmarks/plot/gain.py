@@ -106,7 +106,7 @@ def _draw_kernels(axis: Axes, cases: list[dict[str, Any]]) -> None:
     axis.set_xticks(ticks, [f"{tick}x" for tick in ticks])
     axis.minorticks_off()
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("times that a KV token is shared, on average (1x: nothing shared)")
+    axis.set_xlabel("requests per KV token, on average (1x: nothing shared)")
     axis.set_ylabel("speed-up over the fastest other kernel")
     axis.set_title("Attention alone: 20 prefix trees, four head counts", fontsize=11)
     axis.legend(fontsize=9, loc="upper left")
