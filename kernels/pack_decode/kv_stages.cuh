@@ -1,4 +1,4 @@
-// How a producer warp fills the stages of the KV ring with one operand: by asynchronous copies.
+// Producer warp's copies of one operand into the stages of the KV ring: asynchronous.
 #pragma once
 
 #include "decode_params.h"
@@ -21,11 +21,13 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   for (int i = 0; i < Copy::kPeriod; ++i) {
     offsets[i] = shared + swizzled_offset(kStageTokens, copy.row(i), copy.chunk(i));
   }
+  // 32 bits are enough: a pool of one operand has less than 2^32 chunks (cuda.py).
+  const uint32_t lane_chunk = static_cast<uint32_t>(lane_slot) * (slot_bytes / kChunkBytes);
 #pragma unroll
   for (int i = 0; i < Copy::copies(kStageTokens); ++i) {
     const int token = copy.row(i);
-    const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
-    const char* source = cache + static_cast<uint64_t>(slot) * slot_bytes;
+    const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, token);
+    const char* source = cache + uint64_t{chunk} * kChunkBytes;
     if constexpr (!Copy::kWholeRows) source += copy.chunk(i) * kChunkBytes;
     const uint32_t target =
         offsets[i % Copy::kPeriod] + i / Copy::kPeriod * Copy::kPeriodRows * kPanelRowBytes;
@@ -63,7 +65,7 @@ class KvStages {
     if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
   }
 
-  // Whether KV that is read once is copied as such.
+  // Set whether KV that is read once is copied as such.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // The next stage. lane_slot: the slot of token `lane`.
@@ -102,7 +104,7 @@ class KvStages {
     copy_stage<kRowBytes, kKind>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
   }
 
-  // Of slots that follow one another: one instruction for each panel.
+  // Copies slots that follow one another: one instruction for each panel.
   __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full,
                                            bool is_read_once) {
     if (lane_ == 0) {

@@ -59,7 +59,7 @@ struct LatentConsumer {
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
     return ptx::shared_address(storage.kv[at.stage]);
   }
-  // Of the parts that the other warpgroup hands back alone, only while it waits for this one's weights.
+  // A part that the other warpgroup hands back alone: only while that one waits for this one's weights.
   __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
     ptx::fence_shared_memory();
@@ -88,11 +88,11 @@ struct LatentConsumer {
     wgmma::commit();
   }
 
-  // Of 16 tokens of a stage.
+  // Values of 16 tokens of a stage.
   __device__ __forceinline__ uint64_t values(const Ring& at, int step) const {
     return Values(address(at)).at(LatentOperand::tokens(0, kGroup * kPartPanels, step));
   }
-  // Of 64 rows by 64 tokens.
+  // Weights of 64 rows by 64 tokens.
   __device__ __forceinline__ uint32_t shared_weights(const Ring& at) const {
     return address(at) + kLatentGroups * kPartPanels * LatentOperand::kPanelBytes;
   }
@@ -256,29 +256,9 @@ struct LatentConsumer {
   }
 
   __device__ __forceinline__ void store(const Attention& part, const float (&total)[2]) const {
-    constexpr int kTiles = kColumns / 8;
-    constexpr int kFirstColumn = kGroup * kColumns;
-    const RowTarget* targets = record().targets + unit * kUnitRows;
-    const int mixed_item = record().mixed_item;
-    uint64_t rows_with_nan = 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float2 values[kTiles];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
-      }
-      if (mixed_item != kNotMixed) rows_with_nan |= find_nan(values) << 32 * h;
-      const RowTarget row = targets[lane / 4 + 8 * h];
-      const auto [scale, log2_sum] = row_scale<Dims>(
-          params, KvScales<false>{}, row, part.maximum[h] * params.logit_scale.outer, total[h]);
-      store_long_row<T, Dims>(params, row, kFirstColumn, values, scale, lane);
-      if (kGroup == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
-    }
-    if (rows_with_nan != 0) {
-      recompute_rows<T, Dims, false>(params, targets, mixed_item, unit * kUnitRows, rows_with_nan,
-                                     kFirstColumn, kFirstColumn + kColumns);
-    }
+    store_latent_unit<T, Dims>(params, record().targets + unit * kUnitRows, record().mixed_item,
+                               unit * kUnitRows, kGroup * kColumns, part.out, part.maximum, total,
+                               lane);
   }
 };
 

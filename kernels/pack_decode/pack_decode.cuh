@@ -8,6 +8,7 @@
 #pragma once
 
 #include "pack_decode/converter.cuh"
+#include "pack_decode/latent_mma_decode.cuh"
 #include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA

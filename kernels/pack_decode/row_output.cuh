@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   using Partial = ComputeType<T, Dims>;
   static_assert(sizeof(Partial) == sizeof(T));
   const bool is_partial = row >= 0;
-  // Of one tile, this lane has two columns that touch; of two tiles of one-byte values, four.
+  // This lane has two neighbouring columns of one tile; of two tiles of one-byte values, four.
   T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
               static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
               (first_column + lane % 4 * (Dims::kOneByte ? 4 : 2));
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   }
 }
 
-// Of four lanes that follow one another, lane i gets word i of each: four words that are lane-wise become word-wise.
+// Transposes words among four neighbouring lanes: lane i gets word i of each, so lane-wise words become word-wise.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {
@@ -92,6 +92,36 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
     params.partial_lse[row] = lse;
   } else if (params.out_lse != nullptr) {
     params.out_lse[~row] = lse;
+  }
+}
+
+// Columns from `first_column` on of a unit of latent attention, whose first row is row first_row of the item. Where that
+// is 0, the rows' LSEs too. total: sums of exponentials relative to the scores `maximum`.
+template <typename T, typename Dims, int kTiles>
+__device__ __forceinline__ void store_latent_unit(const DecodeParams& params,
+                                                  const RowTarget* targets, int mixed_item,
+                                                  int first_row, int first_column,
+                                                  const float (&out)[kTiles][4],
+                                                  const float (&maximum)[2],
+                                                  const float (&total)[2], uint32_t lane) {
+  uint64_t rows_with_nan = 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float2 values[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      values[tile] = make_float2(out[tile][2 * h], out[tile][2 * h + 1]);
+    }
+    if (mixed_item != kNotMixed) rows_with_nan |= find_nan(values) << 32 * h;
+    const RowTarget row = targets[lane / 4 + 8 * h];
+    const auto [scale, log2_sum] = row_scale<Dims>(params, KvScales<false>{}, row,
+                                                   maximum[h] * params.logit_scale.outer, total[h]);
+    store_long_row<T, Dims>(params, row, first_column, values, scale, lane);
+    if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
+  }
+  if (rows_with_nan != 0) {
+    recompute_rows<T, Dims, false>(params, targets, mixed_item, first_row, rows_with_nan,
+                                   first_column, first_column + kTiles * 8);
   }
 }
 

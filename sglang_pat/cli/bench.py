@@ -118,8 +118,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130
-    if interrupted."""
+    """Measure and print.
+
+    Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130 if interrupted.
+    """
     try:
         label, config = read_whole_config(arguments.model)
         check_outputs({"--json": arguments.json}, [config_file(arguments.model)])
@@ -286,7 +288,7 @@ def _measure(
 
 
 def _backend_name(asked: str, info: dict[str, Any]) -> str:
-    """What SGLang has chosen for decoding, if the choice was its own."""
+    """Name of the decode backend: the one asked for, else SGLang's choice."""
     chosen = info.get("decode_attention_backend") or info.get("attention_backend")
     return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 

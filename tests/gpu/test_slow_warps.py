@@ -1,5 +1,7 @@
-"""The results of pack_decode do not depend on which of its warps are slow: who waits for whom is
-said by barriers alone."""
+"""The results of pack_decode do not depend on which of its warps are slow.
+
+Barriers alone say who waits for whom.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,10 @@ LATENT = [
     *("first warpgroup at the end", "second warpgroup at the end", "one warp"),
     *("queries", "first tokens", "second tokens"),
 ]
+LATENT_MMA = [
+    *("quarter that writes", "quarter that reads", "quarter at the end", "unit at the end"),
+    *("first panels", "last panels"),
+]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,7 @@ LATENT = [
         *((who, "e4m3") for who in CONVERTERS + OTHERS),
         *(pytest.param(who, "as queries", marks=pytest.mark.nightly) for who in OTHERS),
         *((who, "latent") for who in LATENT),
+        *((who, "latent mma") for who in LATENT_MMA),
     ],
 )
 def test_slow_warps(who: str, kv_dtype: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Draft models that branch (`--speculative-eagle-topk` above 1), shown to the backend as SGLang's
-runners show them.
+"""Draft models that branch (`--speculative-eagle-topk` above 1).
+
+They are shown to the backend as SGLang's runners show them.
 
 Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
 """
@@ -87,8 +88,10 @@ class Branching(DraftScene):
         return self.steps._pat._reasons
 
     def view(self, lens: list[int], size: int = 0) -> Any:
-        """What SGLang shows of a round: eager, or before it replays the graph of `size` requests.
-        The branches of a request have slots far behind its own."""
+        """SGLang's view of a round: eager, or before it replays the graph of `size` requests.
+
+        The branches of a request have slots far behind its own.
+        """
         own = 700 + torch.randperm(100)[: len(lens) * TOPK * WIDTH]
         if size:
             self.slots.zero_()

@@ -1,6 +1,6 @@
 """Engines of the small models of `model_families`, forked from one process.
 
-An engine's start is little else than the import of SGLang, anew in each of its processes. Here one
+An engine's start is little else than the import of SGLang, again in each of its processes. Here one
 process imports SGLang, and forks a child for each engine, which starts in a second or two.
 """
 
@@ -38,7 +38,7 @@ _CALLS = "FAMILY_CALLS_FILE"
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine has answered, and what it has done meanwhile.
+    """Answers of an engine, and its actions meanwhile.
 
     Attributes
     ----------

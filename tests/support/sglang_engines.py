@@ -1,4 +1,4 @@
-"""What the engine tests send, and how: real SGLang engines and servers on the tiny model."""
+"""Requests of the engine tests, to real SGLang engines and servers on the tiny model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Workload:
         self.long_answers = [Request(system + self._tokens(10 + i), 120) for i in range(6)]
         # Enough that batches stay full while they take turns in a pipeline.
         self.many = [Request(tools[i % 3] + self._tokens(4 + i % 9), 40) for i in range(72)]
-        # What is said in each turn of three conversations.
+        # Requests of each turn of three conversations.
         self.conversations = [
             [Request(opening + self._tokens(9 + i), 30), *self._turns(3)]
             for i, opening in enumerate((system, system, other_root))
@@ -306,7 +306,7 @@ def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Stats:
-    """What the backend of one engine has counted since the last call of `new()`."""
+    """Counters of one engine's backend since the last call of `new()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

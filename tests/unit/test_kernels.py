@@ -226,7 +226,7 @@ def test_keys_and_values_of_a_layer_have_a_map_on_hopper(
 
 
 def test_values_may_be_a_part_of_the_keys_of_one_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As latent attention keeps them: one buffer, of which the first columns are values too."""
+    """Latent attention keeps one buffer, whose first columns are values too."""
     device = Device(monkeypatch)
     executor = device.executor(heads=4, head_dims=(192, 128))
     kv = torch.zeros(40, 1, 192, dtype=torch.bfloat16)
@@ -286,6 +286,10 @@ def rows(heads: int, *, shift: int = 0, row: int = 0, columns: int = HEAD_DIM) -
         ({"q": rows(HEADS)[1:]}, "the plan, 4 and 4, got 3 and 4"),
         ({"k_cache": rows(2, columns=256)[..., ::2]}, "k_cache must have dense heads"),
         ({"v_cache": rows(2, shift=1)}, "v_cache must be aligned to 16 bytes"),
+        (
+            {"k_cache": torch.empty(2**27 + 1, 2, 128, dtype=torch.bfloat16, device="meta")},
+            r"k_cache must span at most 4294967295 times 16 bytes, got shape \[134217729, 2, 128\]",
+        ),
         ({"out": rows(2 * HEADS)[:, :HEADS]}, "out must be contiguous"),
         ({"out": rows(HEADS, shift=1)}, "out must be aligned to 16 bytes"),
         ({"sinks": torch.zeros(2 * HEADS)[::2]}, "sinks must be contiguous"),

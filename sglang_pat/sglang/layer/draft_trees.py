@@ -47,8 +47,11 @@ class DraftTrees:
         self._biases = self._chain.expand(0, -1, -1)
 
     def take(self, forward_batch: Any, num_known: int, *, in_capture: bool) -> None:
-        """Go to the next step. num_known: its requests that have masks. Those behind are padding:
-        what their rows read does not matter."""
+        """Go to the next step.
+
+        num_known: its requests that have masks. Those behind are padding, whose reads do not
+        matter.
+        """
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
@@ -66,8 +69,9 @@ class DraftTrees:
 
 
 class DraftBlocks:
-    """The draft tokens of a step in which all requests read theirs alike: each token those before
-    it, or all of them. The plan has the first one.
+    """Draft tokens of a step in which all requests read theirs alike.
+
+    Each token reads those before it, or all of them. The plan has the first one.
 
     Where a draft model reads what was verified, SGLang has moved the accepted path to the front: a
     tree is a chain then.
@@ -194,7 +198,7 @@ def _merge_in_torch(
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # What was read before is one more key: its logit is the LSE.
+    # The KV that was read before is one more key: its logit is the LSE.
     rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
     weights = weights.nan_to_num_(nan=0.0)  # of padding, which reads nothing
@@ -229,8 +233,10 @@ def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) ->
 
 
 def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """SGLang's masks over all that requests have, as in `square_masks`, of these over the draft
-    tokens alone: bool `[requests, draft tokens, draft tokens]`."""
+    """SGLang's masks over whole requests, as in `square_masks`, from masks over draft tokens alone.
+
+    squares: bool `[requests, draft tokens, draft tokens]`.
+    """
     places, size = _square_places(seq_lens, squares.shape[-1])
     mask = torch.ones(int(size), dtype=torch.bool, device=squares.device)
     mask[places] = squares
@@ -238,8 +244,10 @@ def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where masks over all that requests have say which draft tokens each one reads: `[requests,
-    draft tokens, draft tokens]`; and how long these masks are."""
+    """Places of the draft tokens in masks over whole requests, and the length of these masks.
+
+    The places are `[requests, draft tokens, draft tokens]`.
+    """
     widths = seq_lens.long() + num_drafts
     ends = torch.cumsum(widths, 0) * num_drafts
     offsets = torch.arange(num_drafts, device=seq_lens.device)
