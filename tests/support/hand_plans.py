@@ -95,7 +95,16 @@ class HandPlan:
         work_items, segments, item_requests = [], [], []
         for requests, own in ((item.requests, item.segments) for item in items):
             rows = len(requests) * group_size
-            head = (_tile(TILE_TABLE, rows), len(requests), len(item_requests), len(segments), len(own), 0, 0, 0)
+            head = (
+                _tile(TILE_TABLE, rows),
+                len(requests),
+                len(item_requests),
+                len(segments),
+                len(own),
+                0,
+                0,
+                0,
+            )
             work_items.append(head)
             segments += [
                 (*s[:3], s.first | s.end << 16 | (READ_ONCE if s.is_read_once else 0)) for s in own
@@ -132,7 +141,8 @@ class HandPlan:
         plan = copy.copy(self)
         plan.tile_table = LATENT_TILE_TABLE
         tiles = [
-            _tile(LATENT_TILE_TABLE, TILE_TABLE[tile][0]) for tile, *_ in self._sections["work_items"]
+            _tile(LATENT_TILE_TABLE, TILE_TABLE[tile][0])
+            for tile, *_ in self._sections["work_items"]
         ]
         plan._sections = self._sections | {
             "work_items": [

@@ -114,8 +114,11 @@ class DraftBranches:
         self._num_read = 0
 
     def take(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Go to the next round. out_cache_loc: SGLang's slots, `[rows * drafts]`. The last draft of
-        a branch has a slot, which no step reads."""
+        """Go to the next round.
+
+        out_cache_loc: SGLang's slots, `[rows * drafts]`. No step reads the slot of a branch's last
+        draft.
+        """
         self._slots = out_cache_loc.view(num_rows, -1)
         if len(self._biases) < num_rows * self._num_steps:
             self._biases = self._biases.new_zeros(num_rows * self._num_steps)
