@@ -535,6 +535,21 @@ class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Se
         assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
+@pytest.mark.nightly
+class TestInGraphs(_Everywhere, _Features, _SmallPool):
+    """Graphs of several sizes, whose steps repeat one another (`sglang_acted_graphs`)."""
+
+    ARGUMENTS: ClassVar[dict[str, Any]] = {
+        "has_graphs": True,
+        "page_size": 4,
+        "max_total_tokens": 900,
+        "max_running_requests": MAX_RUNNING,
+        "chunked_prefill_size": 64,
+        "enable_mixed_chunk": True,
+        **MANY_ADMITTED,
+    }
+
+
 async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, Any]]:
     """The answers to requests that are sent one by one, at once."""
     return await asyncio.gather(

@@ -228,6 +228,16 @@ def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> N
     assert lies[4][0]._reserved.shape == (2, 4 * 4)  # of most requests
 
 
+def test_graphs_of_more_requests_come_first(adaptive: Adaptive) -> None:
+    """Memory for more would be elsewhere, and graphs would read what is no longer written."""
+    first, later = adaptive.states[3], adaptive.states[1]
+    later.served.init_cuda_graph_state(6, 6 * later.count)  # nothing has been captured
+    adaptive.capture(first, 4)
+    with pytest.raises(RuntimeError, match=r"of 6 requests, .* of 8"):
+        later.served.init_cuda_graph_state(8, 8 * later.count)
+    first.served.init_cuda_graph_state(8, 8 * first.count)  # all graphs are captured again
+
+
 def test_a_step_with_another_number_of_drafts_is_planned(adaptive: Adaptive) -> None:
     for steps in STEPS:
         adaptive.capture(adaptive.states[steps], 2)

@@ -19,7 +19,7 @@ from sglang_plugins import install_plugin
 
 MAX_REQUESTS = 8
 SIZES = (1, 2, 4, 6, 8)  # of graphs
-STAYS = 0.8  # how often a step goes on as the one before it
+STAYS = 0.7  # how often a step goes on as the one before it
 
 
 def act_out_graphs(folder: Path, environment: pytest.MonkeyPatch) -> None:
@@ -41,11 +41,11 @@ class Place:
     def size(self, count: int) -> int:
         """Return the size of a graph for so many requests: one that is padded or not. 0: none."""
         if self._random.random() > STAYS:
-            self._choice = self._random.randrange(6)
+            self._choice = self._random.randrange(8)
         if not 0 < count <= MAX_REQUESTS or self._choice == 0:
             return 0
         fits = [size for size in SIZES if size >= count]
-        return fits[0] if self._choice < 4 else fits[-1]
+        return fits[0] if self._choice < 6 else fits[-1]
 
     def view(self, batch: Any, size: int) -> Any:
         """Return what SGLang shows before it replays a graph for a batch."""

@@ -246,8 +246,20 @@ class Decoder:
         Called before the first capture, and each time that all graphs are captured again (after an
         update of the weights). Graphs of fewer requests, which SGLang captures for other numbers of
         drafts, lie in the same buffers. kinds: whose graphs are captured next; None: all.
+
+        Raises
+        ------
+        RuntimeError
+            If graphs of other kinds have been captured for fewer requests.
         """
         if max_requests > self._max_requests:
+            others = [] if kinds is None else [each for each in self.kinds if each not in kinds]
+            if any(each.shape.speculates and each.graphs_are_complete for each in others):
+                raise RuntimeError(
+                    f"pat reserved for graphs of {self._max_requests} requests, with which others "
+                    f"were captured; SGLang then asked for graphs of {max_requests}: give "
+                    "--cuda-graph-bs-decode sizes that fit any number of drafts"
+                )
             self._max_requests, kinds = max_requests, self.kinds
         for kind in self.kinds if kinds is None else kinds:
             kind.reserve(self._max_requests)
