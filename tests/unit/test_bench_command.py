@@ -17,7 +17,7 @@ from sglang_pat.bench import comparison, server
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.comparison import Compared, Model, compare, fit, verdict
 from sglang_pat.bench.decoding import DecodeRun, Spread
-from sglang_pat.cli import bench, main
+from sglang_pat.cli import bench, main, server_options
 from sglang_pat.cli.gpus import Gpu
 
 CONFIG = {
@@ -35,11 +35,11 @@ def config(tmp_path: Path) -> Path:
 
 
 def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(bench, "attention_backends", lambda: {"fa3", "triton"})
+    monkeypatch.setattr(server_options.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(server_options, "attention_backends", lambda: {"fa3", "triton"})
     known = {"--tp-size", "--attention-backend", "--decode-attention-backend", "--port", "--x"}
     known.add("--config")
-    monkeypatch.setattr(bench, "launch_flags", lambda: known)
+    monkeypatch.setattr(server_options, "launch_flags", lambda: known)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_wrong_input_is_one_line(
 def test_without_sglang_there_is_nothing_to_measure(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(server_options.importlib.util, "find_spec", lambda _: None)
     assert main.main(["bench", "--model", str(config)]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
 
@@ -129,9 +129,9 @@ def test_other_plug_ins_may_bring_backends(
 ) -> None:
     plugins = [EntryPoint(name, "m:f", "g") for name in ("mine", "pat", "smg-zmq")]
     servers.pools["mine"] = 10_000
-    monkeypatch.setattr(bench, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(server_options, "entry_points", lambda group: plugins)
     assert main.main(["bench", "--model", str(config), "--against", "mine"]) == 0
-    monkeypatch.setattr(bench, "entry_points", lambda group: plugins[1:])
+    monkeypatch.setattr(server_options, "entry_points", lambda group: plugins[1:])
     assert main.main(["bench", "--model", str(config), "--against", "mine"]) == 2
 
 

@@ -67,7 +67,7 @@ class Agreement:
         return [parting for parting in self.partings if not parting.is_tie]
 
     def as_dict(self) -> dict[str, Any]:
-        gaps = [parting.gap for parting in self.partings if parting.is_tie]
+        gaps = [each.gap for each in self.partings if each.is_tie and each.gap is not None]
         return {
             "requests": self.requests,
             "positions_equal": self.positions,
@@ -105,8 +105,8 @@ def _parting(
 
 
 def _gap(reference: Answer, position: int, tokens: tuple[int | None, int | None]) -> float | None:
-    if None in tokens:
+    if tokens[0] is None or tokens[1] is None:
         return None
     logprobs = {each.token: each.logprob for each in reference.candidates[position]}
-    other, own = (logprobs.get(token) for token in tokens)
+    other, own = logprobs.get(tokens[0]), logprobs.get(tokens[1])
     return None if other is None or own is None else own - other

@@ -1,0 +1,129 @@
+"""Options of the commands that start SGLang's server with pat and with another backend.
+
+`bench` and `check` share them. What would spoil a comparison is refused before a server starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT = "default"
+GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # half of the time of a start
+CPU_ARGUMENTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 32768,
+    "mem_fraction_static": 0.95,
+}
+_PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
+_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two come with SGLang
+_OWN_FLAGS = (
+    *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
+    *("--host", "--port", "--help"),
+)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add --against, --device and --server-args to `parser`."""
+    parser.add_argument(
+        "--against",
+        default=DEFAULT,
+        metavar="BACKEND",
+        help="a backend of SGLang (default: the one that SGLang chooses)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: only to see that it works, with a tiny model (default: cuda)",
+    )
+    parser.add_argument(
+        "--server-args",
+        default="",
+        metavar="ARGS",
+        help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
+    )
+
+
+def check_server_options(arguments: argparse.Namespace) -> None:
+    """ValueError for what the servers would refuse, or what would spoil the comparison."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
+    if arguments.against == "pat":
+        raise ValueError("--against pat; allowed: another backend of SGLang, or default")
+    known = {DEFAULT, *attention_backends()}
+    plugins = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
+    may_be_more = not plugins <= _PLUGINS_WITHOUT_OTHERS or known == {DEFAULT}
+    if arguments.against not in known and not may_be_more:
+        raise ValueError(f"--against {arguments.against!r}; allowed: {', '.join(sorted(known))}")
+    try:
+        words = server_flags(arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
+        ) from None
+    _check_flags(words)
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """ValueError for flags that SGLang does not know, or that the command itself sets."""
+    if words and not words[0].startswith("-"):
+        raise ValueError(f"--server-args: {words[0]!r} is no flag; allowed: flags of SGLang")
+    known = launch_flags()
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        # SGLang takes the beginning of a flag for the flag.
+        own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
+        if own is not None and (flag == own or flag not in known):
+            instead = "--against names the other backend" if "backend" in own else "it is set here"
+            raise ValueError(f"--server-args must not hold {flag}; {instead}")
+        name = flag.replace("--no-", "--", 1)
+        if known and not any(each.startswith((flag, name)) for each in known):
+            raise ValueError(f"--server-args: {flag!r} is no flag of the installed SGLang")
+    for word, following in pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        file = value or following
+        if flag == "--config" and not Path(file).is_file():
+            raise ValueError(f"--server-args: --config {file}: there is no such file")
+
+
+def server_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the words of --server-args. ValueError for a quotation without an end."""
+    return shlex.split(arguments.server_args)
+
+
+def backend_name(asked: str, info: dict[str, Any]) -> str:
+    """Return the other backend's name: SGLang's choice for decoding where none was asked for."""
+    chosen = info.get("decode_attention_backend") or info.get("attention_backend")
+    return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
+
+
+def new_console() -> Console:
+    """Return a console that highlights nothing."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of what a measurement depends on. None: not installed."""
+    return {package: _version(package) for package in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
