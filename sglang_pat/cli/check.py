@@ -1,0 +1,359 @@
+"""`sglang-pat check`: whether pat is as close to a model as the present attention backend is.
+
+Two starts of SGLang's server, pat's first: both answer the same requests, and the second one scores
+all answers by prefills. `bench/closeness.py` has the law of the verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_pat.cli.arguments import LARGEST_SEED, input_file, whole_number
+from sglang_pat.cli.gpus import find_gpus
+from sglang_pat.cli.server_options import (
+    CPU_ARGUMENTS,
+    DEFAULT,
+    GPU_ARGUMENTS,
+    add_server_options,
+    backend_name,
+    check_server_options,
+    new_console,
+    package_versions,
+    server_flags,
+)
+from sglang_pat.model_layers import decoder_config
+from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
+from sglang_pat.workload.models import config_file, read_whole_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sglang_pat.bench.check_requests import Asked
+    from sglang_pat.bench.closeness import Verdict
+    from sglang_pat.bench.comparison import Model
+    from sglang_pat.bench.prefill_scores import Distances, Reply
+    from sglang_pat.bench.server import Server
+
+DESCRIPTION = "check that pat is as close to a model as the present attention backend is"
+MAX_RUNNING_REQUESTS = 24
+CHUNK_TOKENS = 256  # of prefill: few, so that prompts are cut; any page divides them
+ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admitted as if answers were short
+LEAST_PROMPTS, MOST_PROMPTS = 8, 2048
+LEAST_CONTEXT = 4 * CHUNK_TOKENS  # the longest generated prompt has two chunks and a prefix
+_CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
+_SHARE_OF_CONTEXT = 4  # that the longest shared prefix may have
+
+
+class _Served(NamedTuple):
+    """What one server has given."""
+
+    replies: list[Reply]
+    retractions: int
+    info: dict[str, Any]
+    stats: dict[str, Any]
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `parser`, and the command itself as the default `run`."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="the folder of the model: config.json and weights",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=input_file,
+        metavar="FILE",
+        help='JSON lines {"prompt": TEXT} or {"input_ids": [...]} (default: generated)',
+    )
+    parser.add_argument(
+        "--requests",
+        type=whole_number(LEAST_PROMPTS, MOST_PROMPTS),
+        default=72,
+        metavar="N",
+        help=f"prompts, {LEAST_PROMPTS} to {MOST_PROMPTS:,} (default: 72)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=whole_number(0, 64),
+        default=4,
+        metavar="N",
+        help="sampled answers to every fourth prompt, beside its greedy one (default: 4)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole_number(8, 4096),
+        default=192,
+        metavar="N",
+        help="tokens of the longest answer (default: 192)",
+    )
+    parser.add_argument(
+        "--prefix",
+        type=whole_number(64, 1 << 20),
+        default=1024,
+        metavar="N",
+        help="tokens of the longest generated prefix, as far as the context allows (default: 1024)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, LARGEST_SEED),
+        default=1,
+        metavar="N",
+        help="of generated prompts and of sampling (default: 1)",
+    )
+    add_server_options(parser)
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="everything, as JSON; -: to stdout, and all else to stderr",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check and print.
+
+    Returns
+    -------
+    int
+        The exit status: 0 if pat is as close, 1 if it is not, 2 for wrong input or if nothing could
+        be compared, 130 if interrupted.
+    """
+    try:
+        model, dtype, asked = _prepare(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        return _refuse(error)
+    gpus = find_gpus()
+    if arguments.device == "cuda" and not gpus:
+        return _refuse("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
+    from sglang_pat.bench.closeness import judge
+    from sglang_pat.bench.http_server import RefusedArguments
+
+    begin = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="sglang-pat-check-") as folder:
+            pat, other, distances = _serve_both(arguments, model, asked, Path(folder))
+        dtype = _resolved(dtype, other.info)
+        verdict = judge(asked, (pat.replies, other.replies), distances, dtype)
+    except RefusedArguments as error:
+        return _refuse(f"--server-args {arguments.server_args!r}: {error}")
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        print("sglang-pat check: interrupted", file=sys.stderr)
+        return 130
+    seconds = time.perf_counter() - begin
+    name = backend_name(_against(arguments), other.info)
+    _show(verdict, name, pat, seconds)
+    if arguments.json is not None:
+        result = {
+            "meta": {
+                "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
+                "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
+                "versions": package_versions(),
+                "model": str(arguments.model),
+                "dtype": dtype,
+                "server_args": arguments.server_args,
+                "device": arguments.device,
+                "against": name,
+                "seconds": seconds,
+            },
+            "requests": {
+                "asked": len(asked),
+                "prompts": arguments.prompts and str(arguments.prompts),
+                "longest": max(len(each.prompt) for each in asked),
+            },
+            "servers": {
+                who: {"seconds": each.seconds, "retractions": each.retractions}
+                for who, each in (("pat", pat), ("other", other))
+            },
+            "pat": pat.info.get("pat"),
+            "stats": pat.stats,
+            **verdict.as_dict(),
+            "verdict": verdict.sentence(name),
+        }
+        write_output("--json", arguments.json, json.dumps(result, indent=1) + "\n")
+    return 0 if verdict.is_close else 1
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[Model, str, list[Asked]]:
+    """Check the input. Returns the model, the type that SGLang may be left to choose, and the
+    requests. ValueError, RuntimeError and OSError name what is wrong."""
+    file = config_file(arguments.model)
+    if not file.is_file():
+        raise ValueError(
+            f"--model {arguments.model!r}: no config.json there; allowed: the folder of a model"
+        )
+    _, config = read_whole_config(arguments.model)
+    inputs = [file] if arguments.prompts is None else [file, arguments.prompts]
+    check_outputs({"--json": arguments.json}, inputs)
+    check_server_options(arguments)
+    from sglang_pat.bench import check_requests
+    from sglang_pat.bench.comparison import Model
+
+    try:
+        model = Model.of(config, file.parent)
+        chosen = _chosen_dtype(decoder_config(config))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    most = model.context_len - arguments.tokens - 1
+    shared = {"tokens": arguments.tokens, "samples": arguments.samples, "seed": arguments.seed}
+    if arguments.prompts is None:
+        if most < LEAST_CONTEXT:
+            raise ValueError(
+                f"--tokens {arguments.tokens}: the context of {model.context_len} tokens leaves "
+                f"{max(most, 0)} for prompts; allowed: what leaves {LEAST_CONTEXT}"
+            )
+        asked = check_requests.generate(
+            arguments.requests,
+            prefix=min(arguments.prefix, most // _SHARE_OF_CONTEXT),
+            chunk=CHUNK_TOKENS,
+            vocab_size=model.vocab_size,
+            **shared,
+        )
+    else:
+        prompts = check_requests.read_prompts(
+            arguments.prompts, model.path, vocab_size=model.vocab_size, most=most
+        )[: arguments.requests]
+        different = len({*map(tuple, prompts)})
+        if different < LEAST_PROMPTS:
+            raise ValueError(
+                f"--prompts {arguments.prompts}: {different} different prompts; allowed: at least "
+                f"{LEAST_PROMPTS}"
+            )
+        asked = check_requests.ask(prompts, **shared)
+    return model, chosen, asked
+
+
+def _chosen_dtype(config: Any) -> str:
+    """Return the type in which SGLang runs a model if it may choose: float32 becomes float16."""
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    return "float16" if dtype == "float32" else dtype
+
+
+def _resolved(chosen: str, info: dict[str, Any]) -> str:
+    """Return the type that the server has run, by its own account where it names one."""
+    named = {"half": "float16", "float": "float32", "auto": chosen}
+    dtype = str(info.get("dtype", "auto")).removeprefix("torch.")
+    return named.get(dtype, dtype)
+
+
+def _against(arguments: argparse.Namespace) -> str:
+    on_cpu = arguments.device == "cpu" and arguments.against == DEFAULT
+    return _CPU_BACKEND if on_cpu else str(arguments.against)
+
+
+def _serve_both(
+    arguments: argparse.Namespace, model: Model, asked: list[Asked], folder: Path
+) -> tuple[_Served, _Served, tuple[list[Distances], list[Distances]]]:
+    """Start one server after the other. RuntimeError if pat has decoded nothing."""
+    from sglang_pat.bench.check_requests import pool_tokens
+    from sglang_pat.bench.prefill_scores import distances, over_http, score, serve
+    from sglang_pat.bench.server import contender, running_server
+
+    on_cpu = arguments.device == "cpu"
+    given = {
+        "skip_tokenizer_init": True,
+        "max_running_requests": MAX_RUNNING_REQUESTS,
+        "chunked_prefill_size": CHUNK_TOKENS,
+        "schedule_conservativeness": 0.1,  # admits more than the pool holds, and retracts
+        "random_seed": arguments.seed,
+        **(CPU_ARGUMENTS if on_cpu else GPU_ARGUMENTS),
+    }
+    if not on_cpu:
+        given["cuda_graph_max_bs_decode"] = MAX_RUNNING_REQUESTS
+    given["max_total_tokens"] = pool_tokens(asked, MAX_RUNNING_REQUESTS)
+    how: dict[str, Any] = {"flags": server_flags(arguments), "environment": ENVIRONMENT}
+    say = new_console().print
+
+    def served(server: Server, backend: str, begin: float) -> _Served:
+        info = server.info()
+        say(f"{backend}: ready after {time.perf_counter() - begin:.0f} s")
+        began = time.perf_counter()
+        replies, retractions = serve(over_http(server), asked)
+        seconds = time.perf_counter() - began
+        say(f"{backend}: {len(replies)} answers in {seconds:.0f} s")
+        return _Served(replies, retractions, info, server.stats(), seconds)
+
+    say(f"pat: SGLang's server starts; {len(asked)} requests")
+    begin = time.perf_counter()
+    with running_server(contender("pat"), model.path, folder, **how, **given) as server:
+        pat = served(server, "pat", begin)
+    _check_decoded(pat)
+    backend = _against(arguments)
+    say(f"{backend}: SGLang's server starts")
+    begin = time.perf_counter()
+    with running_server(contender(backend), model.path, folder, **how, **given) as server:
+        other = served(server, backend, begin)
+        server.flush()
+        began = time.perf_counter()
+        scores = score(over_http(server), asked, [*pat.replies, *other.replies])
+        say(f"{backend}: {len(scores)} answers scored in {time.perf_counter() - began:.0f} s")
+    both = distances(asked, pat.replies, scores), distances(asked, other.replies, scores)
+    return pat, other, both
+
+
+def _check_decoded(pat: _Served) -> None:
+    """RuntimeError if pat has planned no step: a comparison would say nothing about it."""
+    if not pat.stats.get("plans_built"):
+        routes = pat.info.get("pat")
+        raise RuntimeError(
+            "pat has decoded no step of this model, which leaves nothing to compare: "
+            f"{json.dumps(routes)}; `sglang-pat doctor --model PATH` says more"
+        )
+
+
+def _show(verdict: Verdict, other: str, pat: _Served, seconds: float) -> None:
+    console = new_console()
+    console.print(_table(verdict, other))
+    steps = pat.stats["plans_built"] + pat.stats.get("plans_reused", 0)
+    planned = pat.stats.get("kv_tokens_planned") or 1
+    less = pat.stats.get("kv_tokens_query_centric", 0) / planned
+    console.print(
+        f"pat decoded {steps:,} steps and read {less:.2f} times fewer KV tokens than request by "
+        f"request; requests retracted: {pat.retractions}; {seconds:.0f} s in all",
+        soft_wrap=True,
+    )
+    parting = verdict.first_parting
+    greedy = f"greedy answers: {verdict.greedy.positions:,} tokens equal"
+    if parting is None:
+        console.print(f"{greedy}, all {verdict.greedy.requests}", soft_wrap=True)
+    else:
+        gap = "unknown" if parting.gap is None else f"{parting.gap:.3g}"
+        console.print(
+            f"{greedy}, {len(verdict.greedy.partings)} of {verdict.greedy.requests} part; the "
+            f"first at prompt {parting.request}, token {parting.position}: pat gave "
+            f"{parting.tokens[0]}, {other} {parting.tokens[1]}, {gap} apart, "
+            f"{'a near tie' if parting.is_tie else 'no near tie'} (limit {verdict.tie:.3g})",
+            soft_wrap=True,
+        )
+    console.print(verdict.sentence(other), soft_wrap=True)  # one line in a pipe
+
+
+def _table(verdict: Verdict, other: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title="decode from prefill, in log-probability")
+    columns: Sequence[str] = ("", "pat", other, "limit", "")
+    for column in columns:
+        table.add_column(column, justify="right" if column in columns[1:4] else "left")
+    for each in verdict.measures:
+        numbers = (f"{value:.3g}" for value in (each.pat, each.other, each.limit))
+        table.add_row(each.name, *numbers, "" if each.is_close else "beyond")
+    return table
+
+
+def _refuse(error: object) -> int:
+    print(f"sglang-pat check: {error}", file=sys.stderr)
+    return 2
