@@ -1,7 +1,8 @@
 """`sglang-pat check`: whether pat is as close to a model as the present attention backend is.
 
-Two starts of SGLang's server, pat's first: both answer the same requests, and the second one scores
-all answers by prefills. `bench/closeness.py` has the law of the verdict.
+Servers are started one after the other: pat's and the other backend's answer the same requests,
+and a third one, of a reference backend, scores all answers by prefills. Where there is no third
+backend, the other one scores. `bench/closeness.py` has the law of the verdict.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +51,15 @@ ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admitted as if a
 LEAST_PROMPTS, MOST_PROMPTS = 8, 2048
 LEAST_CONTEXT = 4 * CHUNK_TOKENS  # the longest generated prompt has two chunks and a prefix
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
+_GPU_REFERENCE = "triton"  # serves nearly every model
 _SHARE_OF_CONTEXT = 4  # that the longest shared prefix may have
+
+
+class _Scored(NamedTuple):
+    """Both backends' distances from the prefills of a backend, by its name."""
+
+    by: str
+    distances: tuple[list[Distances], list[Distances]]
 
 
 class _Served(NamedTuple):
@@ -113,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_server_options(parser)
     parser.add_argument(
+        "--reference",
+        metavar="BACKEND",
+        help=f"a third backend, whose prefills score all answers; the name of --against: no third "
+        f"server is started (default: {_GPU_REFERENCE}; on a CPU {_CPU_BACKEND})",
+    )
+    parser.add_argument(
         "--json",
         type=output_or_stdout,
         metavar="FILE",
@@ -143,9 +159,16 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="sglang-pat-check-") as folder:
-            pat, other, distances = _serve_both(arguments, model, asked, Path(folder))
+            pat, other, scored = _serve(arguments, model, asked, Path(folder))
         dtype = _resolved(dtype, other.info)
-        verdict = judge(asked, (pat.replies, other.replies), distances, dtype)
+        name = backend_name(_against(arguments), other.info)
+        verdict = judge(
+            asked,
+            (pat.replies, other.replies),
+            scored.distances,
+            dtype,
+            own_prefill=scored.by == _chosen(other.info),
+        )
     except RefusedArguments as error:
         return _refuse(f"--server-args {arguments.server_args!r}: {error}")
     except (RuntimeError, TimeoutError, ValueError) as error:
@@ -154,8 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("sglang-pat check: interrupted", file=sys.stderr)
         return 130
     seconds = time.perf_counter() - begin
-    name = backend_name(_against(arguments), other.info)
-    _show(verdict, name, pat, seconds)
+    _show(verdict, name, scored.by, pat, seconds)
     if arguments.json is not None:
         result = {
             "meta": {
@@ -167,6 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "server_args": arguments.server_args,
                 "device": arguments.device,
                 "against": name,
+                "reference": scored.by,
                 "seconds": seconds,
             },
             "requests": {
@@ -199,6 +222,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Model, str, list[Asked]]:
     inputs = [file] if arguments.prompts is None else [file, arguments.prompts]
     check_outputs({"--json": arguments.json}, inputs)
     check_server_options(arguments)
+    if arguments.reference == "pat":
+        raise ValueError("--reference pat; allowed: a backend of SGLang, which has its own prefill")
     from sglang_pat.bench import check_requests
     from sglang_pat.bench.comparison import Model
 
@@ -254,9 +279,14 @@ def _against(arguments: argparse.Namespace) -> str:
     return _CPU_BACKEND if on_cpu else str(arguments.against)
 
 
-def _serve_both(
+def _chosen(info: dict[str, Any]) -> str:
+    """Return the backend of a server's prefills."""
+    return str(info.get("prefill_attention_backend") or info.get("attention_backend"))
+
+
+def _serve(
     arguments: argparse.Namespace, model: Model, asked: list[Asked], folder: Path
-) -> tuple[_Served, _Served, tuple[list[Distances], list[Distances]]]:
+) -> tuple[_Served, _Served, _Scored]:
     """Start one server after the other. RuntimeError if pat has decoded nothing."""
     from sglang_pat.bench.check_requests import pool_tokens
     from sglang_pat.bench.prefill_scores import distances, over_http, score, serve
@@ -270,38 +300,55 @@ def _serve_both(
         "schedule_conservativeness": 0.1,  # admits more than the pool holds, and retracts
         "random_seed": arguments.seed,
         **(CPU_ARGUMENTS if on_cpu else GPU_ARGUMENTS),
+        "max_total_tokens": pool_tokens(asked, MAX_RUNNING_REQUESTS),
     }
     if not on_cpu:
         given["cuda_graph_max_bs_decode"] = MAX_RUNNING_REQUESTS
-    given["max_total_tokens"] = pool_tokens(asked, MAX_RUNNING_REQUESTS)
-    how: dict[str, Any] = {"flags": server_flags(arguments), "environment": ENVIRONMENT}
+    flags = server_flags(arguments)
     say = new_console().print
 
-    def served(server: Server, backend: str, begin: float) -> _Served:
-        info = server.info()
-        say(f"{backend}: ready after {time.perf_counter() - begin:.0f} s")
-        began = time.perf_counter()
+    @contextmanager
+    def started(backend: str) -> Iterator[Server]:
+        say(f"{backend}: SGLang's server starts")
+        begin = time.perf_counter()
+        how: dict[str, Any] = {"flags": flags, "environment": ENVIRONMENT, **given}
+        with running_server(contender(backend), model.path, folder, **how) as server:
+            say(f"{backend}: ready after {time.perf_counter() - begin:.0f} s")
+            yield server
+
+    def served(server: Server, backend: str) -> _Served:
+        info, begin = server.info(), time.perf_counter()
         replies, retractions = serve(over_http(server), asked)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - begin
         say(f"{backend}: {len(replies)} answers in {seconds:.0f} s")
         return _Served(replies, retractions, info, server.stats(), seconds)
 
-    say(f"pat: SGLang's server starts; {len(asked)} requests")
-    begin = time.perf_counter()
-    with running_server(contender("pat"), model.path, folder, **how, **given) as server:
-        pat = served(server, "pat", begin)
+    def scored(server: Server, backend: str) -> _Scored:
+        server.flush()
+        begin = time.perf_counter()
+        scores = score(over_http(server), asked, [*pat.replies, *other.replies])
+        say(f"{backend}: {len(scores)} answers scored in {time.perf_counter() - begin:.0f} s")
+        pats, others = (distances(asked, each.replies, scores) for each in (pat, other))
+        return _Scored(backend, (pats, others))
+
+    with started("pat") as server:
+        pat = served(server, "pat")
     _check_decoded(pat)
     backend = _against(arguments)
-    say(f"{backend}: SGLang's server starts")
-    begin = time.perf_counter()
-    with running_server(contender(backend), model.path, folder, **how, **given) as server:
-        other = served(server, backend, begin)
-        server.flush()
-        began = time.perf_counter()
-        scores = score(over_http(server), asked, [*pat.replies, *other.replies])
-        say(f"{backend}: {len(scores)} answers scored in {time.perf_counter() - began:.0f} s")
-    both = distances(asked, pat.replies, scores), distances(asked, other.replies, scores)
-    return pat, other, both
+    with started(backend) as server:
+        other = served(server, backend)
+        own = scored(server, _chosen(other.info))
+    reference = arguments.reference or (_CPU_BACKEND if on_cpu else _GPU_REFERENCE)
+    if reference in (own.by, backend):
+        return pat, other, own
+    try:
+        with started(reference) as server:
+            return pat, other, scored(server, _chosen(server.info()))
+    except (RuntimeError, TimeoutError) as error:
+        if arguments.reference is not None:
+            raise
+        say(f"{reference} does not serve this model; {own.by} scores its own answers: {error}")
+        return pat, other, own
 
 
 def _check_decoded(pat: _Served) -> None:
@@ -314,9 +361,9 @@ def _check_decoded(pat: _Served) -> None:
         )
 
 
-def _show(verdict: Verdict, other: str, pat: _Served, seconds: float) -> None:
+def _show(verdict: Verdict, other: str, by: str, pat: _Served, seconds: float) -> None:
     console = new_console()
-    console.print(_table(verdict, other))
+    console.print(_table(verdict, other, by))
     steps = pat.stats["plans_built"] + pat.stats.get("plans_reused", 0)
     planned = pat.stats.get("kv_tokens_planned") or 1
     less = pat.stats.get("kv_tokens_query_centric", 0) / planned
@@ -341,10 +388,10 @@ def _show(verdict: Verdict, other: str, pat: _Served, seconds: float) -> None:
     console.print(verdict.sentence(other), soft_wrap=True)  # one line in a pipe
 
 
-def _table(verdict: Verdict, other: str) -> Table:
+def _table(verdict: Verdict, other: str, by: str) -> Table:
     from rich.table import Table
 
-    table = Table(title="decode from prefill, in log-probability")
+    table = Table(title=f"decode from a prefill by {by}, in log-probability")
     columns: Sequence[str] = ("", "pat", other, "limit", "")
     for column in columns:
         table.add_column(column, justify="right" if column in columns[1:4] else "left")

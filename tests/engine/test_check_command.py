@@ -51,7 +51,7 @@ class Engines:
             self._others[repr(asked)] = self._side(self.other, asked)
         sides = self._side(self.pat, asked), self._others[repr(asked)]
         replies, found = zip(*sides, strict=True)
-        return judge(asked, replies, found, dtype)
+        return judge(asked, replies, found, dtype, own_prefill=True)
 
     def _side(self, engine: Any, asked: Sequence[Asked]) -> tuple[list[Reply], list[Distances]]:
         flush(engine)

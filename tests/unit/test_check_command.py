@@ -49,12 +49,14 @@ def judged(
     dtype: str = "bfloat16",
     of_pat: list[Reply] | None = None,
     of_other: list[Reply] | None = None,
+    own_prefill: bool = False,
 ) -> Verdict:
     sides = [
         [Distances(i, distance, distance**2) for i, distance in enumerate(side)]
         for side in (pat, other)
     ]
-    return judge(ASKED, (of_pat or replies(), of_other or replies()), (sides[0], sides[1]), dtype)
+    said = (of_pat or replies(), of_other or replies())
+    return judge(ASKED, said, (sides[0], sides[1]), dtype, own_prefill=own_prefill)
 
 
 def names(verdict: Verdict) -> set[str]:
@@ -67,6 +69,14 @@ def test_equal_noise_is_as_close() -> None:
         assert verdict.excesses() == []
         assert verdict.is_close
     assert verdict.sentence("fa3").startswith("pat is as close to this model as fa3 is: mean ")
+
+
+def test_a_backends_own_prefill_shares_its_rounding() -> None:
+    pat, other = [1.6 * distance for distance in noise(0)], noise(1)
+    assert {"mean distance", "p99 distance", "mean KL"} <= names(judged(pat, other))
+    assert judged(pat, other, own_prefill=True).is_close
+    twice = [2.5 * distance for distance in noise(0)]
+    assert "mean distance" in names(judged(twice, other, own_prefill=True))
 
 
 def test_a_small_error_of_all_tokens_is_found() -> None:
@@ -136,9 +146,9 @@ def test_what_cannot_be_compared() -> None:
         judged(noise(0), noise(1), dtype="float64")
     nothing: tuple[list[Any], list[Any]] = ([], [])
     with pytest.raises(ValueError, match="2 different prompts; allowed: at least 8"):
-        judge(ASKED[:2], nothing, nothing, "float16")
+        judge(ASKED[:2], nothing, nothing, "float16", own_prefill=False)
     with pytest.raises(ValueError, match="no answer has two tokens"):
-        judge(ASKED, nothing, nothing, "float16")
+        judge(ASKED, nothing, nothing, "float16", own_prefill=False)
 
 
 def test_divergence() -> None:
@@ -223,13 +233,13 @@ def test_wrong_prompts(line: str, message: str, tmp_path: Path) -> None:
 class FakeServer:
     """A model whose logits are a hash of the tokens before, with noise where they are decoded."""
 
-    def __init__(self, noise: float) -> None:
-        self.noise, self.asked = noise, 0
+    def __init__(self, backend: str) -> None:
+        self.backend, self.noise = backend, 0.02
         self.routes: dict[str, Any] = {"pat_layers": 4}
         self.plans = 5
 
     def info(self) -> dict[str, Any]:
-        return {"decode_attention_backend": "fa3", "dtype": "auto", "pat": self.routes}
+        return {"attention_backend": self.backend, "dtype": "auto", "pat": self.routes}
 
     def flush(self) -> None:
         pass
@@ -279,13 +289,17 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, FakeServer]:
-    """By backend, None is SGLang's default; started in place of real ones."""
-    fakes: dict[str | None, FakeServer] = {"pat": FakeServer(0.02), None: FakeServer(0.02)}
+    """By backend, None is SGLang's default; started in place of real ones, once each."""
+    fakes: dict[str | None, FakeServer] = {
+        name: FakeServer(name or "fa3") for name in ("pat", None, "triton")
+    }
 
     @contextlib.contextmanager
     def running_server(of: Any, path: Path, folder: Path, **arguments: Any) -> Iterator[FakeServer]:
         assert arguments["flags"] == []
         assert arguments["max_total_tokens"] > 1000
+        if of.backend not in fakes:
+            raise RuntimeError("the server ended")
         yield fakes[of.backend]
 
     monkeypatch.setattr(server, "running_server", running_server)
@@ -312,6 +326,9 @@ def test_the_status_says_whether_pat_is_as_close(
     assert result["is_close"]
     assert result["verdict"] == said.splitlines()[-1]
     assert result["meta"]["dtype"] == "bfloat16"
+    assert (result["meta"]["against"], result["meta"]["reference"]) == (
+        *("fa3 (SGLang's default)", "triton"),
+    )
     assert result["tokens"]["pat"] > 1000
     assert [each["name"] for each in result["measures"]] == [
         *("mean distance", "p99 distance", "mean KL", "worst answer", "worst token"),
@@ -321,6 +338,28 @@ def test_the_status_says_whether_pat_is_as_close(
     assert main.main(command) == 1
     assert "pat is not as close" in capsys.readouterr().out.splitlines()[-1]
     assert not json.loads(out.read_text())["is_close"]
+
+
+def test_a_backend_scores_its_own_answers_where_no_third_one_serves(
+    model: Path,
+    tmp_path: Path,
+    servers: dict[str | None, FakeServer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out.json"
+    command = ["check", "--model", str(model), "--tokens", "40", "--json", str(out)]
+    servers["pat"].noise = 0.032
+    assert main.main(command) == 1
+    assert main.main([*command, "--reference", "fa3"]) == 0
+    del servers["triton"]
+    capsys.readouterr()
+    assert main.main(command) == 0
+    assert "triton does not serve this model; fa3 scores its own" in capsys.readouterr().out
+    assert json.loads(out.read_text())["meta"]["reference"] == "fa3"
+    assert main.main([*command, "--reference", "triton"]) == 2
+    assert "the server ended" in capsys.readouterr().err
+    servers["pat"].noise = 0.05
+    assert main.main(command) == 1
 
 
 def test_a_model_that_pat_does_not_decode_is_not_judged(
@@ -339,6 +378,7 @@ def test_a_model_that_pat_does_not_decode_is_not_judged(
         (["--model", "/nowhere"], "--model '/nowhere': no config.json there; allowed: the folder"),
         (["--model", "llama-3-8b"], "--model 'llama-3-8b': no config.json there"),
         (["--against", "pat"], "--against pat; allowed: another backend of SGLang, or default"),
+        (["--reference", "pat"], "--reference pat; allowed: a backend of SGLang, which has its"),
         (["--server-args", "--port 3"], "must not hold --port; it is set here"),
         (["--tokens", "4096"], "--tokens 4096: the context of 5000 tokens leaves 903 for prompts"),
         (["--json", "{folder}/config.json"], "would overwrite the input"),
