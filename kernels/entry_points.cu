@@ -22,7 +22,7 @@ namespace pat {
 namespace {
 
 using Element = PAT_ELEMENT;
-using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE>;
+using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kLatentTokens>;
 using Partial = ComputeType<Element, Dims>;
 
 }  // namespace

@@ -38,8 +38,9 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-# Of these, those with kernels for latent attention.
-LATENT_CAPABILITIES = ((9, 0),)
+# Of these, those with kernels for latent attention. Elsewhere the default backends use instructions
+# (tcgen05) that pat's do not.
+LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
@@ -174,11 +175,10 @@ _MATRIX = (
     ),
     SupportRow(
         "speculative decoding",
-        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP or STANDALONE, on a "
-        "GPU with --speculative-eagle-topk 1, NGRAM, DFLASH, and DSPARK with "
-        "SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant mode and "
-        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM in versions whose plan stream does not wait (0.5.17); "
-        "--speculative-attention-mode decode where prefill has another backend",
+        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP, STANDALONE, "
+        "NGRAM, DFLASH, and DSPARK with SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant "
+        "mode and SGLANG_ENABLE_OVERLAP_PLAN_STREAM in versions whose plan stream does not wait "
+        "(0.5.17); --speculative-attention-mode decode where prefill has another backend",
         MODEL,
     ),
     SupportRow(

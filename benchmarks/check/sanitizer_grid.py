@@ -37,7 +37,7 @@ from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
 from sglang_pat.plan import BufferSizes
-from sglang_pat.support import LATENT_HEAD_DIMS
+from sglang_pat.support import LATENT_CAPABILITIES, LATENT_HEAD_DIMS
 
 HOPPER = (9, 0)
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -162,11 +162,11 @@ def _of_body(**body: Any) -> list[Case]:
     ]
 
 
-def _latent() -> list[Case]:
-    """Return the cases of latent attention, which has kernels on Hopper only."""
+def _latent(**body: Any) -> list[Case]:
+    """Return the cases of latent attention."""
 
     def case(name: str, forest: ForestCase, heads: int = 16, **more: Any) -> Case:
-        return Case(name, forest, (heads, 1), LATENT_HEAD_DIMS, **more)
+        return Case(name, forest, (heads, 1), LATENT_HEAD_DIMS, **body, **more)
 
     per_node = {"policy": "per-node", "num_workers": 2}
     alone = {"policy": "query-centric", "num_workers": 200}
@@ -201,6 +201,7 @@ GRID: dict[str, list[Case]] = {
     "fp8 wgmma": [*_of_body(kv_dtype=E4M3), Case("e5m2", TREE, kv_dtype=E5M2)],
     "fp8 mma.sync": _of_body(kv_dtype=E4M3, force_mma_sync=True),
     "latent": _latent(),
+    "latent mma.sync": _latent(force_mma_sync=True),
 }
 
 
@@ -384,8 +385,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available()
-    if on_gpu and torch.cuda.get_device_capability() != HOPPER:
-        args.body = [body for body in args.body if body != "latent"]
+    if on_gpu and torch.cuda.get_device_capability() not in LATENT_CAPABILITIES:
+        args.body = [body for body in args.body if not body.startswith("latent")]
     cases = [case for body in args.body for case in GRID[body][: 1 if args.planted else None]]
     if args.compile:
         build_all(variants(cases, torch.cuda.get_device_capability() if on_gpu else HOPPER))

@@ -21,11 +21,13 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   for (int i = 0; i < Copy::kPeriod; ++i) {
     offsets[i] = shared + swizzled_offset(kStageTokens, copy.row(i), copy.chunk(i));
   }
+  // 32 bits are enough: a pool of one operand has less than 2^32 chunks (cuda.py).
+  const uint32_t lane_chunk = static_cast<uint32_t>(lane_slot) * (slot_bytes / kChunkBytes);
 #pragma unroll
   for (int i = 0; i < Copy::copies(kStageTokens); ++i) {
     const int token = copy.row(i);
-    const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, token);
-    const char* source = cache + static_cast<uint64_t>(slot) * slot_bytes;
+    const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, token);
+    const char* source = cache + uint64_t{chunk} * kChunkBytes;
     if constexpr (!Copy::kWholeRows) source += copy.chunk(i) * kChunkBytes;
     const uint32_t target =
         offsets[i % Copy::kPeriod] + i / Copy::kPeriod * Copy::kPeriodRows * kPanelRowBytes;

@@ -256,29 +256,9 @@ struct LatentConsumer {
   }
 
   __device__ __forceinline__ void store(const Attention& part, const float (&total)[2]) const {
-    constexpr int kTiles = kColumns / 8;
-    constexpr int kFirstColumn = kGroup * kColumns;
-    const RowTarget* targets = record().targets + unit * kUnitRows;
-    const int mixed_item = record().mixed_item;
-    uint64_t rows_with_nan = 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float2 values[kTiles];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
-      }
-      if (mixed_item != kNotMixed) rows_with_nan |= find_nan(values) << 32 * h;
-      const RowTarget row = targets[lane / 4 + 8 * h];
-      const auto [scale, log2_sum] = row_scale<Dims>(
-          params, KvScales<false>{}, row, part.maximum[h] * params.logit_scale.outer, total[h]);
-      store_long_row<T, Dims>(params, row, kFirstColumn, values, scale, lane);
-      if (kGroup == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
-    }
-    if (rows_with_nan != 0) {
-      recompute_rows<T, Dims, false>(params, targets, mixed_item, unit * kUnitRows, rows_with_nan,
-                                     kFirstColumn, kFirstColumn + kColumns);
-    }
+    store_latent_unit<T, Dims>(params, record().targets + unit * kUnitRows, record().mixed_item,
+                               unit * kUnitRows, kGroup * kColumns, part.out, part.maximum, total,
+                               lane);
   }
 };
 

@@ -13,6 +13,8 @@
 #ifdef PAT_USES_WGMMA
 #include "pack_decode/latent_decode.cuh"
 #include "pack_decode/wgmma_body.cuh"
+#else
+#include "pack_decode/latent_mma_decode.cuh"
 #endif
 
 namespace pat {

@@ -57,15 +57,15 @@ struct StageBatch {
 // Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
 // needed later, also loads queries and writes the records.
 //
-// Where values lie in the keys, the two load one half each of a stage's tokens, and others load queries
-// (latent_producer.cuh).
+// Where values lie in the keys, the two load one half each of a stage, and others load queries (latent_producer.cuh).
+// On mma.sync these two load queries as well, through the KV ring (latent_mma_stages.cuh).
 template <typename Dims, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<Dims>;
   using QueryCopy = RowCopy<Dims::kKey * 2>;
   static constexpr bool kPublishes = !kIsKey && !Dims::kIsLatent;
-  static constexpr int kFirstToken = Dims::kIsLatent && !kIsKey ? kStageTokens : 0;  // of a stage
+  static constexpr int kFirstToken = Dims::kTokens > kStageTokens && !kIsKey ? kStageTokens : 0;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
@@ -84,6 +84,7 @@ class Producer {
       if (batch.begins_item) {
         set_head(ticket_.kv_head);
         if constexpr (kPublishes) publish();
+        if constexpr (kHasPasses<Dims>) publish_pass();
       }
       // Behind the first copies of an item: they are what the consumers wait for. Else before all.
       const int turn = batch.begins_item ? 0 : -1;
@@ -95,7 +96,9 @@ class Producer {
           stages_.fill(batch.pop_front(), record);
         }
         if (i > turn) continue;
-        if (tokens_left_ <= StageBatch::kStages * Dims::kTokens) tickets_.draw_ahead();
+        if (tokens_left_ <= StageBatch::kStages * Dims::kTokens && !has_pass()) {
+          tickets_.draw_ahead();
+        }
         prefetch();
       } while (++i < batch.count);
       has_stages = next_.count > 0;
@@ -103,6 +106,7 @@ class Producer {
     if constexpr (kHasConverters<Dims>) stages_.end();
     if constexpr (kIsKey) tickets_.end();
     if constexpr (kPublishes) publish_end();
+    if constexpr (kHasPasses<Dims>) stages_.end();
   }
 
  private:
@@ -163,7 +167,25 @@ class Producer {
     end_segment_ = next_segment_ + item_.num_segments;
     is_complete_ = false;
     is_new_ = true;
+    first_row_ = 0;
     load_requests();
+  }
+
+  // Whether rows of the present item follow those of the present pass.
+  __device__ __forceinline__ bool has_pass() const {
+    return kHasPasses<Dims> &&
+           first_row_ + kPassRows < item_.num_requests * params_.rows.group_size;
+  }
+
+  // Goes back to the first segment of the present item, for its next rows. false: there are none.
+  __device__ __forceinline__ bool begin_pass() {
+    if (!has_pass()) return false;
+    first_row_ += kPassRows;
+    next_segment_ = end_segment_ - item_.num_segments;
+    load_segments();
+    is_complete_ = false;
+    is_new_ = true;
+    return true;
   }
 
   // Lists the item's segments that the lanes hold, next_segment_ being the first, as far as they are not empty.
@@ -172,6 +194,13 @@ class Producer {
     const int first = next_segment_ - first_lane_segment_;
     const int end = min(end_segment_ - first_lane_segment_, 32);
     pending_ = not_empty_ & (kFullWarp << first) & (kFullWarp >> (32 - end));
+    if constexpr (kHasPasses<Dims>) {
+      // Those that count for a row of the pass.
+      const int group_size = params_.rows.group_size;
+      pending_ &= __ballot_sync(
+          kFullWarp, lane_segment_.first_request() * group_size < first_row_ + kPassRows &&
+                         lane_segment_.end_request() * group_size > first_row_);
+    }
     next_segment_ = first_lane_segment_ + end;
   }
 
@@ -207,7 +236,7 @@ class Producer {
         is_new_ = false;
         is_complete_ = true;
         return;
-      } else if (!begin_item()) {
+      } else if (!begin_pass() && !begin_item()) {
         next_.count = 0;
         return;
       }
@@ -250,7 +279,7 @@ class Producer {
 
   // The request of each query row of the item: lane l holds rows l and 32 + l.
   __device__ __forceinline__ void load_requests() {
-    if constexpr (kPublishes) {
+    if constexpr (kPublishes || kHasPasses<Dims>) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int index = request_of_row(params_.rows, 32 * i + lane_);
@@ -304,6 +333,17 @@ class Producer {
 
     release_record();
     queries_.advance(units);
+  }
+
+  // Queries and record of the pass, whose requests have been loaded.
+  __device__ __forceinline__ void publish_pass() {
+    const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
+    const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
+    // Of an item without KV, record_ is an earlier one's: then either answer is right.
+    const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
+    stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
+                         item_.num_requests * params_.rows.group_size,
+                         mixes ? next_item_ - 1 : kNotMixed);
   }
 
   __device__ __forceinline__ void publish_end() {
@@ -360,6 +400,7 @@ class Producer {
   int next_segment_ = 0;     // first of the item that is not listed
   ItemSource item_;          // the present item
   int end_segment_ = 0;      // its segments' end
+  int first_row_ = 0;        // of the present pass
   bool is_complete_ = true;  // its last stage has been prefetched
   bool is_new_ = false;      // none of its stages has been
   uint32_t pending_ = 0;     // lanes whose segments of the item are to come

@@ -37,8 +37,9 @@ PAT_ANYWHERE constexpr int panels(int row_bytes) {
 }
 
 // The columns of keys (and queries) and of values, and the type in which the cache has them. The last panel may be
-// partly empty.
-template <int kKeyColumns, int kValueColumns, KvType kCacheType = KvType::kAsQueries>
+// partly empty. kLatentTokens: of a stage of latent attention.
+template <int kKeyColumns, int kValueColumns, KvType kCacheType = KvType::kAsQueries,
+          int kLatentTokens = 2 * kStageTokens>
 struct HeadDims {
   static constexpr int kKey = kKeyColumns;
   static constexpr int kValue = kValueColumns;
@@ -46,7 +47,7 @@ struct HeadDims {
   static constexpr bool kOneByte = kKv != KvType::kAsQueries;
   static constexpr int kElementBytes = kOneByte ? 1 : 2;  // of the cache
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
-  // Latent attention (MLA): values are the first columns of the keys. One load, one stage of 64 tokens for both.
+  // Latent attention (MLA): values are the first columns of the keys. One load, one stage for both.
   static constexpr bool kIsLatent = kKey == 576 && kValue == 512 && !kOneByte;
   static_assert(kIsLatent || (kKey <= 256 && kValue <= 256), "registers");
 
@@ -55,8 +56,8 @@ struct HeadDims {
   static constexpr int kQueryPanels = panels(kKey * 2);
   static constexpr int kKeyPanels = panels(kKey * kElementBytes);
   static constexpr int kValuePanels = kIsLatent ? 0 : panels(kValue * kElementBytes);
-  static constexpr int kTokens = kIsLatent ? 2 * kStageTokens : kStageTokens;  // of a stage
-  static constexpr int kKeyBytes = kTokens * kKeyPanels * kPanelRowBytes;      // of a stage
+  static constexpr int kTokens = kIsLatent ? kLatentTokens : kStageTokens;  // of a stage
+  static constexpr int kKeyBytes = kTokens * kKeyPanels * kPanelRowBytes;   // of a stage
   static constexpr int kValueBytes = kTokens * kValuePanels * kPanelRowBytes;
   // Of a token in the cache.
   static constexpr int kTokenBytes = (kIsLatent ? kKey : kKey + kValue) * kElementBytes;
@@ -162,6 +163,31 @@ struct LatentOperand {
   // 16 tokens' values, from a panel on.
   PAT_ANYWHERE static constexpr uint32_t tokens(uint32_t stage, int first_panel, int step) {
     return stage + first_panel * kPanelBytes + step * 2 * kGroupBytes;
+  }
+};
+
+// How four warps share 16 query rows of latent attention on mma.sync, over matrices of 32 rows: queries, or the tokens of
+// a stage. Of every panel of queries and keys, a warp has 16 columns; of the values, two panels.
+struct LatentPart {
+  static constexpr int kParts = kPanelColumns / 16;
+  static constexpr int kRows = kStageTokens;
+  static constexpr uint32_t kPanelBytes = kRows * kPanelRowBytes;
+
+  uint32_t part;
+
+  // Of ldmatrix: where a lane's first chunk lies in a matrix. Each panel has one at the same place.
+  PAT_ANYWHERE constexpr uint32_t queries(uint32_t unit, uint32_t lane) const {
+    return swizzled_offset(kRows, unit * kUnitRows + lane % 16, 2 * part + lane / 16);
+  }
+  PAT_ANYWHERE constexpr uint32_t keys(uint32_t lane) const {  // of the first 16 tokens
+    return swizzled_offset(kRows, lane / 16 * 8 + lane % 8, 2 * part + lane / 8 % 2);
+  }
+  // The same of values, of 16 tokens and 16 columns. For the next columns: step_address().
+  template <int kValuePanels>
+  PAT_ANYWHERE constexpr uint32_t values(uint32_t lane) const {
+    static_assert(kValuePanels % kParts == 0);
+    return part * (kValuePanels / kParts) * kPanelBytes +
+           swizzled_offset(kRows, lane % 16, lane / 16);
   }
 };
 

@@ -53,10 +53,15 @@ inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
 // Over latent attention.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
+// On mma.sync: an item's rows in passes of 32, each over the item's KV, and stages of 32 tokens.
+template <typename Dims>
+inline constexpr bool kHasPasses = Dims::kIsLatent && !kHasWgmma;
+inline constexpr int kPassRows = 32;
+inline constexpr int kLatentTokens = kHasWgmma ? 2 * kStageTokens : kStageTokens;  // of a stage
 template <typename Dims>
 inline constexpr int kDecodeThreads =
     32 * (Dims::kIsLatent
-              ? kLatentConsumerWarps + kProducerWarps + kLatentQueryWarps
+              ? kLatentConsumerWarps + kProducerWarps + (kHasWgmma ? kLatentQueryWarps : 0)
               : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
 // Of a thread, beside converters: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
@@ -199,6 +204,8 @@ __host__ __device__ constexpr int own_tiles(int warps) {
 }
 
 inline constexpr int kMaxStages = 12;
+// With passes. Hopper, for tests, has as few as fit on the smallest GPUs.
+inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 ? 2 : 4;
 
 // All but the KV ring.
 template <typename Dims>
@@ -250,8 +257,9 @@ inline constexpr int kKvRoom =
 
 template <typename Dims>
 struct SharedStorage : SharedState<Dims> {
-  static constexpr int kStages =
-      std::max(1, std::min(kMaxStages, kKvRoom<Dims> / kStageBytes<Dims>));
+  static constexpr int kStages = std::max(
+      1,
+      std::min(kHasPasses<Dims> ? kMaxPassStages : kMaxStages, kKvRoom<Dims> / kStageBytes<Dims>));
   static constexpr int kKvBytes = kStages * kStageBytes<Dims>;
   static_assert(kStages >= 1 && kKvBytes <= kRoom<Dims>);
 

@@ -138,8 +138,8 @@ _NOT_KNOWN = (
 )
 
 _AS_A_DRAFT_MODEL = (
-    "As a draft model of speculative decoding (--speculative-eagle-topk 1), pat decodes the same "
-    "layers, and reads in them what was verified; prompts it reads by {}."
+    "As a draft model of speculative decoding, pat decodes the same layers, and reads in them what "
+    "was verified; {} reads its prompts."
 )
 
 

@@ -423,6 +423,11 @@ def _row_bytes(tensor: torch.Tensor, name: str) -> int:
         raise ValueError(
             f"{name} must have a row stride of 1 to {_MAX_UINT32} bytes, got {row_bytes}"
         )
+    if tensor.shape[0] * row_bytes > _MAX_UINT32 * _ALIGNMENT:  # kv_stages.cuh counts in chunks
+        raise ValueError(
+            f"{name} must span at most {_MAX_UINT32} times {_ALIGNMENT} bytes, got shape "
+            f"{[*tensor.shape]} and strides {tensor.stride()}"
+        )
     return row_bytes
 
 

@@ -93,8 +93,6 @@ class KernelConfig:
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"
             )
-        if self.is_latent and self.force_mma_sync:
-            raise ValueError(f"head_dim {self._head_dim_name} has no bodies on mma.sync")
         converts_kv = self.kv_dtype is not None
         if not support.has_kernels(
             self.head_dim, self.v_head_dim, self.arch, converts_kv=converts_kv

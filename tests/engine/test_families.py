@@ -285,7 +285,13 @@ def drafts_of_blocks(family: Family, folder: Path, **config: Any) -> dict[str, A
             id="window, pages",
             marks=pytest.mark.nightly,
         ),
-        pytest.param({}, {"disable_overlap_schedule": True}, (0, 1), id="no overlap"),
+        pytest.param(
+            {},
+            {"disable_overlap_schedule": True},
+            (0, 1),
+            id="no overlap",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param({}, {"speculative_draft_window_size": 64}, (), id="a table of its own"),
     ],
 )

@@ -25,10 +25,11 @@ def compiled_variants(request: pytest.FixtureRequest) -> None:
     build_all(
         [
             KernelConfig(dtype, head_dim, arch, v_head_dim, kv_dtype, force_mma_sync)
-            for head_dim, v_head_dim in support.GQA_HEAD_DIMS
+            for head_dim, v_head_dim in support.HEAD_DIMS
             for dtype in (torch.bfloat16, torch.float16)
             for kv_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2)
             if kv_dtype != torch.float8_e5m2 or head_dim == 128
+            if support.has_kernels(head_dim, v_head_dim, arch, converts_kv=kv_dtype is not None)
             for force_mma_sync in bodies
         ]
     )

@@ -24,14 +24,20 @@ from pack_decode_cases import (
 )
 
 from kernel.numerics import compare
-from sglang_pat import PackAttention
+from sglang_pat import PackAttention, support
 from sglang_pat._scheduler import OPEN_END
 from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [*needs_gpu, pytest.mark.skipif(not HOPPER, reason="has kernels on Hopper only")]
+HAS_KERNELS = (
+    torch.cuda.is_available() and torch.cuda.get_device_capability() in support.LATENT_CAPABILITIES
+)
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.skipif(not HAS_KERNELS, reason="has no kernels on this GPU"),
+    pytest.mark.usefixtures("kernel_body"),
+]
 
 COLUMNS, ROPE = 512, 64
 

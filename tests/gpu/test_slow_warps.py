@@ -28,6 +28,10 @@ LATENT = [
     *("first warpgroup at the end", "second warpgroup at the end", "one warp"),
     *("queries", "first tokens", "second tokens"),
 ]
+LATENT_MMA = [
+    *("quarter that writes", "quarter that reads", "quarter at the end", "unit at the end"),
+    *("first panels", "last panels"),
+]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,7 @@ LATENT = [
         *((who, "e4m3") for who in CONVERTERS + OTHERS),
         *(pytest.param(who, "as queries", marks=pytest.mark.nightly) for who in OTHERS),
         *((who, "latent") for who in LATENT),
+        *((who, "latent mma") for who in LATENT_MMA),
     ],
 )
 def test_slow_warps(who: str, kv_dtype: str, tmp_path: Path) -> None:

@@ -400,9 +400,9 @@ def test_chains_of_drafts_that_leave_room_in_a_tile(drafts: int) -> None:
     assert [*Routes.of_runner(speculating("NEXTN", drafts), "fa3").shapes] == [0, 1]
 
 
-def test_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(support, "LATENT_CAPABILITIES", ((9, 0),))
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_a_gpu_with_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     pool = make_pool(torch.bfloat16)
     routes = Routes.of_runner(latent_runner(**GPU, token_to_kv_pool=pool), "fa3")
     assert [*routes.shapes] == [0, 1]

@@ -105,7 +105,10 @@ def kernel_suites(folder: Path | None = None) -> str:
 
 
 def kernel_gates() -> str:
-    gates = read("kernels.json")["gates"]
+    return "\n".join([*_gate_lines(read("kernels.json")["gates"]), kernel_losses()])
+
+
+def _gate_lines(gates: list[dict[str, Any]]) -> list[str]:
     lines = []
     for title, passed in (("What had to hold, and did:", True), ("What was **missed**:", False)):
         found = [gate for gate in gates if gate["passed"] is passed]
@@ -113,7 +116,7 @@ def kernel_gates() -> str:
             lines += [title, ""]
             lines += [f"- {gate['suite']}: {gate['rule']} ({gate['found']})" for gate in found]
             lines.append("")
-    return "\n".join([*lines, kernel_losses()])
+    return lines
 
 
 def kernel_losses(folder: Path | None = None) -> str:
@@ -170,6 +173,23 @@ def other_gpu_kernels() -> str:
 def other_gpu_servers() -> str:
     result = read("serving-gates.json", OTHER_GPU)
     return server_table(f"{OTHER_GPU.name}/serving-gates.json", result["meta"], result["cases"])
+
+
+def latent_kernels() -> str:
+    result = read("mla.json", OTHER_GPU)
+    peers = {**PEERS, "flashmla": "FlashMLA", "triton": "Triton"}
+    peers = {name: title for name, title in peers.items() if name in result["cases"][0]["us"]}
+    rows = []
+    for case in result["cases"]:
+        times = [f"{case['us'][name]:.1f}" for name in ("pat", *peers)]
+        rows.append([f"`{case['tree']}`", str(case["heads_q"]), *times, f"{gain(case):.2f}"])
+    source = wrapped(
+        f"Microseconds of a layer. Source: `{OTHER_GPU.name}/mla.json` (`benchmarks/kernel mla`, "
+        f"{len(rows)} cases, commit {result['meta']['commit']})."
+    )
+    columns = ["tree", "query heads", "pat", *peers.values(), "best other / pat"]
+    gates = "\n".join(_gate_lines(result["gates"])).strip()
+    return f"{source}\n\n{table(columns, rows)}\n\n{gates}"
 
 
 def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
@@ -271,6 +291,11 @@ def gains_by_workload() -> str:
     (shard,) = (
         case for case in rank["cases"] if case["model"] != MODEL and case["question"] == LONG_PREFIX
     )
+    latent = [
+        case["default_over_pat"]["median"]
+        for case in read("mla-serving.json", OTHER_GPU)["cases"]
+        if case["case"] == "shared"
+    ]
     alone = gains_alone(RESULTS)
     none = "not measured"
     rows = [
@@ -287,6 +312,11 @@ def gains_by_workload() -> str:
         [
             "70B, TP 8: one rank, no communication",
             f"{over_pat(shard):.2f}x: 128 requests, 8,192 shared tokens",
+            none,
+        ],
+        [
+            "DeepSeek, Kimi, GLM (MLA), H200",
+            f"{min(latent):.2f}x to {max(latent):.2f}x: 64 requests, 16,384 shared tokens",
             none,
         ],
         ["nothing shared", f"{min(alone):.2f}x to {max(alone):.2f}x", none],
@@ -370,6 +400,39 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
         f"{meta['versions']['sglang']}. Source: `{name}` (`benchmarks/server gates`, commit "
         f"{meta['commit']})."
     )
+    return f"{source}\n\n{table(columns, rows)}"
+
+
+LATENT_MODELS = {
+    "deepseek-v2-lite": "DeepSeek-V2-Lite, {} of 27 layers",
+    "glm-4.7-flash": "GLM-4.7-Flash, {} of 47 layers",
+    "v3-rank": "DeepSeek-V3, a rank of 8: 16 heads, {} of 61 layers",
+    "k2-rank": "Kimi K2, a rank of 8: 8 heads, {} of 61 layers",
+}
+
+
+def latent_servers() -> str:
+    result = read("mla-serving.json", OTHER_GPU)
+    rows = []
+    for case in result["cases"]:
+        layers = result["models"][case["model"]]["full_attention_layers"]
+        times, ratio = case["tpot_ms"], case["default_over_pat"]
+        rows.append(
+            [
+                LATENT_MODELS[case["model"]].format(layers),
+                case["case"],
+                f"{times['pat']:.2f}",
+                f"{times['default']:.2f}",
+                f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+            ]
+        )
+    meta = result["meta"]
+    source = wrapped(
+        f"Milliseconds per output token, SGLang {meta['versions']['sglang']}. Source: "
+        f"`{OTHER_GPU.name}/mla-serving.json` (`benchmarks/server hybrids`, commit "
+        f"{meta['commit']})."
+    )
+    columns = ["model", "", "pat", "FA3", "FA3 / pat (quartiles)"]
     return f"{source}\n\n{table(columns, rows)}"
 
 
@@ -460,6 +523,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         kernel_errors,
         other_gpu_kernels,
         other_gpu_servers,
+        latent_kernels,
+        latent_servers,
         gains_by_sharing,
         gains_without_sharing,
         sharing_curve,

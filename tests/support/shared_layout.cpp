@@ -204,16 +204,17 @@ void check_conversion() {
   check_wgmma_values<Dims>(memory, kBase, kEnd, column, "wgmma of converted values");
 }
 
-// Address -> element of 64 rows, of which two warps copy 32 each, panel by panel.
-std::map<uint32_t, int> copied_by_panels(int columns, uint32_t base) {
+// Address -> element of `rows` rows, of which each warp copies 32, panel by panel.
+std::map<uint32_t, int> copied_by_panels(int columns, uint32_t base,
+                                         int rows = LatentOperand::kRows) {
   std::map<uint32_t, int> memory;
-  for (int first_row = 0; first_row < LatentOperand::kRows; first_row += 32) {
+  for (int first_row = 0; first_row < rows; first_row += 32) {
     for (int lane = 0; lane < 32; ++lane) {
       const PanelCopy copy{lane};
       for (int panel = 0; panel < columns / kPanelColumns; ++panel) {
         for (int i = 0; i < PanelCopy::kCopies; ++i) {
-          const uint32_t target = base + first_row * kPanelRowBytes +
-                                  panel * LatentOperand::kPanelBytes + copy.target(i);
+          const uint32_t target =
+              base + first_row * kPanelRowBytes + panel * rows * kPanelRowBytes + copy.target(i);
           for (int byte = 0; byte < kChunkBytes; byte += 2) {
             const int element = (first_row + copy.row(i)) * 1024 + panel * kPanelColumns +
                                 (copy.source() + byte) / 2;
@@ -224,6 +225,58 @@ std::map<uint32_t, int> copied_by_panels(int columns, uint32_t base) {
     }
   }
   return memory;
+}
+
+// Latent attention on mma.sync: queries and stages are matrices of 32 rows, which four warps share. Each element of a
+// unit's queries, of the keys and of the values is one warp's.
+template <int kKey, int kValue>
+void check_latent_parts() {
+  using Dims = HeadDims<kKey, kValue, KvType::kAsQueries, LatentPart::kRows>;
+  constexpr uint32_t kBase = 3 * 1024;
+  static_assert(Dims::kKeyBytes % 1024 == 0 && Dims::kTokens == LatentPart::kRows);
+  const auto stage = copied_by_panels(kKey, kBase, LatentPart::kRows);
+  expect(stage.size() == size_t{LatentPart::kRows} * kKey, "elements are missing", kKey);
+  expect(stage.rbegin()->first < kBase + Dims::kKeyBytes, "the stage is too small", kKey);
+  std::map<uint32_t, int> read[3];  // how often: queries, keys, values
+  for (uint32_t part = 0; part < LatentPart::kParts; ++part) {
+    const LatentPart share{part};
+    const int depth = part * 16, first_column = part * (kValue / LatentPart::kParts);
+    for (uint32_t lane = 0; lane < 32; ++lane) {
+      const int half = lane / 16, token = lane / 16 * 8 + lane % 8, key_half = lane / 8 % 2;
+      for (int panel = 0; panel < Dims::kKeyPanels; ++panel) {
+        const uint32_t offset = panel * LatentPart::kPanelBytes;
+        const int column = panel * kPanelColumns + depth;
+        for (int unit = 0; unit < 2; ++unit) {
+          const uint32_t address = kBase + share.queries(unit, lane) + offset;
+          expect_row(stage, address, unit * kUnitRows + lane % 16, column + half * 8,
+                     "ldmatrix of a part of queries", kKey);
+          ++read[0][address];
+        }
+        for (int pair = 0; pair < LatentPart::kRows / 16; ++pair) {
+          const uint32_t address = kBase + share.keys(lane) + offset + pair * 16 * kPanelRowBytes;
+          expect_row(stage, address, pair * 16 + token, column + key_half * 8,
+                     "ldmatrix of a part of keys", kKey);
+          ++read[1][address];
+        }
+      }
+      const uint32_t first = kBase + share.values<kValue / kPanelColumns>(lane);
+      for (int step = 0; step < LatentPart::kRows / 16; ++step) {
+        for (int pair = 0; pair < kValue / LatentPart::kParts / 16; ++pair) {
+          const uint32_t address =
+              step_address(first, LatentPart::kRows, pair) + step * 16 * kPanelRowBytes;
+          expect_row(stage, address, step * 16 + lane % 16, first_column + pair * 16 + half * 8,
+                     "ldmatrix of a part of values", kValue);
+          ++read[2][address];
+        }
+      }
+    }
+  }
+  for (int i = 0; i < 3; ++i) {
+    const int columns = i == 2 ? kValue : kKey;
+    expect(read[i].size() == size_t{LatentPart::kRows} * columns / 8, "parts leave chunks",
+           columns);
+    for (const auto& [address, times] : read[i]) expect(times == 1, "parts overlap", columns);
+  }
 }
 
 // Latent attention: queries and stages are matrices of 64 rows, values the stage's first columns.
@@ -269,6 +322,7 @@ void check() {
       }
     }
   }
+  check_latent_parts<kKey, kValue>();
   std::printf("%d/%d\n", kKey, kValue);
 }
 

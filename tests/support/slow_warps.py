@@ -1,7 +1,8 @@
 """Runs pack_decode twice: as it is, and with warps that sleep where others may wait for them.
 
-Usage: slow_warps.py WHO KV_DTYPE FOLDER: KV_DTYPE is e4m3, `as queries`, or `latent` for latent
-attention; the folder is for changed sources of the kernels.
+Usage: slow_warps.py WHO KV_DTYPE FOLDER: KV_DTYPE is e4m3, `as queries`, `latent` for latent
+attention, or `latent mma` for its body on mma.sync; the folder is for changed sources of the
+kernels.
 """
 
 from __future__ import annotations
@@ -82,7 +83,40 @@ LATENT_DELAYS = {
         "if (!kIsKey) __nanosleep(3000);",
     ),
 }
-DELAYS |= LATENT_DELAYS
+# The same on mma.sync.
+LATENT_MMA_DELAYS = {
+    "quarter that writes": (
+        "latent_mma_body.cuh",
+        "++num_exchanges;",
+        "if (share.part == 2) __nanosleep(9000);",
+    ),
+    "quarter that reads": (
+        "latent_mma_body.cuh",
+        "float4 sum = parts[0][tile][lane];",
+        "if (share.part == 1 && tile == 0) __nanosleep(9000);",
+    ),
+    "unit at the end": (
+        "latent_mma_body.cuh",
+        "part.finish();",
+        "if (pass_unit == 0) __nanosleep(40000);",
+    ),
+    "quarter at the end": (
+        "latent_mma_body.cuh",
+        "part.finish();",
+        "if (share.part == 3) __nanosleep(40000);",
+    ),
+    "first panels": (
+        "latent_mma_stages.cuh",
+        "ring_.parity ^ 1);",
+        "if (kIsKey) __nanosleep(3000);",
+    ),
+    "last panels": (
+        "latent_mma_stages.cuh",
+        "ring_.parity ^ 1);",
+        "if (!kIsKey) __nanosleep(3000);",
+    ),
+}
+DELAYS |= LATENT_DELAYS | LATENT_MMA_DELAYS
 HEAD_DIMS = (128, 64)
 # Large and small tiles in turns in each CTA, and some of more stages than a ring has.
 CASE = make_case(
@@ -95,7 +129,7 @@ def results(case: ForestCase, kv_name: str) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     kv_dtype = torch.float8_e4m3fn if kv_name == "e4m3" else None
     kinds = [Heads(8, 2, head_dim, kv_dtype=kv_dtype) for head_dim in HEAD_DIMS]
-    if kv_name == "latent":
+    if kv_name.startswith("latent"):
         kinds = [Heads(16, 1, LATENT_HEAD_DIMS[0], v_head_dim=LATENT_HEAD_DIMS[1])]
     jit.build_all([config_of(heads) for heads in kinds])
     for heads in kinds:
@@ -124,6 +158,12 @@ def delay(who: str, folder: Path) -> None:
 
 def main() -> int:
     who, kv_name, folder = sys.argv[1:]
+    if kv_name == "latent mma":
+        native = jit.KernelConfig.for_device
+        force = torch.cuda.get_device_capability() == (9, 0)
+        jit.KernelConfig.for_device = lambda *args: dataclasses.replace(
+            native(*args), force_mma_sync=force
+        )
     expected = results(CASE, kv_name)
     delay(who, Path(folder))
     found = results(CASE, kv_name)

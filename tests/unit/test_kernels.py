@@ -286,6 +286,10 @@ def rows(heads: int, *, shift: int = 0, row: int = 0, columns: int = HEAD_DIM) -
         ({"q": rows(HEADS)[1:]}, "the plan, 4 and 4, got 3 and 4"),
         ({"k_cache": rows(2, columns=256)[..., ::2]}, "k_cache must have dense heads"),
         ({"v_cache": rows(2, shift=1)}, "v_cache must be aligned to 16 bytes"),
+        (
+            {"k_cache": torch.empty(2**27 + 1, 2, 128, dtype=torch.bfloat16, device="meta")},
+            r"k_cache must span at most 4294967295 times 16 bytes, got shape \[134217729, 2, 128\]",
+        ),
         ({"out": rows(2 * HEADS)[:, :HEADS]}, "out must be contiguous"),
         ({"out": rows(HEADS, shift=1)}, "out must be aligned to 16 bytes"),
         ({"sinks": torch.zeros(2 * HEADS)[::2]}, "sinks must be contiguous"),

@@ -41,7 +41,7 @@ def counts(case: Case) -> dict[str, int]:
 # --- the grid ---
 
 
-@pytest.mark.parametrize("body", [body for body in GRID if body != "latent"])
+@pytest.mark.parametrize("body", [body for body in GRID if not body.startswith("latent")])
 def test_each_body_has_all_that_it_does(body: str) -> None:
     cases = GRID[body]
     assert len({case.name for case in cases}) == len(cases)
@@ -59,10 +59,12 @@ def test_each_body_has_all_that_it_does(body: str) -> None:
     assert {case.placement for case in cases} >= {"scattered", "ranges", "mixed"}
 
 
-def test_latent_attention_has_all_that_it_does() -> None:
-    cases = GRID["latent"]
+@pytest.mark.parametrize("body", [body for body in GRID if body.startswith("latent")])
+def test_latent_attention_has_all_that_it_does(body: str) -> None:
+    cases = GRID[body]
     assert len({case.name for case in cases}) == len(cases)
     assert all(case.config(HOPPER).is_latent for case in cases)
+    assert {case.config(HOPPER).force_mma_sync for case in cases} == {"mma.sync" in body}
     assert {case.dtype for case in cases} == {torch.bfloat16, torch.float16}
     assert {case.heads[0] for case in cases} >= {1, 5, 8, 16, 20, 64}
     assert any(case.scheduler.get("batch_invariant") for case in cases)
@@ -77,7 +79,7 @@ def test_plans_split_share_and_merge(body: str) -> None:
     for name in ("num_merges", "num_shared_slots"):
         assert {plan[name] > 0 for _, plan in plans} == {False, True}
     # More tickets than a GPU runs CTAs at once; and many items in a ticket.
-    num_ctas = 148 if body == "latent" else 2 * 148
+    num_ctas = 148 if body.startswith("latent") else 2 * 148
     assert max(kv_heads * plan["num_tickets"] for kv_heads, plan in plans) > num_ctas
     assert any(plan["num_work_items"] > 10 * plan["num_tickets"] for _, plan in plans)
 

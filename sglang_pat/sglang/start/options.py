@@ -21,7 +21,7 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Where drafts come from: a model, in chains or, with --speculative-eagle-topk above 1, in trees; a
+# Where drafts come from: a model, in chains or, with a topk above 1, in trees; a
 # model that gives a chain at once; or what was said before, in trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")

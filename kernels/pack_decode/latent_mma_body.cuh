@@ -1,0 +1,172 @@
+// The body of pack_decode over latent attention on mma.sync (Ampere and newer): 32 query rows, of which four warps share
+// 16 each. A warp multiplies the queries and the keys in a quarter of their columns, adds up the quarters' scores in
+// shared memory, as the others do, and multiplies a quarter of the values. So all four have the same weights, to the bit,
+// and the queries stay in registers.
+#pragma once
+
+#include "decode_params.h"
+#include "pack_decode/latent_mma_stages.cuh"
+#include "pack_decode/row_output.cuh"
+#include "pack_decode/warp_attention.cuh"
+
+namespace pat {
+
+template <typename T, typename Dims>
+struct LatentMmaConsumer {
+  using Storage = SharedStorage<Dims>;
+  static constexpr int kTokens = Dims::kTokens;
+  static constexpr int kColumns = Dims::kValue / LatentPart::kParts;
+  static constexpr int kUnitThreads = LatentPart::kParts * 32;
+  using Attention = WarpAttention<T, Dims, false, kColumns>;
+  using Scores = float[kTokens / 8][4];
+  using Queries = ptx::Fragment[Dims::kQueryPanels];
+
+  static_assert((Storage::kStages & (Storage::kStages - 1)) == 0, "the counter may wrap around");
+
+  const DecodeParams& params;
+  Storage& storage;
+  const uint32_t pass_unit;  // of the pass's rows
+  const LatentPart share;
+  uint32_t num_passes = 0;
+  uint32_t num_exchanges = 0;
+  uint32_t num_stages = 0;
+
+  __device__ __forceinline__ const PassRecord& record() const {
+    return storage.records[num_passes % kPassRecords];
+  }
+
+  // Of the next stage, in the ring. From one counter: a position of its own takes a register more.
+  __device__ __forceinline__ uint32_t place() const { return num_stages % Storage::kStages; }
+  // Address of the next stage, once it has arrived.
+  __device__ __forceinline__ uint32_t wait_for_stage() const {
+    ptx::barrier_wait(ptx::shared_address(&storage.kv_full[place()]),
+                      num_stages / Storage::kStages & 1);
+    return ptx::shared_address(storage.kv[place()]);
+  }
+  // Once this lane has read it.
+  __device__ __forceinline__ void release_stage() {
+    ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[place()]));
+    ++num_stages;
+  }
+
+  __device__ __forceinline__ void load_queries(Queries& queries, uint32_t stage,
+                                               uint32_t lane) const {
+    const uint32_t first = stage + share.queries(pass_unit, lane);
+#pragma unroll
+    for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
+      ptx::load_matrices(queries[panel], first + panel * LatentPart::kPanelBytes);
+    }
+  }
+
+  // In this warp's columns.
+  __device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries,
+                                                uint32_t stage, uint32_t lane) const {
+#pragma unroll
+    for (auto& tile : scores) {
+#pragma unroll
+      for (float& score : tile) score = 0.f;
+    }
+    const uint32_t first = stage + share.keys(lane);
+#pragma unroll
+    for (int panel = 0; panel < Dims::kKeyPanels; ++panel) {
+#pragma unroll
+      for (int pair = 0; pair < kTokens / 16; ++pair) {
+        ptx::Fragment keys;
+        ptx::load_matrices(keys,
+                           first + panel * LatentPart::kPanelBytes + pair * 16 * kPanelRowBytes);
+        ptx::multiply_add<T>(scores[2 * pair], queries[panel], keys[0], keys[1]);
+        ptx::multiply_add<T>(scores[2 * pair + 1], queries[panel], keys[2], keys[3]);
+      }
+    }
+  }
+
+  // Parts of scores to scores. All four warps of the unit call it together.
+  __device__ __forceinline__ void add_up(Scores& scores, uint32_t lane) {
+    auto& parts = storage.exchange[pass_unit];
+    const uint32_t empty = ptx::shared_address(&storage.exchange_empty[pass_unit]);
+    ptx::barrier_wait(empty, num_exchanges & 1 ^ 1);
+    ++num_exchanges;
+#pragma unroll
+    for (int tile = 0; tile < kTokens / 8; ++tile) {
+      const float (&own)[4] = scores[tile];
+      parts[share.part][tile][lane] = make_float4(own[0], own[1], own[2], own[3]);
+    }
+    if (pass_unit == 0) {
+      ptx::named_barrier_sync<1, kUnitThreads>();
+    } else {
+      ptx::named_barrier_sync<2, kUnitThreads>();
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTokens / 8; ++tile) {
+      float4 sum = parts[0][tile][lane];
+#pragma unroll
+      for (int part = 1; part < LatentPart::kParts; ++part) {
+        const float4 other = parts[part][tile][lane];
+        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+      }
+      scores[tile][0] = sum.x, scores[tile][1] = sum.y;
+      scores[tile][2] = sum.z, scores[tile][3] = sum.w;
+    }
+    ptx::barrier_arrive(empty);
+  }
+
+  // This warp's.
+  __device__ __forceinline__ void multiply_values(Attention& part, const Scores& weights,
+                                                  uint32_t stage, uint32_t lane) const {
+    const uint32_t first = stage + share.values<Dims::kValue / kPanelColumns>(lane);
+    ptx::Fragment packed[kTokens / 16];
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+      Attention::pack_weights(packed[step], weights[2 * step], weights[2 * step + 1]);
+    }
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < kColumns / 16; ++pair) {
+        ptx::Fragment values;
+        ptx::load_matrices_transposed(
+            values, step_address(first, LatentPart::kRows, pair) + step * 16 * kPanelRowBytes);
+        ptx::multiply_add<T>(part.out[2 * pair], packed[step], values[0], values[1]);
+        ptx::multiply_add<T>(part.out[2 * pair + 1], packed[step], values[2], values[3]);
+      }
+    }
+  }
+
+  // false: there is none.
+  __device__ __forceinline__ bool execute_pass() {
+    const uint32_t query_stage = wait_for_stage();
+    const int first_unit = __shfl_sync(kFullWarp, record().first_unit, 0);
+    if (first_unit == kNoMoreItems) return false;
+    Queries queries;
+    load_queries(queries, query_stage, ptx::lane_id());
+    release_stage();
+
+    const int unit = first_unit + pass_unit;  // of the item
+    Attention part;
+    part.begin_without_queries();
+    StageRecord stage_record;
+    do {
+      const uint32_t stage = wait_for_stage();
+      stage_record = {__shfl_sync(kFullWarp, storage.stage_records[place()].packed, 0)};
+      if (stage_record.counts_for(unit)) {
+        const uint32_t lane = ptx::lane_id();  // anew: its addresses do not fit in registers
+        Scores scores;
+        multiply_keys(scores, queries, stage, lane);
+        add_up(scores, lane);
+        part.rescale(part.template weigh<kTokens>(scores, stage_record, unit * kUnitRows, 0,
+                                                  params.logit_scale, lane));
+        multiply_values(part, scores, stage, lane);
+      }
+      release_stage();
+    } while (!stage_record.is_last());
+
+    part.finish();
+    store_latent_unit<T, Dims>(params, record().targets + pass_unit * kUnitRows,
+                               record().mixed_item, unit * kUnitRows, share.part * kColumns,
+                               part.out, part.maximum, part.sum, ptx::lane_id());
+    ++num_passes;
+    return true;
+  }
+};
+
+}  // namespace pat

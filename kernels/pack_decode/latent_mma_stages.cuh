@@ -1,0 +1,204 @@
+// Shared memory of pack_decode over latent attention on mma.sync, and how the producer warps fill it (producer.cuh walks
+// the items). A CTA has 32 query rows at a time; an item of more is executed in passes.
+//
+//   KV ring     2 to 4 stages: the queries of a pass, then 32 tokens each. A query row is as long as a token, and the
+//               queries stay in registers once the consumers have read them
+//   exchange    parts of the scores of a stage (latent_mma_body.cuh)
+//   records     what the consumers must know of a pass
+#pragma once
+
+#include "decode_params.h"
+#include "pack_decode/kv_stages.cuh"
+#include "pack_decode/work_queue.cuh"
+
+namespace pat {
+
+inline constexpr int kPassUnits = kPassRows / kUnitRows;
+static_assert(kPassRows == LatentPart::kRows &&
+              kPassUnits * LatentPart::kParts == kLatentConsumerWarps);
+static_assert(kNumLatentTiles == 1 && kLatentTileTable[0].block_q % kPassRows == 0 &&
+              kLatentTileTable[0].block_q <= kMaxTileRows &&
+              kLatentTileTable[0].num_warps == kLatentConsumerWarps);
+// A pass has two stages or more. When a stage is filled again, its last reader may be at the end of the pass before the
+// oldest one in the ring.
+inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;
+
+struct PassRecord {
+  int32_t first_unit;  // of the item's, or kNoMoreItems
+  int32_t mixed_item;  // ItemRecord::mixed_item
+  RowTarget targets[kPassRows];
+};
+
+// All but the KV ring.
+template <typename Dims>
+  requires(kHasPasses<Dims>)
+struct SharedState<Dims> {
+  // Of every unit of rows the parts of four warps, as their lanes hold them.
+  alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
+  PassRecord records[kPassRecords];
+  StageRecord stage_records[kMaxPassStages];
+  int32_t drawn[kDrawsAhead];  // from the producer that draws to the other
+  alignas(8) uint64_t kv_full[kMaxPassStages];
+  uint64_t kv_empty[kMaxPassStages];
+  uint64_t exchange_empty[kPassUnits];
+  uint64_t drawn_full[kDrawsAhead];
+  uint64_t drawn_empty[kDrawsAhead];
+};
+
+// Some panels of every stage, in the order of the stages.
+template <typename Dims, bool kIsKey>
+  requires(kHasPasses<Dims>)
+class KvStages<Dims, kIsKey> {
+ public:
+  using Storage = SharedStorage<Dims>;
+  static constexpr int kShared = (Dims::kKeyPanels + 1) / 2;  // the first half
+  static constexpr int kBegin = kIsKey ? 0 : kShared, kEnd = kIsKey ? kShared : Dims::kKeyPanels;
+  static_assert(Dims::kTokens == LatentPart::kRows && Dims::kQueryPanels == Dims::kKeyPanels);
+
+  __device__ KvStages(const DecodeParams& params, Storage& storage, int lane)
+      : params_(params), storage_(storage), copy_{lane} {}
+
+  __device__ __forceinline__ void set_head(const DecodeParams&, int kv_head) {
+    first_byte_ = kv_head * Dims::kTokenBytes;
+  }
+
+  // Whether KV that is read once is copied as such.
+  __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
+
+  // The next stage. lane_slot: the slot of token `lane`.
+  __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
+    const uint32_t full = begin();
+    if constexpr (kIsKey) {
+      ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[ring_.stage]),
+                            record.packed, full, copy_.lane == 0);
+    }
+    const int num_tokens = record.num_tokens();
+    if (num_tokens < Dims::kTokens) {
+      copy<StageCopy::kPart>(lane_slot, num_tokens);
+    } else if (streams_ && record.is_read_once()) {
+      copy<StageCopy::kWholeOnce>(lane_slot, num_tokens);
+    } else {
+      copy<StageCopy::kWhole>(lane_slot, num_tokens);
+    }
+    finish(full);
+  }
+
+  // The next stage: queries of a pass, item rows [first_row, first_row + kPassRows) of num_rows. request, head: of row
+  // first_row + lane.
+  __device__ __forceinline__ void fill_queries(const ItemRequest& request, int head, int first_row,
+                                               int num_rows, int mixed_item) {
+    const uint32_t full = begin();
+    const int lane = copy_.lane, rows_left = num_rows - first_row;
+    if constexpr (kIsKey) {
+      PassRecord& record = storage_.records[num_passes_ % kPassRecords];
+      if (lane == 0) {
+        record.first_unit = first_row / kUnitRows;
+        record.mixed_item = mixed_item;
+      }
+      record.targets[lane] =
+          lane < rows_left ? row_target(request, params_.num_q_heads, head) : kNoTarget;
+      release_record(full);
+    }
+    constexpr int kRope = Dims::kQueryPanels - 1;
+    const auto chunk = [&](const QueryArray& queries) {
+      return request.request * queries.row_chunks + head * queries.head_chunks;
+    };
+    copy_queries<kBegin, std::min(kEnd, kRope)>(params_.q, chunk(params_.q), rows_left);
+    if constexpr (kEnd > kRope) {
+      copy_queries<kRope, kEnd>(params_.q_rope, chunk(params_.q_rope), rows_left);
+    }
+    finish(full);
+  }
+
+  // Behind the last pass.
+  __device__ __forceinline__ void end() {
+    const uint32_t full = begin();
+    if constexpr (kIsKey) {
+      if (copy_.lane == 0) storage_.records[num_passes_ % kPassRecords].first_unit = kNoMoreItems;
+      release_record(full);
+    }
+    finish(full);
+  }
+
+ private:
+  // Waits until the next stage may be filled. Returns the barrier that it fills.
+  __device__ __forceinline__ uint32_t begin() const {
+    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[ring_.stage]), ring_.parity ^ 1);
+    return ptx::shared_address(&storage_.kv_full[ring_.stage]);
+  }
+
+  __device__ __forceinline__ void finish(uint32_t full) {
+    ptx::barrier_arrive_after_copies(full);
+    ring_.advance();
+  }
+
+  // Once the lanes have written it: the arrival that a stage's record has elsewhere.
+  __device__ __forceinline__ void release_record(uint32_t full) {
+    __syncwarp();
+    if (copy_.lane == 0) ptx::barrier_arrive(full);
+    ++num_passes_;
+  }
+
+  __device__ __forceinline__ uint32_t target() const {
+    return ptx::shared_address(storage_.kv[ring_.stage]);
+  }
+
+  // Tokens from num_tokens on are zeroed: garbage would turn probability 0 into NaN.
+  template <StageCopy kKind>
+  __device__ __forceinline__ void copy(int32_t lane_slot, int num_tokens) const {
+    const char* cache = static_cast<const char*>(params_.k_cache) + first_byte_ + copy_.source();
+    const char* sources[PanelCopy::kCopies];
+#pragma unroll
+    for (int i = 0; i < PanelCopy::kCopies; ++i) {
+      const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, copy_.row(i));
+      sources[i] = cache + static_cast<uint64_t>(slot) * params_.k_slot_bytes;
+    }
+    const uint32_t target = this->target();
+#pragma unroll
+    for (int panel = kBegin; panel < kEnd; ++panel) {
+#pragma unroll
+      for (int i = 0; i < PanelCopy::kCopies; ++i) {
+        const uint32_t to = target + panel * LatentPart::kPanelBytes + copy_.target(i);
+        const char* from = sources[i] + panel * kPanelRowBytes;
+        if constexpr (kKind == StageCopy::kWhole) {
+          ptx::copy_async_16(to, from);
+        } else if constexpr (kKind == StageCopy::kWholeOnce) {
+          ptx::copy_async_16(to, from, ptx::evict_first());
+        } else {
+          ptx::copy_async_16_or_zero(to, from, copy_.row(i) < num_tokens);
+        }
+      }
+    }
+  }
+
+  // lane_chunk: where the row of this lane begins. Rows from rows_left on are zeroed.
+  template <int kBeginPanel, int kEndPanel>
+  __device__ __forceinline__ void copy_queries(const QueryArray& queries, uint32_t lane_chunk,
+                                               int rows_left) const {
+    const uint32_t target = this->target();
+    const char* data = static_cast<const char*>(queries.data) + copy_.source();
+#pragma unroll
+    for (int i = 0; i < PanelCopy::kCopies; ++i) {
+      const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, copy_.row(i));
+      const bool valid = copy_.row(i) < rows_left;
+      const char* source = data + uint64_t{valid ? chunk : 0} * kChunkBytes;
+#pragma unroll
+      for (int panel = kBeginPanel; panel < kEndPanel; ++panel) {
+        // The rope's columns are a matrix of their own.
+        const int column = kEndPanel == Dims::kQueryPanels ? panel - kBeginPanel : panel;
+        ptx::copy_async_16_or_zero(target + panel * LatentPart::kPanelBytes + copy_.target(i),
+                                   source + column * kPanelRowBytes, valid);
+      }
+    }
+  }
+
+  const DecodeParams& params_;
+  Storage& storage_;
+  const PanelCopy copy_;
+  bool streams_ = false;
+  int32_t first_byte_;       // of a slot's rows: the KV head's
+  uint32_t num_passes_ = 0;  // so far
+  RingPosition<Storage::kStages> ring_;
+};
+
+}  // namespace pat
