@@ -3,8 +3,8 @@
 Generated requests share up to three levels (root, document, thread) with ragged tails. Some branch
 inside a level, so that SGLang splits a node of its radix tree. Some repeat or continue another
 request, some share nothing, and some are longer than a chunk of prefill. Their answers differ in
-length. Fewer run at once than are asked, so that requests join as others leave. The KV pool holds
-half of what they would take together, so that nodes are evicted and requests may be retracted.
+length. The server runs fewer at once than it is asked, so that requests join as others leave. The
+KV pool holds half of the running ones, so that nodes are evicted and requests are retracted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 from sglang_pat.bench.cases import FIRST_TOKEN
 
+LEAST_PROMPTS = 8  # different ones, of which resamples differ
 SAMPLED_EVERY = 4  # every fourth prompt is also sampled
 TAIL_TOKENS = (1, 48)
-_KINDS = (
+KINDS = (
     *("thread", "fork", "thread", "continue", "thread", "alone", "thread", "repeat"),
     *("fork", "thread", "long", "thread"),
 )
@@ -60,12 +61,12 @@ class Asked:
 def generate(
     number: int, *, prefix: int, tokens: int, samples: int, chunk: int, vocab_size: int, seed: int
 ) -> list[Asked]:
-    """Generate requests of random tokens; the same for equal arguments.
+    """Generate requests of random tokens; equal arguments give equal ones.
 
     Parameters
     ----------
     number : int
-        Prompts.
+        Number of prompts. `len(KINDS)` of them have all kinds.
     prefix : int
         Tokens of the longest shared prefix, about.
     tokens : int
@@ -88,7 +89,7 @@ def generate(
     threads = [document + text(prefix // 8, prefix // 4) for document in documents for _ in "ab"]
     prompts: list[list[int]] = []
     for index in range(number):
-        kind, thread = _KINDS[index % len(_KINDS)], rng.choice(threads)
+        kind, thread = KINDS[index % len(KINDS)], rng.choice(threads)
         earlier = prompts[-4:]
         if kind == "fork":
             prompt = thread[: rng.randint(len(thread) // 3, len(thread))] + text(*TAIL_TOKENS)
@@ -122,9 +123,9 @@ def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: in
 
 
 def pool_tokens(asked: Sequence[Asked], running: int) -> int:
-    """Return KV tokens that hold half of what so many running requests take, with their prefixes.
+    """Return the size of a KV pool that holds half of so many running requests, with prefixes.
 
-    The longest request fits.
+    In tokens. The longest request fits.
     """
     ordered = sorted((each.prompt for each in asked), key=tuple)
     shared = (_common(left, right) for left, right in pairwise(ordered))
@@ -190,7 +191,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
 
 
 def _are_tokens(tokens: Any, vocab_size: int) -> bool:
-    """Whether it is a list of tokens, and not empty."""
+    """Return True for a list of tokens that is not empty."""
     is_list = isinstance(tokens, list) and bool(tokens)
     return is_list and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
 

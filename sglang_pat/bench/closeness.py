@@ -1,29 +1,30 @@
-"""The law of `sglang-pat check`: whether pat decodes as close to a model as another backend does.
+"""The limits of `sglang-pat check`: is pat as close to a model as another backend?
 
 The distance of a token is the difference between its log-probability in decode and in a prefill
-under a reference backend. Both backends answer the same requests, and both have distances: each
-rounds otherwise than the reference. pat is as close if its distances are no larger than the
-other's. Five measures of them have a limit, a multiple of the same measure of the other backend:
+under a reference backend. Both backends answer the same requests, and both have distances, since
+each rounds in another order than the reference. pat is as close if its distances are no larger than
+the other backend's. Five measures have a limit, a multiple of the other backend's own measure:
 
-- mean distance, 99th percentile of the distance: 1.1; mean KL divergence: 1.21, since it grows with
-  the square of a distance. They find errors of many tokens. They count where the excess is no
-  accident of these requests: it must show in 99.5% of 1000 samples with replacement of the prompts.
-- worst answer, by its mean distance: 2. It finds an error of one request: a wrong slot, a stale
-  path. A mean over an answer has a light tail, so that two largest ones are alike.
-- worst token: 3. It finds an error of single steps. Two largest values of one heavy tail may well
-  be a factor of two apart.
+- mean distance and 99th percentile: 1.1; mean KL divergence: 1.21, since it grows with the square
+  of a distance. They find errors of many tokens. An excess counts if it is no accident of these
+  prompts: it must show in 99.5% of 1000 samples of the prompts, drawn with replacement.
+- worst answer, by its mean distance: 2. It finds an error of one request, such as a wrong slot or a
+  stale path. A mean over an answer has a light tail, so that the largest ones are similar.
+- worst token: 3. It finds an error of a single step. The largest distances of two correct backends
+  can well be a factor of two apart, since their tail is heavy.
 
-A reference that is a third backend is fair to both. Where it is the other backend itself, its
-decode and its prefill share roundings, and a correct pat is further from that prefill: in bfloat16
-on a CPU 1.3 to 1.6 times in the mean, while both are equally far from float32. All limits are then
-those of distances 1.8 times as large.
+A third backend as the reference treats both sides equally. If the reference is the other backend
+itself, its decode and its prefill share roundings, and a correct pat is further from that prefill:
+1.3 to 1.6 times on average, measured in bfloat16 on a CPU where both were equally far from float32.
+All distances may then be 1.8 times as large.
 
-No limit is below the rounding of the model's type: distances below it are rounding, whatever their
-ratio is. It is 2^-8 for bfloat16 and 2^-11 for float16, half a unit of the last place of a
-log-probability of 1, and 2^-16 for float32, which is 256 of these units, for sums in another order.
+No limit is below the rounding of the model's type, because a ratio of two roundings says nothing.
+It is 2^-8 for bfloat16 and 2^-11 for float16: half a unit in the last place of a log-probability
+of 1. For float32 it is 2^-16, which is 256 such units, for sums in another order.
 
 Greedy answers must agree with the other backend's up to a near tie: two tokens whose
-log-probabilities are no further apart than twice the largest distance of the other backend.
+log-probabilities differ by at most twice the other backend's largest distance. Either of the two
+may have moved by that.
 """
 
 from __future__ import annotations
@@ -48,11 +49,7 @@ ROUNDING = {"float32": 2.0**-16, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST_KL = 1e-6  # log-probabilities are float32
 RESAMPLES = 1000
 CERTAIN = 0.995  # of the resamples
-LEAST_PROMPTS = 8
 _NOT_A_NUMBER = 1e6  # the distance of a log-probability that is no number
-
-FloatArray = npt.NDArray[np.float64]
-_Weights = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +62,10 @@ class Measure:
     pat, other : float
         In natural units of log-probability.
     limit : float
-        pat's largest value that is as close.
+        The largest value of pat that is as close.
     certainty : float
-        The share of resamples in which pat is beyond the limit; 1 or 0 where none are drawn.
+        The share of resamples in which pat is beyond the limit. A worst value has no resamples: 1
+        beyond the limit, otherwise 0.
     """
 
     name: str
@@ -78,13 +76,13 @@ class Measure:
 
     @property
     def is_close(self) -> bool:
-        """Whether pat is within the limit, or beyond it by accident."""
+        """True if pat is within the limit, or beyond it by accident."""
         return self.pat <= self.limit or self.certainty < CERTAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found.
+    """The result of a comparison.
 
     Attributes
     ----------
@@ -94,7 +92,7 @@ class Verdict:
     tie : float
         Two tokens tie if they are no further apart, in log-probability.
     tokens : dict of str to int
-        Tokens compared, of `pat` and of `other`.
+        Number of tokens compared, of `pat` and of `other`.
     """
 
     measures: list[Measure]
@@ -104,7 +102,7 @@ class Verdict:
 
     @property
     def is_close(self) -> bool:
-        """Whether pat is as close to the model as the other backend."""
+        """True if pat is as close to the model as the other backend."""
         return not self.excesses()
 
     @property
@@ -166,122 +164,104 @@ def judge(
     dtype : str
         The model's, a key of `ROUNDING`.
     own_prefill : bool
-        Whether the distances are those from the other backend's own prefill.
+        True if the reference of the distances is the other backend itself.
 
     Raises
     ------
     ValueError
-        The type is another one, or too little was answered to compare.
+        The type is another one, or no answer has two tokens.
     RuntimeError
         A log-probability of the other backend is no number.
     """
     if dtype not in ROUNDING:
         raise ValueError(f"dtype {dtype!r}; allowed: {', '.join(ROUNDING)}")
-    prompts = {tuple(each.prompt) for each in asked}
-    if len(prompts) < LEAST_PROMPTS:
-        raise ValueError(f"{len(prompts)} different prompts; allowed: at least {LEAST_PROMPTS}")
     if not all(np.isfinite(each.distance).all() for each in distances[1]):
         raise RuntimeError("the other backend gives log-probabilities that are no numbers")
-    floor = ROUNDING[dtype]
-    number = {prompt: index for index, prompt in enumerate(sorted(prompts))}
-    prompt_of = [number[tuple(each.prompt)] for each in asked]
-    groups = [_Sample(each, prompt_of, len(prompts)) for each in distances]
-    shared = SHARED_ROUNDING if own_prefill else 1.0
-    answers, tokens = (
-        [getattr(group, name) for group in groups] for name in ("worst_answer", "worst_token")
-    )
-    measures = [
-        *_of_many(groups, RATIO * shared, floor),
-        _of_worst("worst answer", answers, ANSWER_RATIO * shared, floor),
-        _of_worst("worst token", tokens, WORST_RATIO * shared, floor),
-    ]
-    tie = TIE_RATIO * max(groups[1].worst_token, floor)
+    floor, shared = ROUNDING[dtype], SHARED_ROUNDING if own_prefill else 1.0
+    pat, other = (_Tokens(asked, each) for each in distances)
+    tie = TIE_RATIO * max(other.worst_token, floor)
     greedy = [
         [reply.answer for reply in each if not asked[reply.request].samples] for each in replies
     ]
     return Verdict(
-        measures,
+        [
+            *_of_many(pat, other, RATIO * shared, floor),
+            _of_worst(
+                "worst answer", pat.worst_answer, other.worst_answer, ANSWER_RATIO * shared, floor
+            ),
+            _of_worst(
+                "worst token", pat.worst_token, other.worst_token, WORST_RATIO * shared, floor
+            ),
+        ],
         agreement(greedy[0], greedy[1], tie),
         tie,
-        {name: group.count for name, group in zip(("pat", "other"), groups, strict=True)},
+        {"pat": len(pat.distance), "other": len(other.distance)},
     )
 
 
-class _Sample:
-    """The distances of one backend: all tokens, and the prompt of each."""
+class _Tokens:
+    """The distances of all tokens of one backend, in ascending order, and their prompts."""
 
-    def __init__(
-        self, distances: Sequence[Distances], prompt_of: Sequence[int], num_prompts: int
-    ) -> None:
-        finite = [
-            each._replace(
-                distance=np.minimum(each.distance, _NOT_A_NUMBER),
-                kl=np.minimum(each.kl, _NOT_A_NUMBER),
-            )
-            for each in distances
-            if len(each.distance)
-        ]
-        if not finite:
+    def __init__(self, asked: Sequence[Asked], distances: Sequence[Distances]) -> None:
+        answers = [each for each in distances if len(each.distance)]
+        if not answers:
             raise ValueError("no answer has two tokens; allowed: at least one that has")
-        self.distance = np.concatenate([each.distance for each in finite])
-        kl = np.concatenate([each.kl for each in finite])
+        index = {prompt: i for i, prompt in enumerate(sorted({tuple(a.prompt) for a in asked}))}
+        distance, kl = (
+            np.minimum(np.concatenate(parts), _NOT_A_NUMBER)
+            for parts in ([each.distance for each in answers], [each.kl for each in answers])
+        )
         prompt = np.repeat(
-            [prompt_of[each.request] for each in finite], [len(each.distance) for each in finite]
+            [index[tuple(asked[each.request].prompt)] for each in answers],
+            [len(each.distance) for each in answers],
         )
-        self.count = len(self.distance)
-        self.worst_token = float(self.distance.max())
-        self.worst_answer = max(float(each.distance.mean()) for each in finite)
-        self._order = np.argsort(self.distance)
-        self._sorted, self._sorted_prompt = self.distance[self._order], prompt[self._order]
-        self._tokens = np.bincount(prompt, minlength=num_prompts)
-        self._sums = {
-            "mean": np.bincount(prompt, self.distance, minlength=num_prompts),
-            "kl": np.bincount(prompt, kl, minlength=num_prompts),
-        }
+        order = np.argsort(distance)
+        self.num_prompts = len(index)
+        self.distance, self._kl, self._prompt = distance[order], kl[order], prompt[order]
+        self.worst_token = float(self.distance[-1])
+        self.worst_answer = max(
+            float(np.minimum(each.distance, _NOT_A_NUMBER).mean()) for each in answers
+        )
 
-    def mean(self, weights: _Weights) -> float:
-        """Mean distance, each prompt counted `weights` times."""
-        return self._mean("mean", weights)
+    def measures(self, weights: npt.NDArray[np.int64]) -> list[npt.NDArray[np.float64]]:
+        """Return mean distance, its 99th percentile and mean KL for each row of `weights`.
 
-    def mean_kl(self, weights: _Weights) -> float:
-        """Mean KL divergence, each prompt counted `weights` times."""
-        return self._mean("kl", weights)
+        weights: how often each prompt counts, int64 `[rows, prompts]`.
+        """
+        of_prompts = [
+            np.bincount(self._prompt, values, minlength=self.num_prompts)
+            for values in (np.ones_like(self.distance), self.distance, self._kl)
+        ]
+        tokens, distance, kl = (weights @ each for each in of_prompts)
+        return [distance / tokens, np.array([self._p99(row) for row in weights]), kl / tokens]
 
-    def p99(self, weights: _Weights) -> float:
-        """99th percentile of the distance, each prompt counted `weights` times."""
-        reached = np.cumsum(weights[self._sorted_prompt])
-        index = int(np.searchsorted(reached, 0.99 * reached[-1]))
-        return float(self._sorted[min(index, self.count - 1)])
-
-    def _mean(self, name: str, weights: _Weights) -> float:
-        total = float(weights @ self._tokens)
-        return float(weights @ self._sums[name]) / total if total else 0.0
+    def _p99(self, weights: npt.NDArray[np.int64]) -> float:
+        reached = np.cumsum(weights[self._prompt])
+        return float(self.distance[np.searchsorted(reached, 0.99 * reached[-1])])
 
 
-def _of_many(groups: Sequence[_Sample], ratio: float, floor: float) -> list[Measure]:
-    """Measures of all tokens, each with its certainty."""
-    num_prompts = len(groups[0]._tokens)
-    rng = np.random.default_rng(0)
-    once = np.ones(num_prompts, dtype=np.int64)
-    drawn = rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), RESAMPLES)
+def _of_many(pat: _Tokens, other: _Tokens, ratio: float, floor: float) -> list[Measure]:
+    """Return the measures of all tokens, each with its certainty."""
+    number = pat.num_prompts
+    drawn = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), RESAMPLES)
+    weights = np.vstack([np.ones(number, dtype=np.int64), drawn])  # first the prompts as they are
+    limits = (
+        ("mean distance", ratio, floor),
+        ("p99 distance", ratio, floor),
+        ("mean KL", ratio**2, max(LEAST_KL, floor**2 / 2)),
+    )
     measures = []
-    for name, take, times, least in (
-        ("mean distance", _Sample.mean, ratio, floor),
-        ("p99 distance", _Sample.p99, ratio, floor),
-        ("mean KL", _Sample.mean_kl, ratio**2, max(LEAST_KL, floor**2 / 2)),
+    for (name, times, least), of_pat, of_other in zip(
+        limits, pat.measures(weights), other.measures(weights), strict=True
     ):
-        pat, other = (take(group, once) for group in groups)
-        beyond = sum(
-            take(groups[0], weights) > max(times * take(groups[1], weights), least)
-            for weights in drawn
+        limit = np.maximum(times * of_other, least)
+        certainty = float((of_pat > limit)[1:].mean())
+        measures.append(
+            Measure(name, float(of_pat[0]), float(of_other[0]), float(limit[0]), certainty)
         )
-        limit = max(times * other, least)
-        measures.append(Measure(name, pat, other, limit, beyond / RESAMPLES))
     return measures
 
 
-def _of_worst(name: str, values: Sequence[float], ratio: float, floor: float) -> Measure:
-    """A measure of the largest ones, which no resampling makes more certain."""
-    pat, other = values
+def _of_worst(name: str, pat: float, other: float, ratio: float, floor: float) -> Measure:
     limit = max(ratio * other, floor)
     return Measure(name, pat, other, limit, float(pat > limit))

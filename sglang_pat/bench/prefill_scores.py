@@ -1,8 +1,8 @@
-"""Answers of a server, and how far their decode log-probabilities are from those of a prefill.
+"""Answers of a server, and the distance of their log-probabilities in decode from a prefill.
 
-A prefill of prompt and answer computes the log-probability of each token of the answer once more,
-by another kernel and from KV that no decode step wrote. The first token of an answer comes from a
-prefill itself and is left out.
+A prefill of prompt and answer computes the log-probability of each token of the answer a second
+time, by another kernel and from KV that no decode step wrote. The first token of an answer comes
+from a prefill in any case and does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_pat.bench.answers import Answer, Candidate, with_candidates
+from sglang_pat.bench.answers import Answer, Candidate, candidates_of, number, with_candidates
 from sglang_pat.bench.check_requests import Asked
 from sglang_pat.bench.server import Server
 
@@ -48,7 +48,7 @@ class Distances(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a prefill computed of an answer's tokens. Lists are as long as the answer."""
+    """Log-probabilities of an answer's tokens by a prefill. Lists are as long as the answer."""
 
     logprobs: list[float]
     candidates: list[list[Candidate]]
@@ -58,7 +58,7 @@ Scores = Mapping[tuple[int, ...], Score]
 
 
 def over_http(server: Server) -> Ask:
-    """Return what asks a server, each request by a connection of its own."""
+    """Return a function that asks a server, each request by a connection of its own."""
 
     def send(body: dict[str, Any]) -> Any:
         more = {name: body[name] for name in body.keys() - {"input_ids", "sampling_params"}}
@@ -83,7 +83,7 @@ def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
             reason = answer["meta_info"].get("finish_reason") or {}
             if reason.get("type") == "abort":
                 raise RuntimeError(f"request {request} was aborted: {reason.get('message')}")
-            logprobs = [_number(each[0]) for each in answer["meta_info"]["output_token_logprobs"]]
+            logprobs = [number(each[0]) for each in answer["meta_info"]["output_token_logprobs"]]
             replies.append(Reply(request, Answer.of(answer), logprobs))
             retractions += answer["meta_info"].get("num_retractions") or 0
     return replies, retractions
@@ -124,11 +124,8 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
                 f"{len(tokens) - prompt} as they are"
             )
         scores[tokens] = Score(
-            [_number(logprob) for logprob, *_ in entries],
-            [
-                [Candidate(_number(logprob), token) for logprob, token, *_ in best]
-                for best in meta["input_top_logprobs"][1:]
-            ],
+            [number(logprob) for logprob, *_ in entries],
+            [candidates_of(best) for best in meta["input_top_logprobs"][1:]],
         )
     return scores
 
@@ -158,8 +155,3 @@ def divergence(reference: Sequence[Candidate], other: Sequence[Candidate]) -> fl
         max(1.0 - sum(math.exp(pair[side]) for pair in pairs), _LEAST_REST) for side in (0, 1)
     )
     return max(total + rest_p * math.log(rest_p / rest_q), 0.0)
-
-
-def _number(logprob: float | None) -> float:
-    """Return a log-probability. JSON has null for one that is no number."""
-    return math.nan if logprob is None else logprob

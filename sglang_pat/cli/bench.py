@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.arguments import whole_number
-from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.cli.gpus import Gpu
 from sglang_pat.cli.server_options import (
     CPU_ARGUMENTS,
     GPU_ARGUMENTS,
@@ -27,10 +26,11 @@ from sglang_pat.cli.server_options import (
     backend_name,
     check_server_options,
     new_console,
-    package_versions,
+    run_metadata,
     server_flags,
+    usable_gpus,
 )
-from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
+from sglang_pat.output_file import check_outputs, write_output
 from sglang_pat.workload.models import MODEL_NAMES, config_file, read_whole_config
 
 if TYPE_CHECKING:
@@ -80,12 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of each request where nothing is shared (default: 1024)",
     )
     add_server_options(parser)
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="everything, as JSON; -: to stdout, and all else to stderr",
-    )
     parser.set_defaults(run=run)
 
 
@@ -96,11 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
         label, config = read_whole_config(arguments.model)
         check_outputs({"--json": arguments.json}, [config_file(arguments.model)])
         _check_options(arguments)
+        gpus = usable_gpus(arguments)
     except (ValueError, OSError) as error:
         return _refuse(error)
-    gpus = find_gpus()
-    if arguments.device == "cuda" and not gpus:
-        return _refuse("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
     from sglang_pat.bench import comparison
     from sglang_pat.bench.http_server import RefusedArguments
 
@@ -238,13 +230,8 @@ def _as_json(
     info = ("attention_backend", "decode_attention_backend", "max_total_num_tokens", "pat")
     return {
         "meta": {
-            "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
-            "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
-            "versions": package_versions(),
-            "model": str(arguments.model),
+            **run_metadata(arguments, gpus),
             "weights": "the model's" if arguments.weights else "random",
-            "server_args": arguments.server_args,
-            "device": arguments.device,
         },
         "servers": {
             backend: {

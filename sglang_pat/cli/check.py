@@ -1,38 +1,39 @@
-"""`sglang-pat check`: whether pat is as close to a model as the present attention backend is.
+"""`sglang-pat check`: is pat as close to a model as the present attention backend?
 
-Servers are started one after the other: pat's and the other backend's answer the same requests,
-and a third one, of a reference backend, scores all answers by prefills. Where there is no third
-backend, the other one scores. `bench/closeness.py` has the law of the verdict.
+Servers are started one after the other. pat's and the other backend's answer the same requests, and
+a third one, of a reference backend, scores all answers by prefills. If it does not serve the model,
+the other backend scores. The limits of the verdict are in `bench/closeness.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_pat.bench import check_requests
 from sglang_pat.cli.arguments import LARGEST_SEED, input_file, whole_number
-from sglang_pat.cli.gpus import find_gpus
 from sglang_pat.cli.server_options import (
     CPU_ARGUMENTS,
     DEFAULT,
     GPU_ARGUMENTS,
     add_server_options,
     backend_name,
+    check_backend,
     check_server_options,
     new_console,
-    package_versions,
+    run_metadata,
     server_flags,
+    usable_gpus,
 )
 from sglang_pat.model_layers import decoder_config
-from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
+from sglang_pat.output_file import check_outputs, write_output
 from sglang_pat.workload.models import config_file, read_whole_config
 
 if TYPE_CHECKING:
@@ -48,28 +49,27 @@ DESCRIPTION = "check that pat is as close to a model as the present attention ba
 MAX_RUNNING_REQUESTS = 24
 CHUNK_TOKENS = 256  # of prefill: few, so that prompts are cut; any page divides them
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admitted as if answers were short
-LEAST_PROMPTS, MOST_PROMPTS = 8, 2048
 LEAST_CONTEXT = 4 * CHUNK_TOKENS  # the longest generated prompt has two chunks and a prefix
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
 _GPU_REFERENCE = "triton"  # serves nearly every model
 _SHARE_OF_CONTEXT = 4  # that the longest shared prefix may have
 
 
-class _Scored(NamedTuple):
-    """Both backends' distances from the prefills of a backend, by its name."""
-
-    by: str
-    distances: tuple[list[Distances], list[Distances]]
-
-
 class _Served(NamedTuple):
-    """What one server has given."""
+    """Answers of one server, with its own account of itself."""
 
     replies: list[Reply]
     retractions: int
     info: dict[str, Any]
     stats: dict[str, Any]
     seconds: float
+
+
+class _Scored(NamedTuple):
+    """Distances of pat and of the other backend from the prefills of a backend, by its name."""
+
+    by: str
+    distances: tuple[list[Distances], list[Distances]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,53 +86,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='JSON lines {"prompt": TEXT} or {"input_ids": [...]} (default: generated)',
     )
-    parser.add_argument(
-        "--requests",
-        type=whole_number(LEAST_PROMPTS, MOST_PROMPTS),
-        default=72,
-        metavar="N",
-        help=f"prompts, {LEAST_PROMPTS} to {MOST_PROMPTS:,} (default: 72)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=whole_number(0, 64),
-        default=4,
-        metavar="N",
-        help="sampled answers to every fourth prompt, beside its greedy one (default: 4)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=whole_number(8, 4096),
-        default=192,
-        metavar="N",
-        help="tokens of the longest answer (default: 192)",
-    )
-    parser.add_argument(
-        "--prefix",
-        type=whole_number(64, 1 << 20),
-        default=1024,
-        metavar="N",
-        help="tokens of the longest generated prefix, as far as the context allows (default: 1024)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=whole_number(0, LARGEST_SEED),
-        default=1,
-        metavar="N",
-        help="of generated prompts and of sampling (default: 1)",
-    )
+    for name, default, least, most, what in (
+        ("--requests", 72, len(check_requests.KINDS), 2048, "prompts; of a file, the first ones"),
+        ("--samples", 4, 0, 64, "sampled answers to every fourth prompt, beside its greedy one"),
+        ("--tokens", 192, 8, 4096, "tokens of the longest answer"),
+        ("--prefix", 1024, 64, 1 << 20, "tokens of the longest generated prefix, if they fit"),
+        ("--seed", 1, 0, LARGEST_SEED, "of generated prompts and of sampling"),
+    ):
+        parser.add_argument(
+            name,
+            type=whole_number(least, most),
+            default=default,
+            metavar="N",
+            help=f"{what} (default: {default})",
+        )
     add_server_options(parser)
     parser.add_argument(
         "--reference",
         metavar="BACKEND",
-        help=f"a third backend, whose prefills score all answers; the name of --against: no third "
-        f"server is started (default: {_GPU_REFERENCE}; on a CPU {_CPU_BACKEND})",
-    )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="everything, as JSON; -: to stdout, and all else to stderr",
+        help="the backend whose prefills score all answers; the one of --against: no third server "
+        f"is started (default: {_GPU_REFERENCE}; on a CPU {_CPU_BACKEND})",
     )
     parser.set_defaults(run=run)
 
@@ -148,11 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         model, dtype, asked = _prepare(arguments)
+        gpus = usable_gpus(arguments)
     except (ValueError, OSError, RuntimeError) as error:
         return _refuse(error)
-    gpus = find_gpus()
-    if arguments.device == "cuda" and not gpus:
-        return _refuse("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
     from sglang_pat.bench.closeness import judge
     from sglang_pat.bench.http_server import RefusedArguments
 
@@ -161,14 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="sglang-pat-check-") as folder:
             pat, other, scored = _serve(arguments, model, asked, Path(folder))
         dtype = _resolved(dtype, other.info)
-        name = backend_name(_against(arguments), other.info)
-        verdict = judge(
-            asked,
-            (pat.replies, other.replies),
-            scored.distances,
-            dtype,
-            own_prefill=scored.by == _chosen(other.info),
-        )
+        own_prefill = scored.by == _chosen(other.info)
+        replies = pat.replies, other.replies
+        verdict = judge(asked, replies, scored.distances, dtype, own_prefill=own_prefill)
     except RefusedArguments as error:
         return _refuse(f"--server-args {arguments.server_args!r}: {error}")
     except (RuntimeError, TimeoutError, ValueError) as error:
@@ -177,17 +143,13 @@ def run(arguments: argparse.Namespace) -> int:
         print("sglang-pat check: interrupted", file=sys.stderr)
         return 130
     seconds = time.perf_counter() - begin
+    name = backend_name(_backend(arguments, arguments.against), other.info)
     _show(verdict, name, scored.by, pat, seconds)
     if arguments.json is not None:
         result = {
             "meta": {
-                "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
-                "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
-                "versions": package_versions(),
-                "model": str(arguments.model),
+                **run_metadata(arguments, gpus),
                 "dtype": dtype,
-                "server_args": arguments.server_args,
-                "device": arguments.device,
                 "against": name,
                 "reference": scored.by,
                 "seconds": seconds,
@@ -222,43 +184,41 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Model, str, list[Asked]]:
     inputs = [file] if arguments.prompts is None else [file, arguments.prompts]
     check_outputs({"--json": arguments.json}, inputs)
     check_server_options(arguments)
-    if arguments.reference == "pat":
-        raise ValueError("--reference pat; allowed: a backend of SGLang, which has its own prefill")
-    from sglang_pat.bench import check_requests
+    if arguments.reference is not None:
+        check_backend("--reference", arguments.reference)
     from sglang_pat.bench.comparison import Model
 
     try:
         model = Model.of(config, file.parent)
-        chosen = _chosen_dtype(decoder_config(config))
+        dtype = _chosen_dtype(decoder_config(config))
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{file}: {error}") from None
     most = model.context_len - arguments.tokens - 1
     shared = {"tokens": arguments.tokens, "samples": arguments.samples, "seed": arguments.seed}
-    if arguments.prompts is None:
-        if most < LEAST_CONTEXT:
-            raise ValueError(
-                f"--tokens {arguments.tokens}: the context of {model.context_len} tokens leaves "
-                f"{max(most, 0)} for prompts; allowed: what leaves {LEAST_CONTEXT}"
-            )
-        asked = check_requests.generate(
-            arguments.requests,
-            prefix=min(arguments.prefix, most // _SHARE_OF_CONTEXT),
-            chunk=CHUNK_TOKENS,
-            vocab_size=model.vocab_size,
-            **shared,
-        )
-    else:
+    if arguments.prompts is not None:
         prompts = check_requests.read_prompts(
             arguments.prompts, model.path, vocab_size=model.vocab_size, most=most
         )[: arguments.requests]
         different = len({*map(tuple, prompts)})
-        if different < LEAST_PROMPTS:
+        if different < check_requests.LEAST_PROMPTS:
             raise ValueError(
                 f"--prompts {arguments.prompts}: {different} different prompts; allowed: at least "
-                f"{LEAST_PROMPTS}"
+                f"{check_requests.LEAST_PROMPTS}"
             )
-        asked = check_requests.ask(prompts, **shared)
-    return model, chosen, asked
+        return model, dtype, check_requests.ask(prompts, **shared)
+    if most < LEAST_CONTEXT:
+        raise ValueError(
+            f"--tokens {arguments.tokens}: the context of {model.context_len} tokens leaves "
+            f"{max(most, 0)} for prompts; allowed: what leaves {LEAST_CONTEXT}"
+        )
+    asked = check_requests.generate(
+        arguments.requests,
+        prefix=min(arguments.prefix, most // _SHARE_OF_CONTEXT),
+        chunk=CHUNK_TOKENS,
+        vocab_size=model.vocab_size,
+        **shared,
+    )
+    return model, dtype, asked
 
 
 def _chosen_dtype(config: Any) -> str:
@@ -274,9 +234,8 @@ def _resolved(chosen: str, info: dict[str, Any]) -> str:
     return named.get(dtype, dtype)
 
 
-def _against(arguments: argparse.Namespace) -> str:
-    on_cpu = arguments.device == "cpu" and arguments.against == DEFAULT
-    return _CPU_BACKEND if on_cpu else str(arguments.against)
+def _backend(arguments: argparse.Namespace, name: str) -> str:
+    return _CPU_BACKEND if arguments.device == "cpu" and name == DEFAULT else name
 
 
 def _chosen(info: dict[str, Any]) -> str:
@@ -288,7 +247,6 @@ def _serve(
     arguments: argparse.Namespace, model: Model, asked: list[Asked], folder: Path
 ) -> tuple[_Served, _Served, _Scored]:
     """Start one server after the other. RuntimeError if pat has decoded nothing."""
-    from sglang_pat.bench.check_requests import pool_tokens
     from sglang_pat.bench.prefill_scores import distances, over_http, score, serve
     from sglang_pat.bench.server import contender, running_server
 
@@ -300,19 +258,17 @@ def _serve(
         "schedule_conservativeness": 0.1,  # admits more than the pool holds, and retracts
         "random_seed": arguments.seed,
         **(CPU_ARGUMENTS if on_cpu else GPU_ARGUMENTS),
-        "max_total_tokens": pool_tokens(asked, MAX_RUNNING_REQUESTS),
+        "max_total_tokens": check_requests.pool_tokens(asked, MAX_RUNNING_REQUESTS),
+        **({} if on_cpu else {"cuda_graph_max_bs_decode": MAX_RUNNING_REQUESTS}),
     }
-    if not on_cpu:
-        given["cuda_graph_max_bs_decode"] = MAX_RUNNING_REQUESTS
-    flags = server_flags(arguments)
     say = new_console().print
 
     @contextmanager
     def started(backend: str) -> Iterator[Server]:
         say(f"{backend}: SGLang's server starts")
         begin = time.perf_counter()
-        how: dict[str, Any] = {"flags": flags, "environment": ENVIRONMENT, **given}
-        with running_server(contender(backend), model.path, folder, **how) as server:
+        how: dict[str, Any] = {"flags": server_flags(arguments), "environment": ENVIRONMENT}
+        with running_server(contender(backend), model.path, folder, **how, **given) as server:
             say(f"{backend}: ready after {time.perf_counter() - begin:.0f} s")
             yield server
 
@@ -323,42 +279,38 @@ def _serve(
         say(f"{backend}: {len(replies)} answers in {seconds:.0f} s")
         return _Served(replies, retractions, info, server.stats(), seconds)
 
-    def scored(server: Server, backend: str) -> _Scored:
+    def scored(server: Server, info: dict[str, Any]) -> _Scored:
         server.flush()
         begin = time.perf_counter()
         scores = score(over_http(server), asked, [*pat.replies, *other.replies])
-        say(f"{backend}: {len(scores)} answers scored in {time.perf_counter() - begin:.0f} s")
+        by, seconds = _chosen(info), time.perf_counter() - begin
+        say(f"{by}: {len(scores)} answers scored in {seconds:.0f} s")
         pats, others = (distances(asked, each.replies, scores) for each in (pat, other))
-        return _Scored(backend, (pats, others))
+        return _Scored(by, (pats, others))
 
     with started("pat") as server:
         pat = served(server, "pat")
-    _check_decoded(pat)
-    backend = _against(arguments)
-    with started(backend) as server:
-        other = served(server, backend)
-        own = scored(server, _chosen(other.info))
-    reference = arguments.reference or (_CPU_BACKEND if on_cpu else _GPU_REFERENCE)
-    if reference in (own.by, backend):
-        return pat, other, own
+    if not pat.stats.get("plans_built"):
+        raise RuntimeError(
+            "pat has decoded no step of this model, which leaves nothing to compare: "
+            f"{json.dumps(pat.info.get('pat'))}; `sglang-pat doctor --model PATH` says more"
+        )
+    against = _backend(arguments, arguments.against)
+    asked_for = arguments.reference or (DEFAULT if on_cpu else _GPU_REFERENCE)
+    reference = _backend(arguments, asked_for)
+    with started(against) as server:
+        other = served(server, against)
+        if reference in (against, _chosen(other.info)):
+            return pat, other, scored(server, other.info)
+        own = None if arguments.reference else scored(server, other.info)
     try:
         with started(reference) as server:
-            return pat, other, scored(server, _chosen(server.info()))
+            return pat, other, scored(server, server.info())
     except (RuntimeError, TimeoutError) as error:
-        if arguments.reference is not None:
+        if own is None:
             raise
         say(f"{reference} does not serve this model; {own.by} scores its own answers: {error}")
         return pat, other, own
-
-
-def _check_decoded(pat: _Served) -> None:
-    """RuntimeError if pat has planned no step: a comparison would say nothing about it."""
-    if not pat.stats.get("plans_built"):
-        routes = pat.info.get("pat")
-        raise RuntimeError(
-            "pat has decoded no step of this model, which leaves nothing to compare: "
-            f"{json.dumps(routes)}; `sglang-pat doctor --model PATH` says more"
-        )
 
 
 def _show(verdict: Verdict, other: str, by: str, pat: _Served, seconds: float) -> None:
@@ -391,10 +343,10 @@ def _show(verdict: Verdict, other: str, by: str, pat: _Served, seconds: float) -
 def _table(verdict: Verdict, other: str, by: str) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"decode from a prefill by {by}, in log-probability")
-    columns: Sequence[str] = ("", "pat", other, "limit", "")
-    for column in columns:
-        table.add_column(column, justify="right" if column in columns[1:4] else "left")
+    table = Table(title=f"distance of decode from a prefill by {by}, in log-probability")
+    for column in ("", "pat", other, "limit"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_column()
     for each in verdict.measures:
         numbers = (f"{value:.3g}" for value in (each.pat, each.other, each.limit))
         table.add_row(each.name, *numbers, "" if each.is_close else "beyond")

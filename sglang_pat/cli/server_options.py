@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.output_file import output_or_stdout
 from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ _OWN_FLAGS = (
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add --against, --device and --server-args to `parser`."""
+    """Add --against, --device, --server-args and --json to `parser`."""
     parser.add_argument(
         "--against",
         default=DEFAULT,
@@ -56,19 +59,19 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="ARGS",
         help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
     )
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="everything, as JSON; -: to stdout, and all else to stderr",
+    )
 
 
 def check_server_options(arguments: argparse.Namespace) -> None:
     """ValueError for what the servers would refuse, or what would spoil the comparison."""
     if importlib.util.find_spec("sglang") is None:
         raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
-    if arguments.against == "pat":
-        raise ValueError("--against pat; allowed: another backend of SGLang, or default")
-    known = {DEFAULT, *attention_backends()}
-    plugins = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
-    may_be_more = not plugins <= _PLUGINS_WITHOUT_OTHERS or known == {DEFAULT}
-    if arguments.against not in known and not may_be_more:
-        raise ValueError(f"--against {arguments.against!r}; allowed: {', '.join(sorted(known))}")
+    check_backend("--against", arguments.against)
     try:
         words = server_flags(arguments)
     except ValueError as error:
@@ -76,6 +79,25 @@ def check_server_options(arguments: argparse.Namespace) -> None:
             f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
         ) from None
     _check_flags(words)
+
+
+def check_backend(option: str, name: str) -> None:
+    """ValueError for pat itself, and for a name that no installed backend has."""
+    if name == "pat":
+        raise ValueError(f"{option} pat; allowed: another backend of SGLang, or {DEFAULT}")
+    known = {DEFAULT, *attention_backends()}
+    plugins = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
+    may_be_more = not plugins <= _PLUGINS_WITHOUT_OTHERS or known == {DEFAULT}
+    if name not in known and not may_be_more:
+        raise ValueError(f"{option} {name!r}; allowed: {', '.join(sorted(known))}")
+
+
+def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
+    """Return the GPUs of this machine. ValueError if --device asks for one and there is none."""
+    gpus = find_gpus()
+    if arguments.device == "cuda" and not gpus:
+        raise ValueError("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
+    return gpus
 
 
 def _check_flags(words: Sequence[str]) -> None:
@@ -117,9 +139,16 @@ def new_console() -> Console:
     return Console(highlight=False)
 
 
-def package_versions() -> dict[str, str | None]:
-    """Return the versions of what a measurement depends on. None: not installed."""
-    return {package: _version(package) for package in _PACKAGES}
+def run_metadata(arguments: argparse.Namespace, gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """Return what a result depends on: the command, GPUs, versions (None: not installed)."""
+    return {
+        "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
+        "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "model": str(arguments.model),
+        "server_args": arguments.server_args,
+        "device": arguments.device,
+    }
 
 
 def _version(package: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from sglang_engines import flush, run, running_engine
-from sglang_planted_errors import FILE, KINDS
+from sglang_planted_errors import FILE, KINDS, STALE
 from sglang_plugins import install_plugin
 
 from sglang_pat.bench import check_requests
@@ -26,7 +26,6 @@ from sglang_pat.bench.prefill_scores import Distances, Reply, distances, score, 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 RUNNING = 8
-QUICK = ("scaled logits", "one wrong slot", "stale path")
 
 
 def requests(seed: int, number: int = 16, tokens: int = 24) -> list[Asked]:
@@ -37,31 +36,34 @@ def requests(seed: int, number: int = 16, tokens: int = 24) -> list[Asked]:
 
 @dataclass
 class Engines:
-    """pat's engine with errors that can be planted, and SGLang's own."""
+    """pat's engine with errors that can be planted, and the one that it is compared with."""
 
     pat: Any
     other: Any
     error: Path
     _others: dict[str, Any] = field(default_factory=dict)
 
-    def verdict(self, asked: Sequence[Asked], error: str = "", dtype: str = "float32") -> Verdict:
-        """What is found with this error present."""
-        self.error.write_text(error)
+    def verdict(self, asked: Sequence[Asked], error: str = "") -> Verdict:
+        """Compare while this error is present."""
         if repr(asked) not in self._others:
             self._others[repr(asked)] = self._side(self.other, asked)
-        sides = self._side(self.pat, asked), self._others[repr(asked)]
+        sides = self._side(self.pat, asked, error), self._others[repr(asked)]
         replies, found = zip(*sides, strict=True)
-        return judge(asked, replies, found, dtype, own_prefill=True)
+        return judge(asked, replies, found, "float32", own_prefill=True)
 
-    def _side(self, engine: Any, asked: Sequence[Asked]) -> tuple[list[Reply], list[Distances]]:
+    def _side(
+        self, engine: Any, asked: Sequence[Asked], error: str = ""
+    ) -> tuple[list[Reply], list[Distances]]:
         flush(engine)
+        self.error.write_text(error)
         replies, _ = serve(asks(engine), asked)
+        self.error.write_text("")
         flush(self.other)
         return replies, distances(asked, replies, score(asks(self.other), asked, replies))
 
 
 def asks(engine: Any) -> Any:
-    """What asks an engine, as `over_http` asks a server."""
+    """Return a function that asks an engine, as `over_http` asks a server."""
 
     async def all_of(bodies: Sequence[dict[str, Any]]) -> list[Any]:
         return await asyncio.gather(*(engine.async_generate(**body) for body in bodies))
@@ -70,8 +72,8 @@ def asks(engine: Any) -> Any:
 
 
 @contextmanager
-def running_engines(model: Path, folder: Path, **arguments: Any) -> Iterator[Engines]:
-    """Both engines. arguments: of both."""
+def running_engines(model: Path, folder: Path, *backends: str) -> Iterator[Engines]:
+    """Start an engine for each backend. The first one is pat, the last one the other."""
     install_plugin(folder, "sglang_planted_errors")
     error = folder / "error"
     error.write_text("")
@@ -80,34 +82,40 @@ def running_engines(model: Path, folder: Path, **arguments: Any) -> Iterator[Eng
         "chunked_prefill_size": 128,
         "schedule_conservativeness": 0.1,
         "max_total_tokens": check_requests.pool_tokens(requests(1), RUNNING),
-        **arguments,
     }
     with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
         environment.syspath_prepend(folder)  # which the engines' processes inherit
         environment.setenv(FILE, str(error))
-        pat, other = (
-            stack.enter_context(running_engine(model, backend, **given))
-            for backend in ("pat", "torch_native")
-        )
-        yield Engines(pat, other, error)
+        engines = [
+            stack.enter_context(running_engine(model, backend, **given)) for backend in backends
+        ]
+        yield Engines(engines[0], engines[-1], error)
 
 
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with running_engines(tiny_model, tmp_path_factory.mktemp("planted")) as running:
+    folder = tmp_path_factory.mktemp("planted")
+    with running_engines(tiny_model, folder, "pat", "torch_native") as running:
         yield running
 
 
+def test_an_error_is_found_by_comparing_with_pat_without_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with running_engines(tiny_model, tmp_path, "pat") as engines:
+        assert engines.verdict(requests(1), STALE).excesses() != []
+        assert engines.verdict(requests(1)).excesses() == []
+
+
+@pytest.mark.nightly
 def test_without_an_error_pat_is_as_close(engines: Engines) -> None:
     verdict = engines.verdict(requests(1))
     assert verdict.excesses() == []
     assert verdict.tokens["pat"] > 200
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.nightly]) for kind in KINDS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_error_is_found(kind: str, engines: Engines) -> None:
     assert engines.verdict(requests(1), kind).excesses() != []
 

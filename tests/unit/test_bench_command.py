@@ -78,7 +78,7 @@ def test_wrong_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "find_gpus", list)
+    monkeypatch.setattr(server_options, "find_gpus", list)
     has_sglang(monkeypatch)
     (config.parent / "broken").write_text("{")
     flags = [flag.format(folder=config.parent) for flag in flags]
@@ -155,7 +155,7 @@ def test_arguments_that_the_server_refuses_are_told_in_one_line(
     )
     script = f"import sys; print({said!r}); sys.exit(2)"
     monkeypatch.setattr(server, "LAUNCH", (sys.executable, "-c", script))
-    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
     has_sglang(monkeypatch)
     assert main.main(["bench", "--model", str(config), "--server-args", "--x y"]) == 2
     assert capsys.readouterr().err == (
@@ -240,7 +240,7 @@ class FakeServers:
         self.fails: BaseException | None = None
         monkeypatch.setattr(comparison, "running_server", self.running_server)
         monkeypatch.setattr(comparison, "decode_run", self.decode_run)
-        monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+        monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
         has_sglang(monkeypatch)
         monkeypatch.setenv("COLUMNS", "200")
         self.models: list[Path] = []
@@ -378,7 +378,7 @@ def test_a_server_that_fails_is_told(
         raise RuntimeError("the server ended:\nout of memory")
 
     monkeypatch.setattr(comparison, "running_server", running_server)
-    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
     has_sglang(monkeypatch)
     assert main.main(["bench", "--model", str(config)]) == 1
     assert "the server ended:\nout of memory" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from sglang_pat.bench.answers import Answer, Candidate
 from sglang_pat.bench.check_requests import Asked
 from sglang_pat.bench.closeness import ROUNDING, Verdict, judge
 from sglang_pat.bench.prefill_scores import Distances, Reply, divergence
-from sglang_pat.cli import check, main, server_options
+from sglang_pat.cli import main, server_options
 from sglang_pat.cli.gpus import Gpu
 
 PROMPTS, TOKENS = 64, 80
@@ -64,7 +64,7 @@ def names(verdict: Verdict) -> set[str]:
 
 
 def test_equal_noise_is_as_close() -> None:
-    for seed in range(60):
+    for seed in range(20):
         verdict = judged(noise(2 * seed), noise(2 * seed + 1))
         assert verdict.excesses() == []
         assert verdict.is_close
@@ -145,8 +145,6 @@ def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="dtype 'float64'; allowed: float32, float16, bfloat16"):
         judged(noise(0), noise(1), dtype="float64")
     nothing: tuple[list[Any], list[Any]] = ([], [])
-    with pytest.raises(ValueError, match="2 different prompts; allowed: at least 8"):
-        judge(ASKED[:2], nothing, nothing, "float16", own_prefill=False)
     with pytest.raises(ValueError, match="no answer has two tokens"):
         judge(ASKED, nothing, nothing, "float16", own_prefill=False)
 
@@ -237,6 +235,7 @@ class FakeServer:
         self.backend, self.noise = backend, 0.02
         self.routes: dict[str, Any] = {"pat_layers": 4}
         self.plans = 5
+        self.is_broken = False  # its log-probabilities are no numbers
 
     def info(self) -> dict[str, Any]:
         return {"attention_backend": self.backend, "dtype": "auto", "pat": self.routes}
@@ -266,7 +265,12 @@ class FakeServer:
         best = []
         for _ in range(sampling["max_new_tokens"]):
             off = rng.gauss(0, self.noise)
-            best.append([(logprob + off, *rest) for logprob, *rest in self.top(tokens)])
+            best.append(
+                [
+                    (None if self.is_broken else logprob + off, *rest)
+                    for logprob, *rest in self.top(tokens)
+                ]
+            )
             tokens.append(best[-1][0][1])
         meta["output_top_logprobs"] = best
         meta["output_token_logprobs"] = [of[0] for of in best]
@@ -303,8 +307,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, FakeServer]:
         yield fakes[of.backend]
 
     monkeypatch.setattr(server, "running_server", running_server)
-    monkeypatch.setattr(check, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
-    monkeypatch.setattr(server_options, "attention_backends", lambda: {"fa3"})
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(server_options, "attention_backends", lambda: {"fa3", "triton"})
     monkeypatch.setattr(server_options, "launch_flags", frozenset)
     monkeypatch.setattr(server_options.importlib.util, "find_spec", lambda _: object())
     return fakes
@@ -338,6 +342,23 @@ def test_the_status_says_whether_pat_is_as_close(
     assert main.main(command) == 1
     assert "pat is not as close" in capsys.readouterr().out.splitlines()[-1]
     assert not json.loads(out.read_text())["is_close"]
+
+
+def test_log_probabilities_that_are_no_numbers(
+    model: Path,
+    tmp_path: Path,
+    servers: dict[str | None, FakeServer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["check", "--model", str(model), "--tokens", "8"]
+    servers["pat"].is_broken = True
+    assert main.main([*command, "--json", str(tmp_path / "out.json")]) == 1
+    assert "mean distance 1e+06" in capsys.readouterr().out.splitlines()[-1]
+    text = (tmp_path / "out.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    servers[None].is_broken = True
+    assert main.main(command) == 2
+    assert "the other backend gives log-probabilities that are no" in capsys.readouterr().err
 
 
 def test_a_backend_scores_its_own_answers_where_no_third_one_serves(
@@ -378,7 +399,8 @@ def test_a_model_that_pat_does_not_decode_is_not_judged(
         (["--model", "/nowhere"], "--model '/nowhere': no config.json there; allowed: the folder"),
         (["--model", "llama-3-8b"], "--model 'llama-3-8b': no config.json there"),
         (["--against", "pat"], "--against pat; allowed: another backend of SGLang, or default"),
-        (["--reference", "pat"], "--reference pat; allowed: a backend of SGLang, which has its"),
+        (["--reference", "pat"], "--reference pat; allowed: another backend of SGLang, or"),
+        (["--reference", "nosuch"], "--reference 'nosuch'; allowed: default, fa3, triton"),
         (["--server-args", "--port 3"], "must not hold --port; it is set here"),
         (["--tokens", "4096"], "--tokens 4096: the context of 5000 tokens leaves 903 for prompts"),
         (["--json", "{folder}/config.json"], "would overwrite the input"),
@@ -394,7 +416,7 @@ def test_wrong_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(check, "find_gpus", list)
+    monkeypatch.setattr(server_options, "find_gpus", list)
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 5000}
     (model / "config.json").write_text(json.dumps(config))
     (model / "prompts").write_text('{"input_ids": [4]}\n{"input_ids": [4]}\n')
