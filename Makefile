@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
-# An engine is several processes: without bytecode each compiles all of SGLang anew.
+# An engine is several processes: without bytecode each compiles all of SGLang again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # The newest of those that are tested.
@@ -24,7 +24,7 @@ INSTALL := $(UV) pip install --quiet --python $(RUN)
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz mutants lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler results docs wheels clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz mutants lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-words lint-workflows format bench-scheduler results docs wheels clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -34,11 +34,11 @@ help:
 	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
 	@echo 'make fuzz             10,000 random plans and a million forest operations'
 	@echo 'make mutants          mistakes in the code, which the tests must notice (ARGS="words" runs some)'
-	@echo 'make lint             ruff, mypy, import-linter, clang-format'
+	@echo 'make lint             ruff, mypy, import-linter, clang-format, the words of docstrings and docs'
 	@echo 'make lint-workflows   the workflows against their schema, the one of releases by zizmor'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
-	@echo 'make results          what the documentation says and draws of benchmarks/results, anew'
+	@echo 'make results          write tables and pictures of the docs from benchmarks/results'
 	@echo 'make docs             build the documentation into build/site, strictly'
 	@echo 'make wheels           wheels with compiled kernels inside, in dist/'
 	@echo 'make setup            only the environment; make clean removes every environment'
@@ -79,7 +79,7 @@ $(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if 
 	@touch $@
 
 lint:  # all of them, even if one fails
-	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format
+	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-words
 
 lint-ruff: setup
 	$(RUN) -m ruff check --quiet
@@ -95,6 +95,9 @@ lint-imports: setup
 
 lint-clang-format: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+
+lint-words: setup
+	$(RUN) .ci/check_words.py
 
 # Downloads its tools, so it is no part of `make lint`.
 lint-workflows: | $(UV)

@@ -10,7 +10,7 @@ import sysconfig
 
 
 def problem() -> str:
-    """What is wrong with the running Python; empty if nothing is."""
+    """Fault of the running Python; empty if it will do."""
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         version = ".".join(str(part) for part in sys.version_info[:3])
         return (

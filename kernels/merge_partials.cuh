@@ -149,7 +149,7 @@ struct PartialSum {
   }
 
  private:
-  // What is subtracted from LSEs: not -inf, of which nothing can be subtracted, where all partials are empty.
+  // Subtrahend of LSEs: not -inf, from which nothing can be subtracted, where all partials are empty.
   __device__ __forceinline__ float shift() const { return maximum == -INFINITY ? 0.f : maximum; }
 
   __device__ __forceinline__ void raise(float latest) {
@@ -261,7 +261,7 @@ __device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum&
   }
 }
 
-// How many partials are few: in merge_partials(), the type of an argument.
+// Number of partials that counts as few: in merge_partials(), the type of an argument.
 template <int kFew>
 struct Few {};
 
@@ -349,7 +349,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     if (__syncthreads_or(is_long)) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};
       __syncthreads();
-      // As many warps have a row.
+      // So many warps have a row.
       num_turns = min(kMergeWarps, (num_rows - first_own - 1) / static_cast<int>(gridDim.x) + 1);
     }
 #pragma unroll 1

@@ -2,7 +2,7 @@
 // one-byte numbers scaled and rounded. In latent attention, the first columns of a row and the others take their places. The bytes are those of SGLang's pool, which has a store of its own for that, and
 // before it up to four kernels of torch that scale and round.
 //
-// What such a small kernel costs is its start. So the code that runs is short: keys and values share it where they have
+// Such a small kernel costs its start. So the code that runs is short: keys and values share it where they have
 // as many columns, and what is rare (numbers too large, NaN) is behind a branch.
 #pragma once
 

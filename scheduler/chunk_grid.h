@@ -18,7 +18,7 @@ class ChunkGrid {
   static constexpr int32_t chunk_tokens(int32_t position) {
     return region_of(position).chunk_tokens;
   }
-  // Whether a request of a length is cut at a boundary. Not where less than half a chunk would be left of it: that
+  // True if a request of a length is cut at a boundary. Not where less than half a chunk would be left of it: that
   // belongs to its chunk before, so that no request has a partial of a few tokens.
   static constexpr bool is_cut(int32_t boundary, int32_t length) {
     return length > boundary && (boundary == 0 || length - boundary >= smallest_tail(boundary));

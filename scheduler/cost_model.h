@@ -1,4 +1,4 @@
-// What planning weighs: two models, each with a unit of its own, and the values that they have on a GPU.
+// Cost model: two of them, each with a unit of its own, and the values that they have on a GPU.
 #pragma once
 
 #include <array>

@@ -47,6 +47,9 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
   header_.num_shared_slots = static_cast<int32_t>(packing.num_slots());
   header_.num_kv_tokens = static_cast<int32_t>(
       std::min<int64_t>(kv_tokens_.planned, std::numeric_limits<int32_t>::max()));
+  for (const WorkItem& item : sections_.work_items) {
+    header_.largest_tile = std::max(header_.largest_tile, item.tile);
+  }
 }
 
 void DecodePlan::count_partials(int32_t num_requests, const Split& split) {

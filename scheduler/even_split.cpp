@@ -101,7 +101,7 @@ void EvenSplit::choose(const SplitRule& rule, const Packing& packing, const Tile
   Dealt dealt = deal(rule, packing, tiles, budget, false, choice_);
   while (!dealt.fits) {
     low = budget;
-    // What no cut can shorten; or as much more for each ticket as takes what was not dealt out.
+    // Load that no cut can shorten; or as much more for each ticket as takes what was not dealt out.
     const int64_t missing = (load - dealt.load) * (total / load) / workers;
     budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
     dealt = deal(rule, packing, tiles, budget, false, choice_);

@@ -18,7 +18,7 @@ namespace pat {
 // up to a few tokens, with which the packs fit; found by bisection, each step linear in the tiles. Tiles that read the
 // same KV are cut at the same places, if that costs little: they then read it at the same time, and device memory once.
 //
-// Of a few such splits, the one is taken that is expected to end first, its merge included. They differ in how short
+// A few such splits are made. The one that is expected to end first, merge included, is taken. They differ in how short
 // pieces may be, and in whether cuts between requests read again whatever that costs, so that nothing is merged.
 class EvenSplit {
  public:

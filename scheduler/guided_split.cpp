@@ -53,7 +53,7 @@ class Stream {
   void begin_tile() {
     if (!is_empty()) part_.begin = Position::begin_of(tiles_[tile_]);
   }
-  // What a cut of a tile should leave on both sides at least, in tokens.
+  // Least length that a cut of a tile should leave on both sides, in tokens.
   int64_t shortest_piece(int32_t num_requests) const {
     const int64_t rows = int64_t{num_requests} * rule_.tiles.group_size();
     const int64_t partials = rows * rule_.costs->packing.partial_row / kCostUnit;
@@ -65,7 +65,7 @@ class Stream {
     cut_requests += cut.both_requests;
   }
   int64_t take_ticket(int64_t budget, int32_t ticket);
-  // Of a tile whose KV is dealt out in chunks.
+  // Takes a chunk of a tile whose KV is dealt out in chunks.
   int64_t take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
 
   const SplitRule& rule_;
@@ -141,7 +141,7 @@ int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
         cutter_.force(tile, at, std::max(budget, rule_.cost(num_requests, shortest)), cut);
       }
     }
-    // What is left of a tile need not be for all of its requests.
+    // The rest of a tile need not be for all of its requests.
     if (cut.is_end && at.dealt == 0 && !tile.is_rest) {
       choice_.take(tile_, ticket);
     } else {
@@ -180,7 +180,7 @@ bool GuidedSplit::choose(const SplitRule& rule, const Packing& packing, const Ti
   const int64_t total = list.total_cost();
   Stream shared(rule, packing, list, 0, list.num_shared(), shared_);
   Stream alone(rule, packing, list, list.num_shared(), list.tiles().size(), alone_);
-  // What the parted tiles have lost counts too.
+  // Losses of the parted tiles count too.
   alone.cuts = list.num_parted();
   alone.cut_requests = list.parted_requests();
   const int64_t most_cuts = max_cut_requests(rule.num_workers, rule.tiles);

@@ -25,7 +25,7 @@ class GuidedSplit {
   // might: a few tiles of many requests with very long KV. So the partials of a batch have a bound.
   bool choose(const SplitRule& rule, const Packing& packing, const TileList& list);
 
-  // What was chosen; the tickets of both are numbered together.
+  // Choices made; the tickets of both are numbered together.
   const Choice& shared() const { return shared_; }
   const Choice& alone() const { return alone_; }
   int32_t num_tickets() const { return static_cast<int32_t>(ticket_costs_.size()); }

@@ -60,7 +60,7 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  // What all requests since the last one kept share: of nodes of one path, the uppermost has the smallest index.
+  // Common part of all requests since the last one kept: of nodes of one path, the uppermost has the smallest index.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {

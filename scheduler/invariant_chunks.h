@@ -1,6 +1,6 @@
 // Stages 2 and 3 of a batch-invariant plan: forest -> work items.
 //
-// What is added up to a request's result in which order, and so each of its bits, depends on the request's length
+// The order of the sums of a request's result, and so each of its bits, depends on the request's length
 // alone. Its KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is one partial. Within a
 // chunk its tokens are taken in steps that begin at multiples of ChunkGrid::kStepTokens. Who else is in the work
 // item, and which of the steps are shared with whom, changes nothing: other rows' steps leave a row as it is.
@@ -26,10 +26,10 @@ class InvariantChunks {
       : num_workers_(num_workers), cost_(cost), tiles_(tiles) {}
 
   // For each chunk, divides the requests that have it, in tree order, into runs that fit into a tile: as SubtreeTiler
-  // does, but for one chunk, and so that no item is much longer than others. Linear in requests * chunks + segments, up
+  // does, except one chunk, and so that no item is much longer than others. Linear in requests * chunks + segments, up
   // to the number of requests in a tile.
   //
-  // Of `packing`, the spans are what the plan needs; the packs are the work items' requests, for reports. Throws
+  // In `packing`, the spans are what the plan needs; the packs are the work items' requests, for reports. Throws
   // std::length_error if the slots of all spans are more than int32 can count.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
             Split& split);
@@ -58,7 +58,7 @@ class InvariantChunks {
   bool enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin);
   // Fills run_ends_. longest: tokens of an item of several requests, at most.
   void choose_runs(int32_t begin, int64_t longest);
-  // Of the holders [first, end).
+  // Adds a piece of the holders [first, end).
   void add_piece(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                  int32_t first, int32_t end, Packing& packing, Split& split);
   int32_t span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin, int32_t kv_end,

@@ -48,7 +48,7 @@ class KvSplitter {
     return time_of_chains(task, workers, num_tokens / workers, num_tokens);
   }
 
-  // Of the split's tickets: see tail_of().
+  // Tail of the split's tickets: see tail_of().
   double tail(const Split& split) const;
 
  private:

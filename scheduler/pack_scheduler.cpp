@@ -195,7 +195,7 @@ PlanSummary PackScheduler::summarize() const {
     if (summary.requests_per_pack.size() <= bin) summary.requests_per_pack.resize(bin + 1);
     ++summary.requests_per_pack[bin];
     for (const int32_t request : packing.requests_of(pack)) ++packs_of[request];
-    // As KvSplitter cuts it: full tiles, and one for the rest.
+    // KvSplitter cuts it into full tiles, and one for the rest.
     const int32_t full_tiles = pack.num_requests / tiles_.requests_per_tile();
     const int32_t rest = pack.num_requests % tiles_.requests_per_tile();
     summary.tiles += tiles_.num_tiles(pack.num_requests);

@@ -48,7 +48,7 @@ struct LengthCheck {
   int32_t longest;  // 0 without requests
 };
 
-// What the last plan looks like, for reports. Partials are those of one query row.
+// Summary of the last plan, for reports. Partials are those of one query row.
 struct PlanSummary {
   int32_t packs = 0;
   int32_t tiles = 0;
@@ -71,12 +71,12 @@ class PackScheduler {
   // The same for paths that no forest keeps.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
-  // Whether the last plan is right and still balanced for these lengths, given the same batch: every request
+  // True if the last plan is right and still balanced for these lengths, given the same batch: every request
   // is at least as long as when it was planned, and at most growth_tokens longer. A request without a private
   // range may not grow at all: no work item would read the new tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
-  // How many tokens every request may grow from these lengths, which the last plan serves, so that it still does and
+  // Tokens that every request may grow from these lengths, which the last plan serves, so that it still does and
   // none is longer than `longest`. Requests of length 0 are padding, and do not grow. Throws std::invalid_argument
   // for another number of requests and negative lengths.
   int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
@@ -127,7 +127,7 @@ class PackScheduler {
   Planned next_;  // swapped with last_ when it is complete
 };
 
-// What the plan of any batch of up to `max_requests` requests needs, but for the slot buffer.
+// Bounds of the plan of any batch of up to `max_requests` requests, except the slot buffer.
 struct PlanBounds {
   PlanCapacity capacity;
   int32_t num_partials;

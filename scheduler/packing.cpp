@@ -20,7 +20,7 @@ constexpr int64_t kRowPaddingWeight = 20;
 constexpr int64_t kTokenPaddingWeight = 10;
 constexpr int64_t kPartialWeight = 3;
 
-// What the padding of a pack's last tiles wastes.
+// Waste by the padding of a pack's last tiles.
 int64_t padding_cost(int64_t rows, int64_t tokens) {
   const int64_t tile_rows = rows > kFewRows ? kManyRows : kFewRows;
   const int64_t row_padding = (tile_rows - rows % tile_rows) % tile_rows;
@@ -213,7 +213,7 @@ void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
     copy_up_to(parent, forest.nodes()[node.parent], node.holder_begin);
     parent.passed += node.num_holders;
   }
-  // What is left of each run: children that were not merged, and the requests that end at the node.
+  // The rest of each run: children that were not merged, and the requests that end at the node.
   for (size_t n = 0; n < state_.size(); ++n) {
     NodeState& state = state_[n];
     if (state.remaining == 0) continue;

@@ -14,7 +14,7 @@
 
 namespace pat {
 
-// How requests are divided into packs.
+// Rule by which requests are divided into packs.
 enum class Policy {
   kMemory,  // runs of neighbours in the tree, cut where that moves the fewest bytes; see SubtreeTiler
   kPaper,  // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
@@ -26,7 +26,7 @@ enum class Policy {
 // Throws std::invalid_argument naming the allowed values.
 Policy policy_from_name(std::string_view name);
 
-// How many packs a request takes part in at most, its private one included, in the mean of a batch. It bounds the
+// Most packs that a request takes part in, its private one included, in the mean of a batch. It bounds the
 // partials of a batch, for which CUDA graphs reserve memory.
 inline constexpr int32_t kMaxPacksPerRequest = 12;
 

@@ -10,7 +10,7 @@ namespace pat {
 namespace {
 
 constexpr int32_t kEmptyPath = -1;
-constexpr int32_t kNoPath = -2;  // outdated, and not yet given anew
+constexpr int32_t kNoPath = -2;  // outdated, and not yet given again
 constexpr int32_t kFreeBucket = -1;
 
 uint64_t mix(uint64_t x) {  // splitmix64's finaliser: node ids are often consecutive
@@ -310,7 +310,7 @@ int32_t PrefixForest::add_node(size_t bucket, const PathNode& node) {
 void PrefixForest::remove_node(int32_t node) {
   const size_t mask = id_table_.size() - 1;
   size_t hole = bucket_of(path_nodes_[node].id);
-  // What a search would no longer reach across the hole moves into it.
+  // Entries that a search would no longer reach across the hole move into it.
   for (size_t next = (hole + 1) & mask; id_table_[next] != kFreeBucket; next = (next + 1) & mask) {
     const size_t home = mix(static_cast<uint64_t>(path_nodes_[id_table_[next]].id)) & mask;
     if (((next - home) & mask) < ((next - hole) & mask)) continue;
@@ -329,7 +329,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
   for (size_t request = 0; request < last_node_.size(); ++request) {
     const int32_t node = last_node_[request];
     PAT_CHECK(node != kNoPath, "the path of request ", request,
-              " is outdated and was not given anew");
+              " is outdated and was not given again");
     const int32_t path_end = node < 0 ? 0 : path_nodes_[node].kv_end;
     PAT_CHECK(seq_lens[request] >= path_end, "seq_len ", seq_lens[request], " of request ", request,
               " is below its path's length ", path_end);

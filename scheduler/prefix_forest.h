@@ -25,9 +25,9 @@ struct TreePaths {
 
 // Requests whose kept paths a tree may have outgrown.
 struct Outdated {
-  // These have no path any more. It is to be given anew.
+  // These have no path any more. It is to be given again.
   std::vector<int32_t> dropped;
-  // Each of these holds a node that the tree may have split. Its path, read anew, tells.
+  // Each of these holds a node that the tree may have split. Its path, read again, tells.
   std::vector<int32_t> suspects;
 };
 
@@ -64,7 +64,7 @@ class PrefixForest {
   // split.
   void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
 
-  // Whether the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
+  // True if the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
   // many.
   bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
 

@@ -1,4 +1,4 @@
-// What splitting makes of packs: work items, and the tickets in which CTAs draw them.
+// Result of splitting packs: work items, and the tickets in which CTAs draw them.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ namespace pat {
 
 // Cuts within a segment lie at multiples of this from its beginning.
 inline constexpr int32_t kCutGranularity = 64;
-// How many segments a cut adds at most.
+// Most segments that a cut adds.
 inline constexpr int32_t kMaxSegmentsPerCut = 8;
 
-// What a CTA executes in one go: some requests of a pack, and KV ranges for intervals of them. It has those requests
+// A CTA's unit of work: some requests of a pack, and KV ranges for intervals of them. It has those requests
 // that one of its ranges is for, and no others.
 struct Piece {
   int32_t tile;           // index into the tile table
@@ -43,7 +43,7 @@ struct Split {
   std::vector<Segment> segments;
   // In the order in which they are drawn; each piece is in one of them.
   std::vector<Ticket> tickets;
-  // How long it is expected to take, to be compared with other splits of the same batch. 0 of much work, and of what
+  // Expected time, to be compared with other splits of the same batch. 0 of much work, and of what
   // was not split.
   int64_t time = 0;
 
@@ -51,11 +51,11 @@ struct Split {
   void list_ticket_costs(std::vector<int64_t>& costs) const;
 };
 
-// What a splitter is told of a batch beside its packs.
+// Facts about a batch that a splitter needs beside its packs.
 struct SplitTask {
   int32_t num_requests;
   int64_t num_unique;  // KV tokens, each counted once
-  // Of another split of the batch. What cannot take less is not split: no tickets.
+  // Time of another split of the batch. A split that cannot take less is not made: no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
   // Set by KvSplitter: KV tokens as often as tiles read them, and whether no tile has KV of several requests.
   int64_t num_read = 0;

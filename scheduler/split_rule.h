@@ -1,4 +1,4 @@
-// What splitting goes by: the costs of work items, and how short pieces may be.
+// Rules of splitting: the costs of work items, and how short pieces may be.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// Of a work item, in 1 / kCostUnit tokens.
+// Cost of a work item, in 1 / kCostUnit tokens.
 struct ItemCost {
   int64_t fixed;
   int64_t token;
@@ -31,7 +31,7 @@ struct SplitRule {
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;
-  // Whether loads are whole stages and segments. Where there is much to do, and nothing is shared or a long range, that
+  // True if loads are whole stages and segments. Where there is much to do, and nothing is shared or a long range, that
   // makes no difference.
   bool counts_stages;
   int64_t least_piece;    // tokens; no cut makes a shorter one
@@ -48,7 +48,7 @@ struct SplitRule {
   }
 };
 
-// How many requests all cuts of a split concern at most, counted once per cut: each adds a partial. It bounds the cuts
+// Most requests that all cuts of a split concern, counted once per cut: each adds a partial. It bounds the cuts
 // too. Where requests are in less packs than Packing::spare_requests allows for, their cuts may be more.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();

@@ -37,7 +37,7 @@ int64_t chain(const SplitRule& rule, int64_t load, int64_t num_segments, int64_t
          kRowInChain * num_requests * rule.tiles.group_size();
 }
 
-// Of rows that have few partials each.
+// Time of merging rows that have few partials each.
 int64_t time_of_merge(const SplitRule& rule, int64_t partials) {
   return 100 * kMerging +
          kPartialRowPercent * partials * rule.tiles.group_size() / rule.num_workers;

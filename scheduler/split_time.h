@@ -1,4 +1,4 @@
-// How long an even split is expected to take, in hundredths of tokens.
+// Expected time of an even split, in hundredths of tokens.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace pat {
 
-// What a split takes without its merge. A chain is what a CTA does one after the other, in tokens; slowest: the
+// Time of a split without its merge. A chain is what a CTA does one after the other, in tokens; slowest: the
 // longest one, total: of all.
 int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowest, int64_t total);
 
@@ -29,7 +29,7 @@ class SplitTime {
   // The chain of the request that has the longest one: no split that merges nothing has a shorter one.
   int64_t longest_request(const SplitRule& rule, const Packing& packing,
                           std::span<const Tile> tiles);
-  // Whether each split of the tiles takes as long as the task's time to beat, or longer.
+  // True if each split of the tiles takes as long as the task's time to beat, or longer.
   bool takes_too_long(const SplitRule& rule, const SplitTask& task, const Packing& packing,
                       std::span<const Tile> tiles);
 

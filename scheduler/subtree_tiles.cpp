@@ -156,7 +156,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
   const auto last_holder = [&](int32_t node) {
     return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
   };
-  // What a pack reads of a node that it alone holds is read once, and so is what lies below.
+  // A pack reads a node that it alone holds once, and so it does what lies below.
   const auto has_all_holders = [&](int32_t node) {
     const int32_t holder = nodes[node].holder_begin;
     return holder >= begin && holder + nodes[node].num_holders <= end;

@@ -60,7 +60,7 @@ struct Packing {
   }
 };
 
-// How many segments the packs of a batch have at most, for each of its requests.
+// Most segments that the packs of a batch have, for each of its requests.
 inline constexpr int32_t kMaxSegmentsPerRequest = 24;
 
 class SubtreeTiler {
@@ -81,7 +81,7 @@ class SubtreeTiler {
   // to so many of them. Returns false if these are too many segments for the batch.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
-  // Of all packs: those that all requests of a pack are for. In a deep tree, nearly all.
+  // Number of segments, over all packs, that all requests of a pack are for. In a deep tree, nearly all.
   int64_t num_common_segments() const;
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                  int32_t end, Packing& out);

@@ -1,4 +1,4 @@
-// How guided self-scheduling deals out tickets: fitted to the trees of benchmarks/kernel/workloads.py on an H100.
+// Rules of guided self-scheduling: fitted to the trees of benchmarks/kernel/workloads.py on an H100.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace pat {
 // A ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
 inline constexpr int64_t kTicketsPerShare = 2;
 inline constexpr int64_t kSmallestTicket = 384;
-// How much faster than private tickets the shared ones are drawn. The last tickets should be private: those are cheap
+// Shared tickets are drawn so many times faster than private ones. The last tickets should be private: those are cheap
 // to cut.
 inline constexpr double kSharedLead = 2;
 
@@ -27,7 +27,7 @@ struct TicketProgress {
   double part() const { return static_cast<double>(done) / static_cast<double>(total); }
 };
 
-// Whether the next ticket is a shared one, where there are both.
+// True if the next ticket is a shared one, where there are both.
 inline bool shared_is_next(const TicketProgress& shared, const TicketProgress& alone) {
   return shared.part() <= kSharedLead * alone.part();
 }

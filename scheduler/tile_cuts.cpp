@@ -10,11 +10,11 @@ namespace pat {
 
 namespace {
 
-// What partials cost where a cut makes them, over what they cost in packing: nothing overlaps with their merge.
+// Price of partials where a cut makes them, over their cost in packing: nothing overlaps with their merge.
 constexpr double kPriceOfMerging = 1.5;
 // A cut may leave this part of a ticket empty to lie between two segments.
 constexpr int64_t kEmptyPart = 8;
-// What a ticket reads again, for the sake of partials, keeps its worker busy: no more than this part of the ticket
+// Re-reads of a ticket, for the sake of partials, keep its worker busy: no more than this part of the ticket
 // may be that, or so many tokens.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;

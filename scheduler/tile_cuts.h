@@ -9,7 +9,7 @@
 
 namespace pat {
 
-// How far the pieces of a tile have been dealt out.
+// Progress in dealing out the pieces of a tile.
 struct Position {
   int32_t segment;  // into Packing::segments
   int32_t offset;   // tokens of it that are dealt out

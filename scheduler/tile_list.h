@@ -34,7 +34,7 @@ class TileList {
   // parted: each long range that other tiles read as well becomes a tile of its own.
   void make(const Packing& packing, const SplitRule& rule, bool parted);
 
-  // Of the shared packs, then of the private ones.
+  // Tiles of the shared packs, then of the private ones.
   const std::vector<Tile>& tiles() const { return tiles_; }
   size_t num_shared() const { return num_shared_; }
   // Tiles that were parted, and their requests.
@@ -43,7 +43,7 @@ class TileList {
   int64_t total_cost(size_t begin, size_t end) const;
   int64_t total_cost() const { return total_cost(0, tiles_.size()); }
 
-  // Whether both begin with the same shared range.
+  // True if both begin with the same shared range.
   static bool is_same_range(const Packing& packing, const Tile& a, const Tile& b);
 
  private:

@@ -24,7 +24,7 @@ TILE_TABLE: tuple[tuple[int, int, int], ...]
 LATENT_TILE_TABLE: tuple[tuple[int, int, int], ...]
 """The bodies of latent attention."""
 MAX_PACKS_PER_REQUEST: int
-"""How many packs a request takes part in at most, in the mean of a batch."""
+"""Most packs that a request takes part in, in the mean of a batch."""
 PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
 """(name, the header's field with its count, entries beyond that count, int32 of an entry) of every
 section of a plan behind the header, in their order."""
@@ -71,10 +71,10 @@ def invariant_plan_bounds(max_requests: int, max_seq_len: int) -> tuple[PlanCapa
     """The same of batch-invariant plans, for requests of up to `max_seq_len` tokens."""
 
 def num_chunks(length: int) -> int:
-    """Into how many chunks a batch-invariant plan cuts the KV of a request of this length."""
+    """Number of chunks into which a batch-invariant plan cuts the KV of a request."""
 
 class CostModel:
-    """What planning weighs (scheduler/cost_model.h), in tokens. The defaults are an H100's.
+    """Cost model (scheduler/cost_model.h), in tokens. The defaults are an H100's.
 
     Packing counts in KV tokens that the whole GPU reads: reread_token, partial_row, packed_item.
     Splitting counts in KV tokens that one CTA takes: item, query_row, shortest, and a token_<rows>
@@ -112,7 +112,7 @@ def growth_of(lengths: _Int32 | _Int64, least: _Int32, room: _Int32) -> int | No
     """
 
 def same_objects(a: list[object], b: list[object]) -> bool:
-    """Whether two lists hold the same objects in the same order, by identity."""
+    """True if two lists hold the same objects in the same order, by identity."""
 
 class PrefixForest:
     """The paths of a batch, kept from one batch to the next. Not thread-safe."""
@@ -196,21 +196,24 @@ class PackScheduler:
         stays in force.
         """
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
-        """(whether the last plan is right and balanced for the same batch with these lengths, their
-        sum, the longest).
+        """Check the last plan against the same batch with these lengths.
+
+        Returns whether it is right and balanced, the sum of the lengths, and the longest.
         """
     def steps_left(self, seq_lens: _Int32, longest: int) -> int:
-        """How many tokens every request but padding (length 0) may grow from `seq_lens`, so that
-        the last plan still serves the batch and none is longer than `longest`. ValueError for
-        negative lengths, or another number of them than the plan has requests.
+        """Tokens that every request except padding (length 0) may grow from `seq_lens`.
+
+        The last plan then still serves the batch, and no request exceeds `longest`. ValueError for
+        negative lengths, or if their number differs from the plan's requests.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(
         self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int, out: _Int32
     ) -> tuple[int, int, int] | None:
-        """Write the last plan into `out`, laid out for `capacity`. Returns kv_tokens; None, with
-        nothing written, if the plan needs more than that, than so many partials or than a slot
-        buffer of that length. ValueError if `out` is shorter than the layout.
+        """Write the last plan into `out`, laid out for `capacity`, and return kv_tokens.
+
+        Returns None, and writes nothing, if the plan needs more than the capacity, more partials or
+        a longer slot buffer than given. ValueError if `out` is shorter than the layout.
         """
     @property
     def num_partials(self) -> int: ...
@@ -226,8 +229,9 @@ class PackScheduler:
     def stage_times_ns(self) -> _StageTimes: ...
     @property
     def summary(self) -> _Summary:
-        """What the last plan looks like, for reports. partials: of one query row; before the split:
-        as if no tile had been cut. tail: cost of the slowest worker over the mean of all.
-        requests_per_pack: packs with 2**i to 2**(i + 1) - 1 requests. tiles_by_body: in the order
-        of tile_table.
+        """Summary of the last plan, for reports.
+
+        partials: of one query row; before the split: as if no tile had been cut. tail: cost of the
+        slowest worker over the mean of all. requests_per_pack: packs with 2**i to 2**(i + 1) - 1
+        requests. tiles_by_body: in the order of tile_table.
         """

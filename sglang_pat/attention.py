@@ -121,7 +121,7 @@ class PackAttention:
         num_workers : int, optional
             How many CTAs share the work of one KV head. Default: from the device.
         growth_tokens : int
-            A plan is made anew when a request has grown by more tokens than this.
+            A plan is rebuilt when a request has grown by more tokens than this.
         executor : {"auto", "cuda", "reference"}
             `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
             device, unless dtype is float32, for which there are none.
@@ -210,7 +210,7 @@ class PackAttention:
         self._step: Step | None = None  # of the last plan()
         self._num_requests = 0  # of the plan
         self._key: Hashable = None
-        # Of the last step.
+        # The last step's.
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
@@ -297,8 +297,9 @@ class PackAttention:
         return self._plan
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
-        """Let the next run()s read later lengths than those of the last plan(), under its plan: for
-        a few steps of which no length is known to the host but by its distance. Nothing is counted.
+        """Let the next run()s read later lengths under the plan of the last plan().
+
+        For a few steps whose lengths the host knows only by their distance. Nothing is counted.
 
         Parameters
         ----------
@@ -494,19 +495,19 @@ class PackAttention:
         return sibling
 
     def steps_left(self) -> int:
-        """How many more steps the plan serves in which each request of the last step, padding
-        aside, is one token longer than in the step before, and nothing else is different.
+        """Number of further steps that the plan serves.
+
+        Each request except padding grows by one token per step, and nothing else changes.
         """
         return self._scheduler.steps_left(self.seq_lens, self._table_width)
 
     @property
     def executor(self) -> str:
-        """What runs the plans: "cuda" or "reference"."""
+        """Executor that runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
     def _load_kernels(self, name: str) -> LoadedKernels | None:
-        """The kernels that the executor `name` runs, compiled if need be (`jit.py`); None: plain
-        torch does."""
+        """Kernels for executor `name`, compiled if need be (`jit.py`); None: torch runs plans."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
@@ -683,8 +684,9 @@ def _canonical_device(device: torch.device | str) -> torch.device:
 
 
 def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
-    """CTAs that share the work of one KV head: those that the device runs at the same time, over
-    all KV heads.
+    """CTAs that share the work of one KV head.
+
+    They are the CTAs that the device runs at the same time, divided by the KV heads.
     """
     if kernels is None:
         return _TORCH_WORKERS

@@ -1,4 +1,4 @@
-"""What one decode step asks for: DecodeBatch on the host, Step on the device.
+"""Input of one decode step: DecodeBatch on the host, Step on the device.
 
 First stage of the Python side: adapters (`sglang/tree/radix.py`, or a user's own code) produce the
 batch, `PackAttention.plan` consumes it and hands the step to its executor.
@@ -129,7 +129,7 @@ class DecodeBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an executor reads besides the plan, borrowed from the caller of `PackAttention.plan`."""
+    """Input of an executor besides the plan, borrowed from the caller of `PackAttention.plan`."""
 
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]

@@ -50,7 +50,7 @@ _GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 _LARGEST, _MOST_LAYERS = 10**9, 10_000
-# What published configurations leave to transformers, in the part about the decoder.
+# Decoder values that published configurations leave to transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -141,8 +141,7 @@ class Layer:
 
 
 def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
-    """Every layer of the decoder that a `config.json` describes, whole, as pat runs it on one of
-    `tp` GPUs.
+    """Every layer of a `config.json`'s decoder, whole, as pat runs it on one of `tp` GPUs.
 
     ValueError names a key that is missing or has no sense.
     """
@@ -152,8 +151,11 @@ def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models keep the decoder one level down, but not how it is quantised. What GPT-2
-    named otherwise, and StarCoder with it, gets the names that all others use."""
+    """Return the decoder's part of a configuration, with the names that most models use.
+
+    Multimodal models keep the decoder one level down, but not how it is quantised. GPT-2 and
+    StarCoder have other names.
+    """
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         outer = {key: config.get(key) for key in ("model_type", "quantization_config")}
@@ -283,7 +285,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         return Layer(index, kind, refusal=Refusal("attention", kind))
     qo_heads = positive(config, "num_attention_heads")
     if kind == LATENT:
-        # What a token leaves behind is one vector for all heads, and its rotated part.
+        # A token leaves one vector for all heads, and its rotated part.
         rank = positive(config, "kv_lora_rank")
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
@@ -375,8 +377,9 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint asks for it. `--kv-cache-dtype auto` of the newest SGLang then obeys;
-    older ones do not for compressed-tensors.
+    """True if the checkpoint asks for fp8 KV.
+
+    `--kv-cache-dtype auto` of the newest SGLang obeys; older ones do not for compressed-tensors.
     """
     quantisation = quantisation_of(config)
     scheme = quantisation.get("kv_cache_scheme")

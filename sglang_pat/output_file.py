@@ -37,7 +37,7 @@ def output_file(text: str) -> Path:
 
 
 def output_or_stdout(text: str) -> Path:
-    """As `output_file`, of an option that takes `-` for standard output."""
+    """Path from an option that takes `-` for standard output; else like `output_file`."""
     return STDOUT if text == str(STDOUT) else output_file(text)
 
 
@@ -121,8 +121,7 @@ def problem_with(path: Path) -> str | None:
 
 
 class OutputError(Exception):
-    """A file that a command was to write cannot be written, although it could when it was asked
-    for. In one line."""
+    """A file that could be written when the command began can no longer be written; one line."""
 
 
 def write_output(option: str, path: Path, text: str) -> None:
@@ -137,7 +136,7 @@ def write_output(option: str, path: Path, text: str) -> None:
 
 
 def _keeps_one_content(path: Path) -> bool:
-    """Whether a second write to `path` replaces the first: not so for a device or a pipe."""
+    """True if a second write to `path` replaces the first: not so for a device or a pipe."""
     return path.is_file() or not path.exists()
 
 

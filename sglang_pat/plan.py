@@ -1,5 +1,4 @@
-"""DecodePlan: the plan that the C++ scheduler wrote, the buffer it lies in, and how large that is;
-and how that scheduler is made.
+"""DecodePlan: the C++ scheduler's plan, its buffer with its sizes, and how the scheduler is made.
 
 Between the scheduler, which writes the buffer, and the executors, which read it. The format is
 `kernels/contract/plan_format.h`; this file only gives its sections names and shapes.
@@ -69,7 +68,7 @@ def new_scheduler(
 
 
 def shipped_latent_costs(gpu: str) -> CostModel:
-    """What comes with the package for latent attention on a GPU; the H100's if it is unknown."""
+    """Shipped costs of latent attention on a GPU; those of the H100 if it is unknown."""
     first = SHIPPED_LATENT_COSTS[0][2]
     return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
@@ -89,7 +88,7 @@ class Shape(NamedTuple):
 
     @property
     def is_latent(self) -> bool:
-        """Whether it is latent attention: values are the first columns of the keys."""
+        """True for latent attention: values are the first columns of the keys."""
         return is_latent(self.head_dim, self.v_head_dim)
 
 
@@ -109,6 +108,7 @@ class PlanHeader(NamedTuple):
     num_partials: int
     num_shared_slots: int
     num_kv_tokens: int
+    largest_tile: int
 
 
 class KvTokens(NamedTuple):
@@ -296,7 +296,7 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> st
 
 
 class BufferSizes(NamedTuple):
-    """What the buffers of a plan can hold.
+    """Capacity of the buffers of a plan.
 
     plan: entries of the plan's sections. num_partials: partial slots, of 2 * num_qo_heads *
     (v_head_dim + 2) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
@@ -316,7 +316,7 @@ class BufferSizes(NamedTuple):
         *,
         latent: bool = False,
     ) -> BufferSizes:
-        """What the plan of any batch of up to `max_requests` requests needs.
+        """Capacity for the plan of any batch of up to `max_requests` requests.
 
         Only the shared slots may be too few: their number has no bound but the KV pool. The
         scheduler gives the other bounds (`plan_bounds` in scheduler/pack_scheduler.cpp).
@@ -342,15 +342,17 @@ class BufferSizes(NamedTuple):
     def for_invariant(
         cls, max_requests: int, num_shared_slots: int, max_seq_len: int
     ) -> BufferSizes:
-        """What the batch-invariant plan of any batch of up to `max_requests` requests, of up to
-        `max_seq_len` KV tokens each, needs. ValueError for a parameter that is out of range.
+        """Capacity for any batch-invariant plan within these limits.
+
+        The batch has up to `max_requests` requests with up to `max_seq_len` KV tokens each.
+        ValueError for a parameter that is out of range.
         """
         capacity, num_partials = invariant_plan_bounds(max_requests, max_seq_len)
         return cls(capacity, num_partials, num_shared_slots)
 
     @classmethod
     def needed_by(cls, scheduler: PackScheduler) -> BufferSizes:
-        """What the scheduler's last plan needs."""
+        """Capacity that the scheduler's last plan needs."""
         return cls(
             scheduler.required_capacity(), scheduler.num_partials, scheduler.num_shared_slots
         )

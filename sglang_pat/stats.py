@@ -27,8 +27,9 @@ class PlanningTime(NamedTuple):
 
 
 class PlanningTimes(dict[str, Counter[int]]):
-    """By kind of step, a histogram: how many times lay below a bound in ns, and not below the next
-    smaller one.
+    """Histograms of planning times, by kind of step.
+
+    A histogram counts how many times lay below a bound in ns, and not below the next smaller one.
 
     "unchanged": the plan was reused. "changed": a plan was built, and at least one path had been
     kept, or all when a request outgrew its plan. "cold": a plan was built from paths that were all

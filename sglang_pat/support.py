@@ -1,5 +1,7 @@
-"""What pat accelerates: the one source of the documented table, `sglang-pat support`, refusals, and
-the reasons for which a layer or a model is left to SGLang's default backend.
+"""Support of SGLang's features: the source of the documented table and of all refusals.
+
+It also generates `sglang-pat support` and the reasons for which a layer or a model falls back to
+SGLang's default backend.
 
 Every public entry that refuses an argument takes its words from here, so messages and documentation
 promise the same.
@@ -15,12 +17,12 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-# Of the KV cache, besides that of the queries.
+# Types of the KV cache, besides that of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-# Of keys (and queries) and of values, where KV heads have keys and values of their own. A pair that
+# head_dims of keys (and queries) and of values, where KV heads have both of their own. A pair that
 # is taken out here is refused everywhere.
 GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-# Of latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
+# Latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
 # first numbers of its keys.
 LATENT_HEAD_DIMS = (576, 512)
 HEAD_DIMS = (*GQA_HEAD_DIMS, LATENT_HEAD_DIMS)
@@ -38,7 +40,7 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-# Of these, those with kernels for latent attention. Elsewhere the default backends use instructions
+# GPUs with kernels for latent attention. Elsewhere the default backends use instructions
 # (tcgen05) that pat's do not.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
@@ -61,7 +63,7 @@ POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"
-# What pat does not accelerate SGLang's default backend does, in the layers or models concerned.
+# SGLang's default backend runs the layers or models that pat does not accelerate.
 DEFAULT_DECODES = "runs on SGLang's default backend"
 LAYER = "these layers run on SGLang's default backend"
 MODEL = "the model runs on SGLang's default backend"
@@ -82,7 +84,7 @@ def head_dim_name(head_dim: int, v_head_dim: int) -> str:
 
 
 def is_latent(head_dim: int, v_head_dim: int) -> bool:
-    """Whether layers of these head_dims are latent attention."""
+    """True if layers of these head_dims are latent attention."""
     return (head_dim, v_head_dim) == LATENT_HEAD_DIMS
 
 
@@ -92,7 +94,7 @@ def max_group_size(head_dim: int, v_head_dim: int) -> int:
 
 
 def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
-    """Whether a tile of latent attention holds one request: then packing saves nothing.
+    """True if a tile of latent attention holds one request: then packing saves nothing.
 
     num_drafts: rows of a request in a step, each with `num_heads` query heads.
     """
@@ -102,7 +104,7 @@ def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
 def has_kernels(
     head_dim: int, v_head_dim: int, capability: tuple[int, int], *, converts_kv: bool = False
 ) -> bool:
-    """Whether there are CUDA kernels for these head_dims on GPUs of a compute capability.
+    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability.
 
     converts_kv: over a KV cache of one of CONVERTED_KV_DTYPES.
     """
@@ -139,8 +141,8 @@ _MATRIX = (
     SupportRow("CUDA graphs", "captured and replayed", MODEL),
     SupportRow(
         "forward mode",
-        "decode; in speculative decoding, verify steps and all steps of draft models but their "
-        "prompts",
+        "decode; with speculative decoding also verify steps, decode steps of draft models and "
+        "draft extend",
         DEFAULT_DECODES,
     ),
     SupportRow(
@@ -167,7 +169,7 @@ _MATRIX = (
     SupportRow("sliding window", "none", LAYER),
     SupportRow(
         "server options",
-        "all but --enable-two-batch-overlap, --enable-pdmux, "
+        "any except --enable-two-batch-overlap, --enable-pdmux, "
         "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
         "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
         "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",

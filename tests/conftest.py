@@ -57,8 +57,11 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected_of_both(
     tiny_model: Path, other_model: Path, workload: Workload
 ) -> tuple[Expected, Expected]:
-    """The answers of SGLang's own backend: to the whole workload, and, with the weights of the
-    other model, to its three levels."""
+    """Answers of SGLang's own backend.
+
+    The first are to the whole workload. The second are to its three levels, with the weights of the
+    other model.
+    """
     from sglang_engines import Expected, expected_answers, load_weights, running_engine
 
     with running_engine(tiny_model, "torch_native", max_total_tokens=32768) as engine:
@@ -85,7 +88,7 @@ def expected_of_other_model(expected_of_both: tuple[Expected, Expected]) -> Expe
 
 @pytest.fixture
 def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What SGLang has published about a server: one rank, no metrics. Change it before use."""
+    """SGLang's published facts about a server: one rank, no metrics. Change it before use."""
     from sglang_pat.sglang.report import reports
 
     context = SimpleNamespace(

@@ -92,8 +92,11 @@ def found_on_host(server: Server, setup: Setup) -> int:
 def judge(
     pat: tuple[Run, Run], others: dict[str, Run], on_host: int, counted: dict[str, Any]
 ) -> dict[str, Any]:
-    """pat: before and after its KV was on the host. others: the last is the yardstick. counted: by
-    pat since then."""
+    """Compare the answers.
+
+    pat: before and after its KV was on the host. others: the last is the yardstick. counted: by pat
+    since then.
+    """
     *names, yardstick = others
     reference = others[yardstick]
     noise = [largest_and_mean(others[name].logits, reference.logits) for name in names]

@@ -49,7 +49,7 @@ from sglang_pat.cli.arguments import whole_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LAYOUTS = ("tp", "pp", "dp")
-# Of the steps, how many have the plan of the step before; the others follow a change of the batch.
+# Least share of the steps that have the last plan; the others follow a change of the batch.
 LEAST_REUSED = 0.5
 # KV that is planned, of what attention for each request alone reads.
 LARGEST_RATIO = 0.9

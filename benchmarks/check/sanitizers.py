@@ -40,8 +40,8 @@ from sglang_pat.cli.arguments import folder_path
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
 KERNELS = ("pack_decode", "merge_partials", "gather_slots", "write_kv")
-# Of a tool alone. What torch asks of CUDA is not ours: memcheck reports accesses, no failed calls.
-# What lies behind an allocation may be the next one, but for the padding.
+# Flags of one tool. torch's calls of CUDA are not ours: memcheck reports accesses, no failed calls.
+# Without padding, the next allocation may follow directly.
 _FLAGS = {"memcheck": ("--report-api-errors", "no", "--padding", "4096")}
 _PORTS = 49152
 _PORTS_EACH = 20

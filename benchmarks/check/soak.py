@@ -1,4 +1,4 @@
-"""pat under churn: does it stay right, up, and of one size?
+"""Soak test of pat under churn: answers, uptime and memory.
 
     python benchmarks/check soak [--minutes 10] [--unchecked] [--json FILE]
 
@@ -48,7 +48,7 @@ SAMPLES = 12
 CANDIDATES = 8  # at each position of a sample
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS = 3  # of each system prompt
-# How many of the requests are samples, end at a stop token, are aborted.
+# Shares of the requests that are samples, end at a stop token, are aborted.
 SHARE_OF_SAMPLES, SHARE_STOPPED, SHARE_ABORTED = 0.25, 0.25, 0.15
 # SGLang admits requests by how much KV it expects them to need: let it expect little.
 _ADMIT_TOO_MANY = {"schedule_conservativeness": 0.1}
@@ -56,8 +56,11 @@ MODEL = TinyModel()
 
 
 class Setup(NamedTuple):
-    """rate: requests per second. tie: by how much log-probabilities may differ in a tie: some ten
-    times the rounding in this model."""
+    """Settings of a soak.
+
+    rate: requests per second. tie: by how much log-probabilities may differ in a tie: some ten
+    times the rounding in this model.
+    """
 
     arguments: dict[str, Any]
     rate: float
@@ -255,8 +258,10 @@ def run(args: argparse.Namespace) -> int:
 def soak(
     folder: Path, setup: Setup, seconds: float, seed: int, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Waves until `seconds` are over. What happened, ready for JSON; `failures` is empty if all
-    is well."""
+    """Run waves until `seconds` are over.
+
+    Returns the events, ready for JSON; `failures` is empty if all is well.
+    """
     model = MODEL.write(folder / "model")
     arguments = {"skip_tokenizer_init": True, **_ADMIT_TOO_MANY, **setup.arguments}
     console.print("starting the server")

@@ -1,5 +1,6 @@
-"""The JSON file of a benchmark: written after each measurement, and continued by the next command,
-so that contenders can be measured one by one.
+"""The JSON file of a benchmark, written after each measurement.
+
+The next command continues it, so that contenders can be measured one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.text import Text
 from common.metadata import metadata
 from common.terminal import console
 
-# Of the metadata, what has to be the same for numbers to be compared.
+# Metadata that must be the same for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
 
 
@@ -53,8 +54,10 @@ def at_least(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any
 
 
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:
-    """Write what a check found to `path` if given, and print it, the verdict last. Returns the exit
-    status: 1 if it names failures."""
+    """Print what a check found, the verdict last, and write it to `path` if given.
+
+    Returns the exit status: 1 if it names failures.
+    """
     write(path, {"meta": metadata(), **verdict})
     table = Table(show_header=False)
     for name, found in verdict.items():

@@ -28,8 +28,11 @@ Contender = Callable[[Workload, WorkloadTensors], Layer]
 def pat(
     policy: str = "memory", max_block_q: int | None = None, *, batch_invariant: bool = False
 ) -> Contender:
-    """This package: one of its packing policies, its tile bodies up to max_block_q only, or its
-    batch-invariant mode."""
+    """Return the package as a contender.
+
+    It runs one of its packing policies, only its tile bodies up to max_block_q, or its
+    batch-invariant mode.
+    """
 
     def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
         device, kv_dtype = tensors.q.device, workload.kv_dtype

@@ -99,7 +99,7 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
     return [gate for gate in found if gate is not None]
 
 
-# Of latent attention: microseconds of a layer, by case.
+# Latent attention: microseconds of a layer, by case.
 LATENT_US = {
     "1,128_8192,256 h16": 85.0,
     "1,128_8192,256 h8": 55.0,
@@ -109,7 +109,7 @@ LATENT_US = {
 
 
 def latent_gates(cases: Sequence[Case]) -> list[Gate]:
-    """What has to hold of latent attention (MLA)."""
+    """Limits for latent attention (MLA)."""
     named = {case["name"]: case for case in cases}
     gained = [
         case

@@ -163,7 +163,7 @@ def by_sglang() -> Write:
 
 
 def by_kernel(writer: KvWriter, divisor: torch.Tensor | None) -> Write:
-    """This package."""
+    """The package itself."""
     scale = writer.scale(divisor)
     assert scale is not None
 

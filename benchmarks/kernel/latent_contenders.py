@@ -31,7 +31,7 @@ _TRITON_SPLITS = 16  # SGLang's default is 8; on long contexts it takes up to 16
 
 
 def pat(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
-    """This package."""
+    """The package itself."""
     device = tensors.q.device
     config = KernelConfig.for_device(workload.dtype, workload.head_dim, device, COLUMNS)
     step = PlannedStep(config, workload.num_qo_heads, 1, cost=costs_of(device, latent=True))

@@ -211,7 +211,7 @@ def _differs(layer: LatentLayer, graph: torch.cuda.CUDAGraph, last: torch.Tensor
 
 
 def matmul_flops() -> float:
-    """What a large matrix multiplication reaches here."""
+    """FLOP/s of a large matrix multiplication on this GPU."""
     size = 8192
     matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     us = timing.interleaved_us({"matmul": lambda: matrix @ matrix}, rounds=10)["matmul"]

@@ -20,8 +20,10 @@ class ErrorReport:
 
     @property
     def acceptable(self) -> bool:
-        """At most twice torch's error. Where few elements are compared, torch may be lucky: one eps
-        of the value itself is what rounding the probabilities and the result may cost anybody.
+        """True if the error is at most twice torch's.
+
+        Where few elements are compared, torch may be lucky: one eps of the value itself is what
+        rounding the probabilities and the result may cost anybody.
         """
         return (
             self.max_beyond_rounding <= 2 * self.max_torch_error + 1e-5

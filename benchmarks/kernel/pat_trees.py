@@ -91,8 +91,10 @@ class PrefixTree:
         return DecodeBatch(seq_lens, PrefixPaths.from_lists(self.paths()), key=self)
 
     def token_table(self, *, page_size: int = 1, seed: int | None = None) -> IntArray:
-        """req_to_token: int32 `[num_requests, seq_len]`. Nodes begin at page boundaries; the page
-        of slot 0 is left out. With a seed, pages are scattered over the pool, else they ascend.
+        """req_to_token: int32 `[num_requests, seq_len]`.
+
+        Nodes begin at page boundaries; the page of slot 0 is left out. With a seed, pages are
+        scattered over the pool, else they ascend.
         """
         pages = [-(-t // page_size) for t in self.tokens]
         total = sum(n * p for n, p in zip(self.nodes, pages, strict=True))

@@ -65,8 +65,7 @@ def cells(context: int) -> list[Cell]:
 
 
 def gpu_named(device: str | None) -> Gpu:
-    """The GPU of the time model with the name that the driver reports. ValueError if there is
-    none."""
+    """GPU of the time model with the name that the driver reports; ValueError if there is none."""
     for word in re.split(r"[ -]", device or ""):
         if word in GPUS:
             return GPUS[word]

@@ -13,7 +13,7 @@ from kernel.request_forests import Forest, lognormal_lengths, random_forest
 HEAD_DIM = 128
 E4M3 = torch.float8_e4m3fn
 LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
-# What dense attention kernels reach on an H100 at best: the compute side of the floor.
+# Best rate of dense attention kernels on an H100: the compute side of the floor.
 REFERENCE_FLOPS = 600e12
 LONG_TOKENS = 8000  # context from which up to LONG_REQUESTS requests are a long case
 LONG_REQUESTS = 8
@@ -21,8 +21,11 @@ LONG_REQUESTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One decode step of a forest. quick: the quick mode measures it too. slots: of `SLOTS`, how
-    its KV lies in the pool. kv_dtype: of the KV cache, if not that of the queries."""
+    """One decode step of a forest.
+
+    quick: the quick mode measures it too. slots: of `SLOTS`, how its KV lies in the pool. kv_dtype:
+    of the KV cache, if not that of the queries.
+    """
 
     forest: Forest
     num_qo_heads: int
@@ -70,8 +73,11 @@ class Workload:
         return 4 * int(self.forest.seq_lens.sum()) * self.num_qo_heads * self.head_dim
 
     def floor_us(self, copy_bandwidth: float) -> float:
-        """Every KV token, query and output moved once at copy bandwidth, or the arithmetic at the
-        reference rate, whichever takes longer."""
+        """Return the least time of the step.
+
+        It moves every KV token, query and output once at copy bandwidth, or does the arithmetic at
+        the reference rate, whichever takes longer.
+        """
         query_bytes = 2 * self.forest.num_requests * self.num_qo_heads * self.head_dim * 2
         memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
         return 1e6 * max(memory, self.flops / REFERENCE_FLOPS)

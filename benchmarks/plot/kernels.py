@@ -1,5 +1,4 @@
-"""Draw the result of `kernel attention`: time over floor by tree and contender, a panel per
-number of heads.
+"""Draw `kernel attention`: time over floor by tree and contender, a panel per number of heads.
 
 python benchmarks/plot kernels benchmarks/results/h100/kernels.json docs/kernels.png
 """

@@ -19,7 +19,7 @@ from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms, tpot
 from sglang_pat.bench.server import Server, Start, running_servers, sampling_of
 
-# Of the arguments of a server that is not alone on its GPU.
+# Arguments of a server that is not alone on its GPU.
 SHARED_GPU = {
     "load_format": "dummy",
     "dtype": "bfloat16",
@@ -96,8 +96,10 @@ def wait(members: Iterable[Member], seconds: float) -> None:
 
 @contextlib.contextmanager
 def watched(members: Sequence[Member], what: str) -> Iterator[list[str]]:
-    """Show an error of the block, and yield a list that gets it: the failure of those members that
-    do not answer any more. If all of them do, only what was being done is lost."""
+    """Show an error of the block, and yield a list for failures of members that stopped answering.
+
+    If all members answer, only the work of the block is lost.
+    """
     failures: list[str] = []
     try:
         yield failures
@@ -167,7 +169,9 @@ def times_of(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
 
 def answers_equal(left: Sequence[DecodeRun], right: Sequence[DecodeRun]) -> float | None:
     """Share of the requests that two servers answered with the same tokens in their last passes.
-    Random weights repeat tokens, and part at ties: a server that computes nonsense shows."""
+
+    Random weights repeat tokens, and part at ties: a server that computes nonsense shows.
+    """
     pairs = list(zip(left[-1].answers, right[-1].answers, strict=True))
     if not pairs:
         return None

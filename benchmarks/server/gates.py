@@ -62,7 +62,7 @@ TOKENS = 56  # of an answer
 PROFILED_STEPS = 8
 TRACE_SECONDS = 15
 FP8_LIMIT = 0.9  # pat with e4m3 KV over pat with bfloat16
-# Of the ratio of two medians: what a run cannot tell apart.
+# A run cannot tell apart ratios of two medians that differ by less.
 NOISE = 0.01
 # When it pays. A batch of 128 that shares nothing is among the questions.
 CONTEXT = 1024
@@ -270,8 +270,10 @@ def over(runs: Sequence[DecodeRun], of: Sequence[DecodeRun]) -> float:
 
 
 def projection(ms: float, layer: float | None, layers: int, whole: int) -> dict[str, float | None]:
-    """Estimate a step of the whole model. ms: with so many layers. layer: microseconds of
-    one, if they are known."""
+    """Estimate a step of the whole model.
+
+    ms: with so many layers. layer: microseconds of one, if they are known.
+    """
     projected = None if layer is None else ms + (whole - layers) * layer / 1000
     return {"layer_us": layer, "whole_layers": whole, "projected_ms": projected}
 

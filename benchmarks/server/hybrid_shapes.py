@@ -1,5 +1,6 @@
-"""Models that are no plain Llama: hybrid ones, in which only some layers attend to everything, and
-models with latent attention (MLA).
+"""Models that are no plain Llama: hybrid ones, and models with latent attention (MLA).
+
+In hybrid models only some layers attend to everything.
 
 Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of all
 models fit on a GPU at once and start quickly: `cut` says what was. Experts are not quantised: the 8
@@ -25,8 +26,11 @@ _GPU = SHARED_GPU | {
 
 @dataclass(frozen=True)
 class HybridModel:
-    """cut: config's name -> what the model has that the shape is of. full_layers: how many layers
-    attend to everything."""
+    """Shape of a hybrid model.
+
+    cut: config's name -> what the model has that the shape is of. full_layers: how many layers
+    attend to everything.
+    """
 
     shape: ModelShape
     full_layers: int

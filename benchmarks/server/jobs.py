@@ -42,7 +42,7 @@ from sglang_pat.workload.trace import TokenPrompt, TraceRequest
 LIMIT = 0.15  # how far a predicted time may be off; of rollouts, which nothing explains:
 LIMITS = {"rollouts": 0.20}
 CHUNK, MAX_RUNNING = 8192, 256
-# Of both servers. Where the GPU has 80 GB, the weights of two leave less.
+# KV pool of each server. Where the GPU has 80 GB, the weights of two leave less.
 POOL_TOKENS, SMALL_POOL_TOKENS = 260_000, 100_000
 _LARGE_GPU = 120e9  # bytes
 

@@ -22,8 +22,11 @@ NAME_LENGTH = 100  # of a kernel: templates have names without end
 def trace(
     server: Server, prompts: Sequence[Sequence[int]], folder: Path, *, steps: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """The events of so many decode steps of `prompts`, as of a Chrome trace, through SGLang's own
-    /start_profile. TimeoutError if there are none after so many seconds."""
+    """Events of so many decode steps of `prompts`, in the form of a Chrome trace.
+
+    They come from SGLang's own /start_profile. TimeoutError if there are none after so many
+    seconds.
+    """
     server.start_profile(
         output_dir=str(folder),
         num_steps=steps,

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from common.models import write_tokenizer
 
-# How much the layers that drafts do without add to what a token carries.
+# Weight that the layers which drafts do without add to a token.
 _LATER = 0.01
-# How much of its predecessor's embedding the head holds for a token. Times 0.62, the share of an
+# Share of its predecessor's embedding that the head holds for a token. Times 0.62, the share of an
 # embedding in the last layer's output, it stands against the largest of the random logits, 4.5.
 _ORDER = 10.0
 

@@ -35,7 +35,7 @@ from sglang_pat.workload.tree import RadixTree
 # Defaults of SGLang's router.
 CACHE_THRESHOLD = 0.3
 BALANCE_ABSOLUTE, BALANCE_RELATIVE = 64, 1.5
-# How long the router takes a request to last: it sees answers end, this script does not.
+# Guessed duration of a request: the router sees answers end, this script does not.
 SECONDS_PER_TOKEN = 0.02
 
 Route = Callable[[TraceRequest], int]
@@ -65,8 +65,10 @@ def round_robin_route(workers: int, seed: int) -> Route:
 
 
 def cache_aware_route(workers: int, seed: int) -> Route:
-    """By prefix, unless the load is out of balance; a prompt that nobody knows goes to the worker
-    that has seen least."""
+    """Route by prefix, unless the load is out of balance.
+
+    A prompt that nobody knows goes to the worker that has seen least.
+    """
     known = [Worker() for _ in range(workers)]
 
     def route(request: TraceRequest) -> int:

@@ -50,7 +50,7 @@ from sglang_pat.cli.arguments import whole_number
 TOGETHER = ("small", "ngram", "same")
 DRAFTS = (*TOGETHER, "eagle", "trees")
 NONE = "none"
-# Of the models that are served. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
+# Layers of the served models. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
 # and `same` for its drafts.
 LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, "trees": 15, NONE: 4}
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
@@ -156,8 +156,10 @@ def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
 def largest_off(
     server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
 ) -> float:
-    """By how much a token of the answers is less probable than the best one, at most: 0 if all are
-    the model's own. The server prefills prompts and answers, without drafts."""
+    """Return by how much a token of the answers is less probable than the best one, at most.
+
+    0 if all tokens are the model's own. The server prefills prompts and answers, without drafts.
+    """
     found = 0.0
     for first in range(0, len(prompts), CHECKED_AT_ONCE):
         chosen = slice(first, first + CHECKED_AT_ONCE)

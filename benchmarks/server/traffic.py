@@ -54,8 +54,11 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests of SGLang's client: `groups` system prompts, a question each, arriving at random for
-    `seconds` at each of the `rates` (requests per second)."""
+    """Requests of SGLang's client.
+
+    `groups` system prompts, a question each, arriving at random for `seconds` at each of the
+    `rates` (requests per second).
+    """
 
     groups: int
     system_prompt: int

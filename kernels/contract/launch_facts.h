@@ -1,4 +1,4 @@
-// How the kernels of a variant are launched: a constant of the compiled module, which Python reads.
+// Launch facts of a variant's kernels: a constant of the compiled module, which Python reads.
 #pragma once
 
 #include <cstdint>

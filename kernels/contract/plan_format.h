@@ -30,7 +30,7 @@
 namespace pat {
 
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
-inline constexpr int32_t kPlanVersion = 4;
+inline constexpr int32_t kPlanVersion = 5;
 
 // KvSegment::kv_end of the segment that ends where its request ends: read from seq_lens when it executes, so
 // that a private tail grows without a new plan.
@@ -74,7 +74,8 @@ struct PlanHeader {
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
   int32_t num_kv_tokens;     // that all work items read at planning time, or INT32_MAX
-  int32_t reserved[3];
+  int32_t largest_tile;      // of the work items
+  int32_t reserved[2];
 };
 
 // The first work item of a ticket and its first segment: both are read at once, neither waits for the other.
@@ -83,7 +84,7 @@ struct TicketBegin {
   int32_t kv_segment;
 };
 
-// What a CTA executes in one go: the query rows of `num_requests` requests against the item's segments. Requests that
+// A CTA's unit of work: the query rows of `num_requests` requests against the item's segments. Requests that
 // share much lie next to one another. The segments of all items follow one another without a gap, in the order of the
 // items.
 struct WorkItem {
@@ -144,13 +145,13 @@ static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
 static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
 
-// How many entries each section of a buffer can hold, by the counts of the header.
+// Number of entries that each section of a buffer can hold, by the counts of the header.
 struct PlanCapacity {
 #define PAT_PLAN_COUNT(name, Entry, count, extra) int32_t count = 0;
   PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
 #undef PAT_PLAN_COUNT
 
-  // What a plan needs.
+  // Capacity that a plan needs.
   static constexpr PlanCapacity of(const PlanHeader& header) {
     PlanCapacity capacity;
 #define PAT_PLAN_COUNT(name, Entry, count, extra) capacity.count = header.count;

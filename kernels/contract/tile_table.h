@@ -26,6 +26,7 @@ inline constexpr int32_t kMaxGroupSize = 16;
 
 // Latent attention (MLA): all query heads over one KV head, of which values are a part of the keys.
 inline constexpr TileConfig kLatentTileTable[] = {
+    {.block_q = 32, .block_kv = 32, .num_warps = 8},
     {.block_q = 64, .block_kv = 64, .num_warps = 8},
 };
 inline constexpr int32_t kNumLatentTiles = sizeof(kLatentTileTable) / sizeof(kLatentTileTable[0]);

@@ -1,4 +1,4 @@
-// What the bodies of pack_decode share: a consumer warp's place in the rings, and handing back what it has read.
+// Common part of the bodies of pack_decode: a consumer warp's place in the rings, and handing back what it has read.
 // Every lane arrives for its own reads, so that nothing rests on the order within a warp. What matrix instructions of
 // the warpgroup have read, a warp hands back at once.
 #pragma once
@@ -60,7 +60,7 @@ struct Consumer {
     return wait_for_wgmma_stage(ring);
   }
 
-  // Of that stage.
+  // Record of that stage.
   __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
 
   // Both of the stage after that one.

@@ -1,6 +1,6 @@
-// What keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a
+// Keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a
 // row has weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each
-// warp looks for NaN in its sums, and computes the rows where it finds one anew, from their own KV alone. A request
+// warp looks for NaN in its sums, and computes the rows where it finds one again, from their own KV alone. A request
 // whose own KV holds NaN keeps it.
 //
 // Maximum and sum of a row need no such care: scores that do not count are replaced, not multiplied.
@@ -15,8 +15,8 @@
 
 namespace pat {
 
-// Of 8 rows, in the layout of warp_attention.cuh: four bits each, not 0 where the row holds a NaN. Infinities of both
-// signs count as one.
+// NaN flags of 8 rows, in the layout of warp_attention.cuh: four bits each, not 0 where the row holds a NaN. Infinities
+// of both signs count as one.
 template <int kTiles>
 __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   float total = 0.f;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_product(float4& sum, float factor, const flo
   sum.w += factor * values.w;
 }
 
-// Computes rows of a warp anew and stores their columns from first_column to end_column. One row at a time, 32 tokens
+// Computes rows of a warp again and stores their columns from first_column to end_column. One row at a time, 32 tokens
 // at a time: slow, and hardly ever called.
 //
 // targets: of the warp's 16 rows, the first of which is row first_row of the item. rows: four bits of each, not 0 where

@@ -1,4 +1,4 @@
-// How a producer warp fills the stages of the KV ring with one operand: by asynchronous copies.
+// Producer warp's copies of one operand into the stages of the KV ring: asynchronous.
 #pragma once
 
 #include "decode_params.h"
@@ -65,7 +65,7 @@ class KvStages {
     if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
   }
 
-  // Whether KV that is read once is copied as such.
+  // Set whether KV that is read once is copied as such.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // The next stage. lane_slot: the slot of token `lane`.
@@ -104,7 +104,7 @@ class KvStages {
     copy_stage<kRowBytes, kKind>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
   }
 
-  // Of slots that follow one another: one instruction for each panel.
+  // Copies slots that follow one another: one instruction for each panel.
   __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full,
                                            bool is_read_once) {
     if (lane_ == 0) {

@@ -59,7 +59,7 @@ struct LatentConsumer {
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
     return ptx::shared_address(storage.kv[at.stage]);
   }
-  // Of the parts that the other warpgroup hands back alone, only while it waits for this one's weights.
+  // A part that the other warpgroup hands back alone: only while that one waits for this one's weights.
   __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
     ptx::fence_shared_memory();
@@ -88,11 +88,11 @@ struct LatentConsumer {
     wgmma::commit();
   }
 
-  // Of 16 tokens of a stage.
+  // Values of 16 tokens of a stage.
   __device__ __forceinline__ uint64_t values(const Ring& at, int step) const {
     return Values(address(at)).at(LatentOperand::tokens(0, kGroup * kPartPanels, step));
   }
-  // Of 64 rows by 64 tokens.
+  // Weights of 64 rows by 64 tokens.
   __device__ __forceinline__ uint32_t shared_weights(const Ring& at) const {
     return address(at) + kLatentGroups * kPartPanels * LatentOperand::kPanelBytes;
   }

@@ -1,4 +1,4 @@
-// pack_decode over latent attention (MLA), on Hopper. As pack_decode.cuh says, but for its roles: two warpgroups of
+// pack_decode over latent attention (MLA), on Hopper. As pack_decode.cuh says, except its roles: two warpgroups of
 // consumers and one of producers.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace pat {
 
 // With kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
 template <typename T, typename Dims, bool kSoftCap>
-  requires(Dims::kIsLatent)
+  requires(kHasLatentWgmma<Dims>)
 __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   static_assert(!kSoftCap);
   using Storage = SharedStorage<Dims>;

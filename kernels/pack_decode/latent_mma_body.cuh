@@ -35,7 +35,7 @@ struct LatentMmaConsumer {
     return storage.records[num_passes % kPassRecords];
   }
 
-  // Of the next stage, in the ring. From one counter: a position of its own takes a register more.
+  // Place of the next stage in the ring. From one counter: a position of its own takes a register more.
   __device__ __forceinline__ uint32_t place() const { return num_stages % Storage::kStages; }
   // Address of the next stage, once it has arrived.
   __device__ __forceinline__ uint32_t wait_for_stage() const {
@@ -149,7 +149,7 @@ struct LatentMmaConsumer {
       const uint32_t stage = wait_for_stage();
       stage_record = {__shfl_sync(kFullWarp, storage.stage_records[place()].packed, 0)};
       if (stage_record.counts_for(unit)) {
-        const uint32_t lane = ptx::lane_id();  // anew: its addresses do not fit in registers
+        const uint32_t lane = ptx::lane_id();  // read again: its addresses do not fit in registers
         Scores scores;
         multiply_keys(scores, queries, stage, lane);
         add_up(scores, lane);

@@ -1,4 +1,4 @@
-// pack_decode over latent attention (MLA) on mma.sync. As pack_decode.cuh says, but for its eight consumer warps.
+// pack_decode over latent attention (MLA) on mma.sync. As pack_decode.cuh says, with eight consumer warps.
 #pragma once
 
 #include "pack_decode/latent_mma_body.cuh"
@@ -36,6 +36,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp < kLatentConsumerWarps) {
+    if constexpr (kHasWgmma) ptx::take_registers<kLatentConsumerRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
@@ -46,9 +47,12 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
         .share = {static_cast<uint32_t>(warp) % LatentPart::kParts}};
     while (consumer.execute_pass()) {
     }
-  } else if (warp == kLatentConsumerWarps) {
+    return;
+  }
+  if constexpr (kHasWgmma) ptx::leave_registers<kLatentProducerRegisters>();
+  if (warp == kLatentConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
-  } else {
+  } else if (warp == kLatentConsumerWarps + 1) {  // beside wgmma, a CTA has more warps
     Producer<Dims, false>(params, storage, lane).run();
   }
 }

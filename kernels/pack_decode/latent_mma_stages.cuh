@@ -16,9 +16,10 @@ namespace pat {
 inline constexpr int kPassUnits = kPassRows / kUnitRows;
 static_assert(kPassRows == LatentPart::kRows &&
               kPassUnits * LatentPart::kParts == kLatentConsumerWarps);
-static_assert(kNumLatentTiles == 1 && kLatentTileTable[0].block_q % kPassRows == 0 &&
-              kLatentTileTable[0].block_q <= kMaxTileRows &&
-              kLatentTileTable[0].num_warps == kLatentConsumerWarps);
+static_assert(kLatentTileTable[0].block_q == kPassRows &&
+              kLatentTileTable[0].block_kv == LatentPart::kRows &&
+              kLatentTileTable[0].num_warps == kLatentConsumerWarps &&
+              kLatentTiles.largest_block_q() <= kMaxTileRows);
 // A pass has two stages or more. When a stage is filled again, its last reader may be at the end of the pass before the
 // oldest one in the ring.
 inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;

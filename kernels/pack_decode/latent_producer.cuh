@@ -12,7 +12,7 @@ namespace pat {
 
 // One half of the tokens of every stage, in the order of the stages.
 template <typename Dims, bool kIsKey>
-  requires(Dims::kIsLatent)
+  requires(kHasLatentWgmma<Dims>)
 class KvStages<Dims, kIsKey> {
  public:
   using Storage = SharedStorage<Dims>;

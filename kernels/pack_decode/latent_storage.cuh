@@ -14,11 +14,9 @@ namespace pat {
 
 inline constexpr int kLatentGroups = 2;  // warpgroups: each has half of the output's columns
 static_assert(kLatentConsumerWarps == 4 * kLatentGroups);
-static_assert(kNumLatentTiles == 1 && kLatentTileTable[0].block_q == kMaxTileRows &&
-              kLatentTileTable[0].block_kv == LatentOperand::kRows &&
-              kLatentTileTable[0].num_warps == kLatentConsumerWarps);
-// 168 on average: with more, some would wait for ever.
-inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
+static_assert(kLatentTiles.largest_block_q() == kMaxTileRows &&
+              kLatentTileTable[kNumLatentTiles - 1].block_kv == LatentOperand::kRows &&
+              kLatentTileTable[kNumLatentTiles - 1].num_warps == kLatentConsumerWarps);
 inline constexpr int kLatentStages = 2;
 inline constexpr int kStageParts = kLatentGroups + 1;
 inline constexpr int kPartPanels = 4;  // of a part of a stage, but of the last, which has one
@@ -26,7 +24,7 @@ inline constexpr int kLatentRecords = 2;
 
 // All but the KV ring.
 template <typename Dims>
-  requires(Dims::kIsLatent)
+  requires(kHasLatentWgmma<Dims>)
 struct SharedState<Dims> {
   static_assert(Dims::kValue == kLatentGroups * kPartPanels * kPanelColumns &&
                 Dims::kKeyPanels == kLatentGroups * kPartPanels + 1);

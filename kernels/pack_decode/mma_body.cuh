@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// How the consumer warps share a tile.
+// Division of a tile among the consumer warps.
 template <int kTile>
 struct WarpLayout {
   static constexpr TileConfig kConfig = kTileTable[kTile];
@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
   }
   const uint32_t row = first_token + lane / 16 * 8 + lane % 8;
   const uint32_t first = keys + swizzled_offset(kStageTokens, row, lane / 8 % 2);
-  // Of two chunks of a row: 16 columns, or 32 of one byte.
+  // A step has two chunks of a row: 16 columns, or 32 of one byte.
   constexpr int kSteps = (Dims::kKey * Dims::kElementBytes / kChunkBytes + 1) / 2;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   constexpr int kUnits = kTileRows / kUnitRows;
   constexpr int kTokens = Layout::kWarpTokens;
 
-  // Anew per item: three bodies' lane addresses do not fit in registers.
+  // Computed per item: three bodies' lane addresses do not fit in registers.
   const uint32_t lane = ptx::lane_id();
   const int num_rows = consumer.record().num_rows;
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;

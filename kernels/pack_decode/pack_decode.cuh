@@ -8,13 +8,12 @@
 #pragma once
 
 #include "pack_decode/converter.cuh"
+#include "pack_decode/latent_mma_decode.cuh"
 #include "pack_decode/mma_body.cuh"
 #include "pack_decode/producer.cuh"
 #ifdef PAT_USES_WGMMA
 #include "pack_decode/latent_decode.cuh"
 #include "pack_decode/wgmma_body.cuh"
-#else
-#include "pack_decode/latent_mma_decode.cuh"
 #endif
 
 namespace pat {

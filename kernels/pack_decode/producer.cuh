@@ -13,7 +13,7 @@
 
 namespace pat {
 
-// What a producer must know of a work item. Each lane holds one.
+// A producer's facts about a work item. Each lane holds one.
 struct ItemSource {
   int32_t tile;
   int32_t num_requests;
@@ -110,7 +110,7 @@ class Producer {
   }
 
  private:
-  // Whether the plan reads more than the L2 keeps for long. Where it reads less, hints cost up to 2%.
+  // True if the plan reads more than the L2 keeps for long. Where it reads less, hints cost up to 2%.
   __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
     constexpr int64_t kBytes = 16'000'000;  // measured on an H100, whose L2 has 50 MB
     return num_kv_tokens * (int64_t{Dims::kTokenBytes} * params_.num_kv_heads) > kBytes;
@@ -171,7 +171,7 @@ class Producer {
     load_requests();
   }
 
-  // Whether rows of the present item follow those of the present pass.
+  // True if rows of the present item follow those of the present pass.
   __device__ __forceinline__ bool has_pass() const {
     return kHasPasses<Dims> &&
            first_row_ + kPassRows < item_.num_requests * params_.rows.group_size;
@@ -204,7 +204,7 @@ class Producer {
     next_segment_ = first_lane_segment_ + end;
   }
 
-  // Whether a listed segment has another stage. Goes on to the next one where the last has ended.
+  // True if a listed segment has another stage. Goes on to the next one where the last has ended.
   __device__ __forceinline__ bool has_stage() {
     if (left_ > 0) return true;
     if (pending_ == 0) return false;
@@ -311,7 +311,7 @@ class Producer {
     if (lane_ == 0) {
       record.tile = item_.tile;
       record.num_rows = num_rows;
-      // Of an item without KV, record_ is an earlier one's: then either answer is right.
+      // Without KV in the item, record_ is an earlier one's: then either answer is right.
       const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
       record.mixed_item = mixes ? next_item_ - 1 : kNotMixed;
     }
@@ -339,7 +339,7 @@ class Producer {
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
-    // Of an item without KV, record_ is an earlier one's: then either answer is right.
+    // For an item without KV, record_ is an earlier one's: then either answer is right.
     const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
     stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
                          item_.num_requests * params_.rows.group_size,

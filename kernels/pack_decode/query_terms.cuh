@@ -36,7 +36,7 @@ struct QueryTerms {
   // products are to be multiplied with. NaN for a row with an infinite number.
   __device__ __forceinline__ void load(uint32_t tile, int tile_rows, int first_row,
                                        float (&factors)[2], uint32_t lane) {
-    // Of every 16 columns a lane has four that touch.
+    // A lane has four neighbours of every 16 columns.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
     const auto four_columns = [&](int step, int h) {

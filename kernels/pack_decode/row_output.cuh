@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   using Partial = ComputeType<T, Dims>;
   static_assert(sizeof(Partial) == sizeof(T));
   const bool is_partial = row >= 0;
-  // Of one tile, this lane has two columns that touch; of two tiles of one-byte values, four.
+  // This lane has two neighbouring columns of one tile; of two tiles of one-byte values, four.
   T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
               static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
               (first_column + lane % 4 * (Dims::kOneByte ? 4 : 2));
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   }
 }
 
-// Of four lanes that follow one another, lane i gets word i of each: four words that are lane-wise become word-wise.
+// Transposes words among four neighbouring lanes: lane i gets word i of each, so lane-wise words become word-wise.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {

@@ -1,4 +1,4 @@
-// What a row's sums are multiplied with at the item's end, and its LSE.
+// Factor of a row's sums at the item's end, and its LSE.
 #pragma once
 
 #include <cmath>

@@ -39,7 +39,7 @@ struct SegmentSource {
     return source;
   }
 
-  // Whether it counts for a request of its item.
+  // True if it counts for a request of its item.
   __device__ __forceinline__ bool counts_for(int request) const {
     return request >= first_request() && request < end_request();
   }

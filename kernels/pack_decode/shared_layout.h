@@ -59,12 +59,12 @@ struct HeadDims {
   static constexpr int kTokens = kIsLatent ? kLatentTokens : kStageTokens;  // of a stage
   static constexpr int kKeyBytes = kTokens * kKeyPanels * kPanelRowBytes;   // of a stage
   static constexpr int kValueBytes = kTokens * kValuePanels * kPanelRowBytes;
-  // Of a token in the cache.
+  // Bytes of a token in the cache.
   static constexpr int kTokenBytes = (kIsLatent ? kKey : kKey + kValue) * kElementBytes;
   static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
 
-// How the 32 lanes of a warp cover consecutive rows of a matrix, and nothing beside them, with 16-byte copies.
+// 16-byte copies by which the 32 lanes of a warp cover consecutive rows of a matrix, and nothing beside them.
 template <int kRowBytes>
 struct RowCopy {
   static constexpr int kChunks = kRowBytes / kChunkBytes;
@@ -130,7 +130,7 @@ struct ValueConversion {
   PAT_ANYWHERE constexpr uint32_t source(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), chunk());
   }
-  // Of the first of two chunks, from where values are for wgmma. The second is at ^ kChunkBytes.
+  // Place of the first of two chunks, from where values are for wgmma. The second is at ^ kChunkBytes.
   PAT_ANYWHERE constexpr uint32_t target(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), 2 * chunk());
   }
@@ -175,7 +175,7 @@ struct LatentPart {
 
   uint32_t part;
 
-  // Of ldmatrix: where a lane's first chunk lies in a matrix. Each panel has one at the same place.
+  // Place of a lane's first chunk of ldmatrix in a matrix. Each panel has one at the same place.
   PAT_ANYWHERE constexpr uint32_t queries(uint32_t unit, uint32_t lane) const {
     return swizzled_offset(kRows, unit * kUnitRows + lane % 16, 2 * part + lane / 16);
   }

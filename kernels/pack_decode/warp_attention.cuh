@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// In which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one
+// Type in which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one
 // instruction to get there. Probabilities in fp16 are eight times as exact as in bf16.
 template <typename T, typename Dims>
 using ComputeType = std::conditional_t<Dims::kOneByte, __half, T>;
@@ -47,7 +47,7 @@ struct WarpAttention {
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
                                         float* query_factors, uint32_t lane) {
     if constexpr (Dims::kOneByte) {
-      // Of every 16 columns a lane has four that touch, as in the keys: the order in a sum does not matter.
+      // A lane has four neighbours of every 16 columns, as in the keys: the order in a sum does not matter.
       const uint32_t first =
           tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
 #pragma unroll
@@ -85,7 +85,7 @@ struct WarpAttention {
     begin_without_queries();
   }
 
-  // What `out` has to be multiplied with because a row's maximum has risen.
+  // Factor of `out` after a row's maximum has risen.
   struct Rescaling {
     bool any;  // in the warp
     float factor[2];
@@ -168,7 +168,7 @@ struct WarpAttention {
     weights[3] = ptx::pack<Number>(right[2], right[3]);
   }
 
-  // Of scores as multiplication leaves them.
+  // Undoes factors of scores as multiplication leaves them.
   template <int kTokens>
   __device__ __forceinline__ void undo_factors(float (&scores)[kTokens / 8][4],
                                                const float* query_factors, uint32_t lane) const {
@@ -208,8 +208,8 @@ struct WarpAttention {
   }
 
  private:
-  // Of bf16, in fp16. Rows with numbers that are too large are divided by a power of 2, which goes to query_factors.
-  // What becomes subnormal, less than 2^-14, changes a score by less than any rounding of it.
+  // Makes bf16 queries fp16. Rows with numbers that are too large are divided by a power of 2, kept in query_factors.
+  // A number that becomes subnormal, less than 2^-14, changes a score by less than any rounding of it.
   __device__ __forceinline__ void narrow_queries(float* query_factors, uint32_t lane) {
     uint32_t exceeds = 0;  // the upper bit of a half: whether its number is 2^15 or more
 #pragma unroll

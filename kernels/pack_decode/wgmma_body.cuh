@@ -40,7 +40,7 @@ __device__ __forceinline__ void pack_weights(StageWeights& weights, const StageS
   }
 }
 
-// Of a stage that counts for none of a warp's rows.
+// Clears the scores of a stage that counts for none of a warp's rows.
 __device__ __forceinline__ void clear(StageScores& scores) {
 #pragma unroll
   for (int tile = 0; tile < kStageTokens / 8; ++tile) {

@@ -19,7 +19,7 @@ struct Queries {
                                        int first_row, const LogitScale&, uint32_t lane) {
     part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
   }
-  // Of a warp that only takes part in its warpgroup's multiplications.
+  // Clears the part of a warp that only takes part in its warpgroup's multiplications.
   __device__ __forceinline__ void clear(Attention& part) { part.begin_without_rows(); }
 
   // Starts the multiplication with a stage's keys.
@@ -37,7 +37,7 @@ struct Queries {
     wgmma::commit();
   }
 
-  // Of the scores.
+  // Scale of the scores.
   __device__ __forceinline__ const LogitScale& scale(const LogitScale& scale) const {
     return scale;
   }

@@ -36,7 +36,7 @@ inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// Whether warps of their own convert one-byte values for wgmma (converter.cuh).
+// True if warps of their own convert one-byte values for wgmma (converter.cuh).
 template <typename Dims>
 inline constexpr bool kHasConverters =
     kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
@@ -53,9 +53,11 @@ inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
 // Over latent attention.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
-// On mma.sync: an item's rows in passes of 32, each over the item's KV, and stages of 32 tokens.
+// On mma.sync: an item's rows in passes of 32, each over the item's KV, and stages of 32 tokens. By wgmma: stages of 64.
 template <typename Dims>
-inline constexpr bool kHasPasses = Dims::kIsLatent && !kHasWgmma;
+inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTokens;
+template <typename Dims>
+inline constexpr bool kHasLatentWgmma = Dims::kIsLatent && !kHasPasses<Dims>;
 inline constexpr int kPassRows = 32;
 inline constexpr int kLatentTokens = kHasWgmma ? 2 * kStageTokens : kStageTokens;  // of a stage
 template <typename Dims>
@@ -63,8 +65,10 @@ inline constexpr int kDecodeThreads =
     32 * (Dims::kIsLatent
               ? kLatentConsumerWarps + kProducerWarps + (kHasWgmma ? kLatentQueryWarps : 0)
               : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
-// Of a thread, beside converters: 128 on average.
+// Registers of a thread, beside converters: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
+// The same of latent attention on Hopper: 168 on average. With more, some would wait for ever.
+inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
 template <typename Dims>
@@ -82,9 +86,9 @@ inline constexpr int kStageBytes = Dims::kKeyBytes + kValueRoom<Dims>;
 inline constexpr bool kHas228Kb = PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 ||
                                   PAT_TARGET_ARCH == 103 || PAT_TARGET_ARCH == 110;
 inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
-// What one CTA can have; elsewhere an SM has 100 KB.
+// Shared memory that one CTA can have; elsewhere an SM has 100 KB.
 inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) * 1024;
-// Of the KV ring where two CTAs share an SM.
+// KV ring where two CTAs share an SM.
 inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 
 // Columns of the accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
@@ -92,7 +96,7 @@ template <typename Dims>
 inline constexpr int kOutColumns =
     kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue;
 
-// Whether slots that follow one another are copied by the tensor memory accelerator, for rows of whole panels.
+// True if the tensor memory accelerator copies slots that follow one another, for rows of whole panels.
 inline constexpr bool kHasTma = PAT_TARGET_ARCH == 90;
 
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
@@ -137,7 +141,7 @@ struct StageRecord {
 
   uint32_t packed;
 
-  // Of whole stages, of num_tokens, for rows [first_row, end_row) of num_rows.
+  // Record of whole stages, of num_tokens, for rows [first_row, end_row) of num_rows.
   __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows,
                                                         int num_tokens) {
     const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
@@ -151,7 +155,7 @@ struct StageRecord {
   // Behind the last stage.
   __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
-  // Of a whole one.
+  // Record of a whole stage, with other tokens.
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
     if (num_tokens == this->num_tokens()) return *this;
     constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
@@ -166,7 +170,7 @@ struct StageRecord {
     return {packed | uint32_t{is_read_once} << kReadOnce};
   }
 
-  // Of an item of a tile.
+  // Record of an item of a tile.
   template <typename Dims>
   __device__ __forceinline__ StageRecord of_tile(int tile) const {
     if constexpr (!kHasConverters<Dims>) return *this;
@@ -204,8 +208,8 @@ __host__ __device__ constexpr int own_tiles(int warps) {
 }
 
 inline constexpr int kMaxStages = 12;
-// With passes. Hopper, for tests, has as few as fit on the smallest GPUs.
-inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 ? 2 : 4;
+// With passes. Hopper with PAT_FORCE_MMA_SYNC has as few as fit on the smallest GPUs.
+inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 && !kHasWgmma ? 2 : 4;
 
 // All but the KV ring.
 template <typename Dims>
@@ -249,7 +253,7 @@ inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims>
 
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-// Of KV. One CTA per SM has as long rings as fit.
+// Room for KV. One CTA per SM has as long rings as fit.
 template <typename Dims>
 inline constexpr int kKvRoom =
     kCtasPerSm<Dims> == 1 ? kRoom<Dims>

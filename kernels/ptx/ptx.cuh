@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
                : "memory");
 }
 
-// What is in shared memory, by copies or stores that this thread knows to have ended, is visible to matrix instructions
+// Makes shared memory, as far as this thread knows that its copies or stores have ended, visible to matrix instructions
 // that read it there.
 __device__ __forceinline__ void fence_shared_memory() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -111,7 +111,7 @@ __device__ __forceinline__ void barrier_arrive_for(uint32_t barrier) {
       : "memory");
 }
 
-// Of the one thread for which `acts` is true, without a branch: stores a word to shared memory, then arrives.
+// Stores a word to shared memory, then arrives, in the one thread for which `acts` is true, without a branch.
 __device__ __forceinline__ void store_and_arrive(uint32_t shared, uint32_t word, uint32_t barrier,
                                                  bool acts) {
   asm volatile(
@@ -169,7 +169,7 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// Of threads that do not wait for the others.
+// Barrier arrival of threads that do not wait for the others.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");

@@ -13,7 +13,7 @@ struct Range {
   int32_t end;
 };
 
-// Whether [begin, end) of two requests is the same KV: both hold the same nodes there.
+// True if [begin, end) of two requests is the same KV: both hold the same nodes there.
 bool share(const Path& a, const Path& b, Range range) {
   for (size_t i = 0; i < a.size() && a[i].kv_begin < range.end; ++i) {
     if (a[i].kv_end > range.begin && (i >= b.size() || !(a[i] == b[i]))) return false;
@@ -48,7 +48,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(num_slots, h.num_shared_slots);
 
-  // What a request reads in one work item: positions. Its segments ascend or, from the tails up, descend.
+  // Positions that a request reads in one work item. Its segments ascend or, from the tails up, descend.
   struct Read {
     std::vector<Range> ranges;
     int32_t partial_slot;
@@ -56,7 +56,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   std::vector<std::vector<Read>> reads(batch.seq_lens.size());
   std::vector<char> taken(h.num_item_requests, 0);
   int64_t planned = 0;
-  int32_t next_segment = 0;
+  int32_t next_segment = 0, largest_tile = 0;
   for (int32_t i = 0; i < h.num_work_items; ++i) {
     const WorkItem& item = plan.work_items[i];
     const int32_t rows = item.num_requests * config.group_size;
@@ -64,6 +64,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     CHECK(rows > 0 && item.tile < table.num_tiles && rows <= table[item.tile].block_q);
     CHECK(table[item.tile].block_q <= config.max_block_q);
     CHECK(item.tile == 0 || rows > table[item.tile - 1].block_q);
+    largest_tile = std::max(largest_tile, item.tile);
     std::vector<Read> item_reads(item.num_requests);
     for (int32_t r = 0; r < item.num_requests; ++r) {
       const int32_t index = item.request_begin + r;
@@ -115,6 +116,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(next_segment, h.num_kv_segments);
   CHECK(std::count(taken.begin(), taken.end(), 1) == h.num_item_requests);
+  CHECK_EQ(h.largest_tile, largest_tile);
   CHECK_EQ(planned, scheduler.last_plan().kv_tokens().planned);
 
   // Merges: one for each request that has not just one read; its partials are a dense run, by position.

@@ -1,4 +1,4 @@
-// What every plan must satisfy.
+// Properties of every plan.
 #pragma once
 
 #include "batches.h"

@@ -63,7 +63,7 @@ class Engine : public PathReader {
   void operate();
   // Brings the forest up to date.
   std::optional<UpdateCounts> update();
-  // Throws Failure if the plan of the forest is not, byte for byte, that of paths read anew.
+  // Throws Failure if the plan of the forest is not, byte for byte, that of paths read again.
   void compare_with_rebuild();
 
   TreePaths read(std::span<const int32_t> requests) override;

@@ -38,7 +38,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   return made;
 }
 
-// Whether a segment of a piece is one of the packing that no cut has shortened.
+// True if a segment of a piece is one of the packing that no cut has shortened.
 bool is_whole(const Packing& packing, const Segment& segment) {
   return std::ranges::any_of(packing.segments, [&](const Segment& other) {
     return other.span == segment.span && other.kv_begin == segment.kv_begin &&
@@ -164,7 +164,7 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
         make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(128, {0, 256}));
     const Made result = split(batch, made);
     check_split(result, made);
-    // Of each ticket with shared KV: where that begins. All 16 tiles take a chunk before any takes the next.
+    // Begin of the shared KV of each ticket. All 16 tiles take a chunk before any takes the next.
     std::vector<int32_t> begins;
     for (const Ticket& ticket : result.split.tickets) {
       const Piece& piece = result.split.pieces[ticket.piece_begin];
@@ -256,7 +256,7 @@ TEST(kv_split_gives_up_where_another_split_is_as_good) {
 }
 
 TEST(kv_split_counts_whole_stages_and_segments) {
-  // As many tokens in both halves of the batch. But 33 tokens take two stages of 32.
+  // Both halves of the batch have as many tokens. But 33 tokens take two stages of 32.
   std::vector<std::pair<int, int32_t>> requests(128, {0, 33});
   requests.insert(requests.end(), 66, {1, 64});
   SchedulerConfig made = config(1, 4);

@@ -65,7 +65,7 @@ TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
     check_plan(scheduler, made, batch);
     check_bounds(scheduler, made);
     const int32_t tiles = (128 + 64 / heads - 1) / (64 / heads);
-    CHECK(scheduler.summarize().tiles_by_body == std::vector<int32_t>{tiles});
+    CHECK(scheduler.summarize().tiles_by_body == (std::vector<int32_t>{0, tiles}));
     CHECK_EQ(scheduler.last_plan().kv_tokens().planned, int64_t{8192} * (tiles + 128));
   }
   SchedulerConfig made = config(65);
@@ -167,6 +167,7 @@ TEST(latent_requests_that_fill_a_tile_are_never_packed) {
   for (int round = 0; round < 1'000; ++round) {
     SchedulerConfig made = random_config(random, true);
     made.group_size = static_cast<int32_t>(draw(random, 33, 64));
+    made.max_block_q = kLatentTiles.largest_block_q();
     made.policy = Policy::kMemory;
     made.batch_invariant = one_in(random, 2);
     made.cost = kShippedLatentCosts[0].cost;

@@ -43,7 +43,7 @@ class CalibrationError(RuntimeError):
 
 
 class Features(NamedTuple):
-    """What a layer's time is a sum of; counted over all KV heads."""
+    """Terms of a layer's time, counted over all KV heads."""
 
     layer: float  # 1
     merge: float  # 1 if partials are merged
@@ -68,8 +68,7 @@ class Features(NamedTuple):
 
 
 def missing_tokens(plan: DecodePlan, seq_lens: IntArray) -> list[float]:
-    """For each of `SHORTEST`: what all work items lack together of so many tokens each, counted
-    over all KV heads."""
+    """Tokens that work items lack to each length of `SHORTEST`, summed over items and KV heads."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
@@ -79,8 +78,10 @@ def missing_tokens(plan: DecodePlan, seq_lens: IntArray) -> list[float]:
 
 
 class Design(NamedTuple):
-    """A plan to measure: `prefixes` of `prefix` tokens, each above `sharers` requests with
-    `private` tokens of their own. body: the rows of the body that it is there for; 0: for the sum.
+    """A plan to measure.
+
+    It has `prefixes` of `prefix` tokens, each above `sharers` requests with `private` tokens of
+    their own. body: rows of the body that the plan is there for; 0: for the sum.
     """
 
     prefixes: int
@@ -182,7 +183,7 @@ class Measurement:
 
 
 def measure(report: Callable[[str], None]) -> list[Measurement]:
-    """Time all designs on the present CUDA device. report: is told of each."""
+    """Time all designs on the present CUDA device. report: called with a line for each."""
     timer = _Timer(max(design.num_tokens for design in designs()))
     found = []
     for design in designs():
@@ -238,7 +239,7 @@ class _Timer:
         return Measurement(design, features, missing, us / len(layers))
 
     def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of so many slots each. They overlap if they must, shifted by as much as there is."""
+        """Layers of `num_slots` slots each. If they must overlap, shifted as far as they can."""
         stride = min(num_slots, (len(self._k) - num_slots) // (LAYERS - 1))
         for begin in range(0, LAYERS * stride, stride):
             yield self._k[begin : begin + num_slots], self._v[begin : begin + num_slots]
@@ -246,9 +247,12 @@ class _Timer:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """microseconds: of each feature. shortest: tokens of a short item. bodies: a token's cost in
-    the body of so many rows, over that of a token from memory. errors: relative, of each plan that
-    was fitted."""
+    """Fitted costs.
+
+    microseconds: of each feature. shortest: tokens of a short item. bodies: a token's cost in the
+    body of so many rows, over that of a token from memory. errors: relative, of each plan that was
+    fitted.
+    """
 
     microseconds: Features
     shortest: int
@@ -336,7 +340,7 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
 
 
 def samples_json(machine: Machine, measurements: Sequence[Measurement]) -> str:
-    """What was measured, for fits that are made elsewhere."""
+    """Measurements as JSON, for fits that are made elsewhere."""
     samples = [
         asdict(each) | {"design": each.design._asdict(), "features": each.features._asdict()}
         for each in measurements
@@ -369,7 +373,7 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Of a token in a body: what is left of the time, over that of as many tokens from memory."""
+    """Price of a token in a body: the rest of the time, over that of as many tokens from memory."""
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens

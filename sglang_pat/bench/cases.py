@@ -10,8 +10,10 @@ FIRST_TOKEN = 256  # below: special tokens, in some models
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`groups` prefixes of `prefix` tokens, `batch / groups` requests with each, `private` tokens
-    more per request, and `generated` tokens answered. At temperature 0 answers can be compared.
+    """A batch of requests to time.
+
+    `groups` prefixes of `prefix` tokens, `batch / groups` requests with each, `private` tokens more
+    per request, and `generated` tokens answered. At temperature 0 answers can be compared.
     """
 
     batch: int

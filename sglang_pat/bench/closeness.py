@@ -1,4 +1,4 @@
-"""The limits of `sglang-pat check`: is pat as close to a model as another backend?
+"""The limits of `sglang-pat check`: when pat is as close to a model as another backend.
 
 The distance of a token is the difference between its log-probability in decode and in a prefill
 under a reference backend. Both backends answer the same requests, and both have distances, since

@@ -53,7 +53,7 @@ class Model(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """What one server has given so far. cases: as it serves them. runs: by case.
+    """Results of one server so far. cases: in the order of serving. runs: by case.
 
     start_seconds: None until it answers.
     """
@@ -126,7 +126,7 @@ def measure(
     arguments, flags
         Of the server: keywords of sglang.Engine, and flags as they are.
     report
-        Is told what happens.
+        Called with a line for each event.
     into
         Gets each number as soon as it is there: what was measured stays if the rest fails.
     exactly
@@ -161,8 +161,10 @@ def measure(
 
 
 def fit(case: Case, model: Model, info: Mapping[str, Any], share: float = POOL_SHARE) -> Case:
-    """The case, or a smaller one that the server holds in a share of its KV pool. RuntimeError if
-    there is none."""
+    """Return the case, or a smaller one that fits into a share of the server's KV pool.
+
+    RuntimeError if there is none.
+    """
     context = min(int(info.get("context_length") or model.context_len), model.context_len)
     most = context - case.private - case.generated - 1
     if most < 0:
@@ -196,8 +198,10 @@ def _runs(
 
 
 def compare(pat: Measured, other: Measured) -> list[Compared]:
-    """Case by case, as far as both servers have been timed. RuntimeError if two runs have no token
-    in common."""
+    """Compare case by case, as far as both servers have been timed.
+
+    RuntimeError if two runs have no token in common.
+    """
     return [
         Compared(
             name,
@@ -212,7 +216,7 @@ def compare(pat: Measured, other: Measured) -> list[Compared]:
 
 
 def verdict(compared: Sequence[Compared], other: str) -> str:
-    """What was found, in one sentence."""
+    """One sentence with the result."""
     parts = [f"{_words(each)} {each.name} ({each.gain.median:.2f}x)" for each in compared]
     return f"pat is {', '.join(parts)}, against {other}."
 

@@ -104,7 +104,7 @@ def ask_again_if_held_up(
 
     Seen where prompts are a million tokens together: 0.13 ms apart, at steps of 5 ms. Such a pass
     has less than half of the time per token that the slowest pass of the server has. `ask` makes
-    another one, once for each, which keeps the time of the first one. `report` is told of each.
+    another one, once for each, which keeps the time of the first one. `report` gets a line each.
     """
     slowest = max(run.tpot_ms for run in runs)
     for index, run in enumerate(runs):
@@ -153,7 +153,7 @@ class Spread:
         if len(ordered) == 1:
             return cls(ordered[0], ordered[0], ordered[0], math.inf)
         low, median, high = statistics.quantiles(ordered, n=4, method="inclusive")
-        # Of a normal distribution: sigma is the distance of the quartiles / 1.349, and the error
+        # In a normal distribution, sigma is the distance of the quartiles / 1.349, and the error
         # of a median 1.253 sigma / sqrt(n).
         return cls(median, low, high, 1.253 * (high - low) / 1.349 / math.sqrt(len(ordered)))
 
@@ -173,8 +173,11 @@ def tpot(runs: Sequence[DecodeRun]) -> Spread:
 
 
 def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
-    """Time of one server over that of the other: of slices at the same token, in runs that followed
-    each other. RuntimeError if none has the same token."""
+    """Time of one server over that of the other.
+
+    Slices at the same token are compared, in runs that followed each other. RuntimeError if none
+    has the same token.
+    """
     found = [
         milliseconds / other.slices_ms[token]
         for run, other in zip(slower, faster, strict=True)

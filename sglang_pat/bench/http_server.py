@@ -38,8 +38,10 @@ class HttpServer:
     log: Path
 
     def is_ready(self) -> bool:
-        """RuntimeError, with the end of the log, if it has ended; RefusedArguments if its command
-        line is why."""
+        """Raise an error if the server has ended.
+
+        RuntimeError with the end of the log; RefusedArguments if its command line is why.
+        """
         if self.process.poll() == _WRONG_USAGE:
             raise RefusedArguments(self.tail().rstrip().rpartition("\n")[2])
         if self.process.poll() is not None:
@@ -49,8 +51,10 @@ class HttpServer:
         return False
 
     def wait_until_ready(self, seconds: float) -> None:
-        """RuntimeError with the end of the log if it ends instead, TimeoutError if it takes
-        longer."""
+        """Wait until the server answers.
+
+        RuntimeError with the end of the log if it ends instead, TimeoutError if it takes longer.
+        """
         wait_for_all({self.url: self}, seconds)
 
     def tail(self) -> str:
@@ -145,8 +149,10 @@ def running_process(
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments of sglang.Engine as command-line flags. A switch that is False is left out,
-    and a list is a flag with several values."""
+    """Keyword arguments of sglang.Engine as command-line flags.
+
+    A switch that is False is left out, and a list is a flag with several values.
+    """
     flags: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")

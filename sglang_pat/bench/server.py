@@ -28,8 +28,11 @@ LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name in tables, SGLang's name of the backend (None: SGLang chooses), and variables that its
-    server is given."""
+    """A server to measure.
+
+    Its name in tables, SGLang's name of the backend (None: SGLang chooses), and variables that it
+    gets.
+    """
 
     name: str
     backend: str | None
@@ -72,8 +75,10 @@ class Server:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Any, **more: Any
     ) -> list[dict[str, Any]]:
-        """All prompts as one batch; the answers in order. sampling: for all, or a list of one
-        each."""
+        """Send all prompts as one batch; return the answers in order.
+
+        sampling: for all, or a list with one for each.
+        """
         body = {"input_ids": prompts, "sampling_params": sampling, **more}
         answers: list[dict[str, Any]] = orjson.loads(self._post("generate", body).content)
         return answers
@@ -107,14 +112,14 @@ class Server:
         self._post("start_profile", options)
 
     def info(self) -> dict[str, Any]:
-        """What SGLang says of itself: all arguments, as they were resolved, and more."""
+        """SGLang's server info: all arguments as resolved, and more."""
         response = requests.get(f"{self.url}/get_server_info", timeout=ANSWER_SECONDS)
         response.raise_for_status()
         info: dict[str, Any] = response.json()
         return info
 
     def stats(self) -> dict[str, Any]:
-        """What pat has counted when all is answered; empty for other backends."""
+        """Counters of pat once everything is answered; empty for other backends."""
         if self.stats_file is None:
             return {}
         return read_stats(self.stats_file)
@@ -174,7 +179,7 @@ def running_server(
     RuntimeError, TimeoutError
         The server does not start. With the end of the log.
     """
-    # A benchmark that is told to end must take its servers along, which are no group of its own.
+    # A benchmark that is asked to end must end its servers too, which are no group of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = contender.name if name is None else name
     stats_file = folder / f"{name}-stats.json" if contender.is_pat else None
@@ -199,7 +204,7 @@ def running_server(
 
 
 class Start(NamedTuple):
-    """How a server of several is started: as `running_server` takes it."""
+    """Arguments of `running_server` for one of several servers."""
 
     contender: Contender
     model: Path

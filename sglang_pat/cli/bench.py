@@ -84,8 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130
-    if interrupted."""
+    """Measure and print.
+
+    Returns the exit status: 0, 1 if a server failed, 2 for wrong input, 130 if interrupted.
+    """
     try:
         label, config = read_whole_config(arguments.model)
         check_outputs({"--json": arguments.json}, [config_file(arguments.model)])

@@ -32,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, fit, write. Returns the exit status: 0, 1 if the fit is bad or nothing can be
-    measured, 2 without a GPU."""
+    """Measure, fit, write.
+
+    Returns the exit status: 0, 1 if the fit is bad or nothing can be measured, 2 without a GPU.
+    """
     if not find_gpus():
         return _fail(2, "no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`sglang-pat check`: is pat as close to a model as the present attention backend?
+"""`sglang-pat check`: pat must be as close to a model as the present attention backend.
 
 Servers are started one after the other. pat's and the other backend's answer the same requests, and
 a third one, of a reference backend, scores all answers by prefills. If it does not serve the model,
@@ -173,8 +173,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[Model, str, list[Asked]]:
-    """Check the input. Returns the model, the type that SGLang may be left to choose, and the
-    requests. ValueError, RuntimeError and OSError name what is wrong."""
+    """Check the input.
+
+    Returns the model, the type that SGLang may be left to choose, and the requests. ValueError,
+    RuntimeError and OSError name what is wrong.
+    """
     file = config_file(arguments.model)
     if not file.is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`sglang-pat doctor`: is everything here that pat needs, and if not, what is to be done?
+"""`sglang-pat doctor`: check that everything pat needs is here, and say what to do if not.
 
 A check never raises: what goes wrong is what it reports. torch and SGLang may be missing or broken,
 so they are imported by the checks, not by this module.
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """What SGLang and torch say on every import is no finding. Errors still come through."""
+    """Hide what SGLang and torch log on every import. Errors still come through."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -144,8 +144,10 @@ _AS_A_DRAFT_MODEL = (
 
 
 def _print_routes(model: str, report: Path | None) -> int:
-    """Print the routes of a model. The exit status is 1 if SGLang cannot build it here, and 2 for
-    wrong input."""
+    """Print the routes of a model.
+
+    Returns the exit status: 1 if SGLang cannot build the model here, 2 for wrong input.
+    """
     with tempfile.TemporaryDirectory(prefix="sglang-pat-doctor-") as folder:
         try:
             source = _loadable(model, Path(folder))
@@ -256,7 +258,7 @@ def _checks_by_sglang() -> list[Check]:
 
 
 def check_registration() -> Check:
-    """Whether `pat` is an attention backend once SGLang has loaded its plug-ins."""
+    """Check that `pat` is an attention backend once SGLang has loaded its plug-ins."""
     missing = missing_registrations()
     if missing:
         return Check(
@@ -276,7 +278,7 @@ def check_registration() -> Check:
 
 
 def check_hooks() -> Check:
-    """Whether the hooks find what they are put on."""
+    """Check that the hooks find their targets."""
     from sglang_pat.sglang.start.hooks import install_hooks
     from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS
 
@@ -289,7 +291,7 @@ def check_hooks() -> Check:
 
 
 def check_self_test() -> Check:
-    """Whether the paths of a small tree of SGLang's are read right."""
+    """Check that pat reads the paths of a small SGLang tree correctly."""
     from sglang_pat.sglang.tree.self_test import self_test
 
     try:
@@ -362,7 +364,7 @@ def check_environment() -> Check:
 
 
 def check_gpu(gpus: Sequence[Gpu]) -> Check:
-    """Whether the kernels run on every GPU here."""
+    """Check that the kernels run on every GPU here."""
     if not gpus:
         return Check("GPU", "warning", NO_GPU, "nothing, for tests; else install NVIDIA's driver")
     found = ", ".join(f"{gpu.name} (compute capability {gpu.arch})" for gpu in gpus)
@@ -374,7 +376,7 @@ def check_gpu(gpus: Sequence[Gpu]) -> Check:
 
 
 def check_torch(gpus: Sequence[Gpu]) -> Check:
-    """Whether torch is here and can use the GPUs."""
+    """Check that torch can be imported and can use the GPUs."""
     try:
         import torch
     except Exception as error:  # a broken installation may raise anything
@@ -431,7 +433,7 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
 
 
 def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """What planning weighs on the GPUs here: one check for each kind of GPU.
+    """Cost models of the GPUs here: one check for each kind of GPU.
 
     Parameters
     ----------
@@ -554,7 +556,7 @@ def check_sglang() -> Check:
 
 
 def check_entry_point() -> Check:
-    """Whether SGLang can see the plug-in."""
+    """Check that SGLang can see the plug-in."""
     names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=support.BACKEND)]
     if len(names) != 1:
         found = "none" if not names else f"several: {', '.join(names)}"
@@ -564,7 +566,7 @@ def check_entry_point() -> Check:
 
 
 def check_white_list() -> Check:
-    """Whether SGLANG_PLUGINS lets SGLang load the plug-in."""
+    """Check that SGLANG_PLUGINS lets SGLang load the plug-in."""
     given = os.environ.get("SGLANG_PLUGINS", "")
     allowed = [name.strip() for name in given.split(",") if name.strip()]
     if allowed and support.BACKEND not in allowed:

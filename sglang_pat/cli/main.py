@@ -51,8 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status: 2 for wrong input, or a file that cannot be
-    written; 130 after Ctrl-C; 141 if nobody reads on, as behind `| head`."""
+    """Run one subcommand and return its exit status.
+
+    2 for wrong input, or a file that cannot be written; 130 after Ctrl-C; 141 if nobody reads on,
+    as behind `| head`.
+    """
     try:
         arguments = build_parser().parse_args(argv)
         alone = STDOUT in vars(arguments).values()

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         default="memory",
         metavar="A,B",
-        help=f"packing policies to count, of {', '.join(POLICIES)}; the first is pat's "
+        help=f"packing policies to count, of {', '.join(POLICIES)}; pat takes the first "
         "(default: memory)",
     )
     output.add_argument("--csv", type=output_file, metavar="FILE", help="rows of the steps, as CSV")

@@ -127,7 +127,7 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def backend_name(asked: str, info: dict[str, Any]) -> str:
-    """Return the other backend's name: SGLang's choice for decoding where none was asked for."""
+    """Name of the decode backend: the one asked for, else SGLang's choice."""
     chosen = info.get("decode_attention_backend") or info.get("attention_backend")
     return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 

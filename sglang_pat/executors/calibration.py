@@ -1,4 +1,4 @@
-"""What planning weighs on a GPU: the file that `sglang-pat calibrate` writes, and who reads it.
+"""Cost model of a GPU: the file that `sglang-pat calibrate` writes, and who reads it.
 
 One file per GPU, driver and kernels, in the folder of compiled kernels. All ranks of a server read
 the same file, so they come to the same plans. Without a file those hold that come with the package.
@@ -28,7 +28,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a calibration holds for."""
+    """GPU, driver and kernels that a calibration holds for."""
 
     gpu: str
     driver: str
@@ -103,8 +103,11 @@ def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
 
 
 def costs_of(device: torch.device, *, latent: bool = False) -> CostModel:
-    """Those measured on this machine, else those shipped for its GPU. KernelCacheError as in
-    `load`. latent: of latent attention, which `sglang-pat calibrate` does not measure."""
+    """Costs that were measured on this machine, else those shipped for its GPU.
+
+    KernelCacheError as in `load`. latent: costs of latent attention, which `sglang-pat calibrate`
+    does not measure.
+    """
     machine = _machine(device)
     if latent:
         return shipped_latent_costs(machine.gpu)
@@ -113,7 +116,7 @@ def costs_of(device: torch.device, *, latent: bool = False) -> CostModel:
 
 
 def shipped_costs(gpu: str) -> tuple[CostModel, str]:
-    """What comes with the package for a GPU, and where that is from."""
+    """Costs that come with the package for a GPU, and their origin."""
     for name, is_measured, costs in SHIPPED_COSTS:
         if name in gpu:
             return costs, f"measured on the {name}" if is_measured else f"estimates for the {name}"
@@ -121,7 +124,7 @@ def shipped_costs(gpu: str) -> tuple[CostModel, str]:
 
 
 def driver_version() -> str:
-    """Of the driver's kernel module; where that is hidden, the CUDA version that it has."""
+    """Version of the driver's kernel module; where that is hidden, its CUDA version."""
     try:
         words = _DRIVER_FILE.read_text().split()
     except OSError:
@@ -150,6 +153,6 @@ def _read(data: Any, machine: Machine) -> Calibration:
 
 def _unusable(path: Path, error: Exception) -> kernel_cache.KernelCacheError:
     return kernel_cache.KernelCacheError(
-        f"{path} is no calibration that can be used ({error}): remove it, or make it anew: "
+        f"{path} is no calibration that can be used ({error}): remove it, or make it again: "
         "sglang-pat calibrate"
     )

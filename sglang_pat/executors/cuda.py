@@ -79,8 +79,9 @@ class StagingBuffer:
 
 
 class PlanBuffers:
-    """The device memory of a plan and of what the kernels write besides their output, the arguments
-    of the kernels that use it, and which plan lies in it. Siblings share it.
+    """Device memory of a plan and its partials, the arguments of its kernels, and the plan in it.
+
+    Siblings share it.
 
     Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
     partials: two of them that run at the same time stop with an error.
@@ -202,8 +203,10 @@ class CudaExecutor:
         self._allocate(reservation or BufferSizes())
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        """Send the scheduler's last plan to the device and gather its shared slots there. The
-        following run()s, and replays of graphs that captured them, read the tensors of the step.
+        """Send the scheduler's last plan to the device and gather its shared slots there.
+
+        The following run()s, and replays of graphs that captured them, read the tensors of the
+        step.
         """
         staging, plan = self._write(scheduler)
         if plan is None:
@@ -214,8 +217,9 @@ class CudaExecutor:
         return plan
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
-        """The last plan serves this step too: its tensors are read from now on. gather: read the
-        slots of shared ranges again, too.
+        """Let the last plan serve this step too; its tensors are read from now on.
+
+        gather: read the slots of shared ranges again, too.
         """
         assert self._sent is not None
         gather = gather and self._sent.header.num_gather_spans > 0
@@ -234,8 +238,10 @@ class CudaExecutor:
         return sibling
 
     def run(self, layer: LayerInputs) -> None:
-        """Attention of one layer: pack_decode, then merge_partials, which a plan without merges
-        does not need outside of a graph. Writes `out` of the layer, and `lse` if given.
+        """Compute attention of one layer: pack_decode, then merge_partials.
+
+        Outside of a graph, a plan without merges needs no merge_partials. Writes `out` of the
+        layer, and `lse` if given.
 
         Raises
         ------
@@ -389,8 +395,10 @@ def _map_of(cache: torch.Tensor) -> int:
 
 
 def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
-    """16-byte chunks from row to row and from head to head of `[rows, heads, columns]`. ValueError
-    unless the columns are dense, and all rows aligned and near enough."""
+    """16-byte chunks from row to row and from head to head of `[rows, heads, columns]`.
+
+    ValueError unless the columns are dense, and all rows aligned and near enough.
+    """
     size = q.element_size()
     row_bytes, head_bytes = q.stride(0) * size, q.stride(1) * size
     if q.stride(2) != 1 or any(n % _ALIGNMENT for n in (q.data_ptr(), row_bytes, head_bytes)):
@@ -407,8 +415,11 @@ def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
 
 
 def _row_bytes(tensor: torch.Tensor, name: str) -> int:
-    """Bytes from row to row of `[rows, heads, columns]`. ValueError unless the heads of a row are
-    dense and rows aligned. Rows may lie apart: a head alone may be a part of its row."""
+    """Bytes from row to row of `[rows, heads, columns]`.
+
+    ValueError unless the heads of a row are dense and rows aligned. Rows may lie apart: a head
+    alone may be a part of its row.
+    """
     _, num_heads, num_columns = tensor.shape
     row_stride, head_stride, column_stride = tensor.stride()
     if column_stride != 1 or (num_heads > 1 and head_stride != num_columns):

@@ -116,24 +116,25 @@ class KernelConfig:
 
     @property
     def is_latent(self) -> bool:
-        """Whether values are the first columns of the keys: latent attention (MLA)."""
+        """True for latent attention (MLA): values are the first columns of the keys."""
         return support.is_latent(self.head_dim, self.v_head_dim)
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the KV cache."""
+        """Type of the KV cache."""
         return self.kv_dtype or self.dtype
 
     @property
     def partial_dtype(self) -> torch.dtype:
-        """Of the partials: over a cache of one-byte numbers, everything is computed in float16."""
+        """Type of the partials: float16 over a cache of one-byte numbers, like its arithmetic."""
         return self.dtype if self.kv_dtype is None else torch.float16
 
     @property
     def name(self) -> str:
-        """Short name, usable in identifiers and file names: `bf16_d128_sm90`; `bf16_d192v128_sm90`
-        where values have another head_dim than keys; `bf16_e4m3_d128_sm90` where the KV cache has
-        another type than the queries.
+        """Short name, usable in identifiers and file names.
+
+        `bf16_d128_sm90`; `bf16_d192v128_sm90` where values have another head_dim than keys;
+        `bf16_e4m3_d128_sm90` where the KV cache has another type than the queries.
         """
         dtypes = _ELEMENTS[self.dtype][1]
         if self.kv_dtype is not None:
@@ -144,15 +145,20 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """Whether a query row's result is bitwise the same in every tile: on Hopper, where one body
-        executes all of them, but not over a cache of one-byte numbers. The bodies on mma.sync split
-        KV over their warps in different ways.
+        """True if a query row's result is bitwise the same in every tile: one body executes all.
+
+        Latent attention has two bodies on Hopper and one elsewhere. Other layers have one on
+        Hopper, except over a cache of one-byte numbers. Their bodies on mma.sync split KV over
+        their warps in different ways.
         """
-        return self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
+        has_wgmma = self.arch == (9, 0) and not self.force_mma_sync
+        if self.is_latent:
+            return not has_wgmma
+        return has_wgmma and self.kv_dtype is None
 
     @property
     def has_tensor_maps(self) -> bool:
-        """Whether the kernels copy slots that follow one another by tensor maps (`kHasTma`)."""
+        """True if the kernels copy slots that follow one another by tensor maps (`kHasTma`)."""
         return self.arch == (9, 0)
 
     @property
@@ -194,7 +200,7 @@ class KernelConfig:
 _SOURCE = "entry_points.cu"
 _STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for the standard library's, which NVRTC lacks
 _INCLUDED = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
-SHIPPED = "cubins"  # folder of the package with the images that a wheel brings along
+SHIPPED = "cubins"  # folder of the package with the images that come with a wheel
 _REPORT = "compiler_report.txt"
 RECORD = "build.json"
 
@@ -319,18 +325,18 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
 
 
 def _shipped_image(key: str) -> Path | None:
-    """The image that the wheel brought along, if it did."""
+    """The image that the wheel shipped, if it did."""
     image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
     return image if image.exists() else None
 
 
 def report_of(image: Path) -> str:
-    """What the compiler said when it made an image: registers and spills of every kernel."""
+    """Compiler's report on an image: registers and spills of every kernel."""
     return image.with_name(_REPORT).read_text()
 
 
 def compiler_of(image: Path) -> str:
-    """What made an image: `NVRTC 13.0`."""
+    """Compiler that made an image, such as `NVRTC 13.0`."""
     record = json.loads(image.with_name(RECORD).read_text())
     return str(record["compiler"])
 
@@ -422,8 +428,7 @@ class Compiler:
 
 
 def _digest(nvrtc: Any, cuda_headers: Path) -> str:
-    """Return the hash of what PTX says of its compiler, whose version is not all of it, and of the
-    headers."""
+    """Hash of the headers and of the compiler as PTX names it; its version is not all of it."""
     program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
     try:
         _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")
@@ -451,7 +456,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of NVRTC returned besides its status: one value, or a tuple of several."""
+    """Results of an NVRTC call besides its status: one value, or a tuple of several."""
     status, *values = result
     if status.value:
         raise KernelBuildError(f"NVRTC failed ({what}): {status.name}")

@@ -21,7 +21,7 @@ _ALIGNMENT = 16  # bytes that a thread loads
 
 
 class KvScale(NamedTuple):
-    """What keys or values are divided by before they are rounded, as the kernel reads it."""
+    """Divisor of keys or values before they are rounded, as the kernel reads it."""
 
     address: int
     use: ScaleUse
@@ -45,7 +45,7 @@ class KvWriter:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
-        # Of what write() is given. A row of latent attention has its values, and what is behind.
+        # Columns that write() gets. A row of latent attention has its values, and what is behind.
         self.columns = config.head_dim, config.v_head_dim
         if config.is_latent:
             self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -54,7 +54,7 @@ class KvWriter:
         self._factors: dict[float, torch.Tensor] = {}
         self._overflow = 0
         if config.kv_dtype is not None:
-            # What this torch makes of numbers that the type has not got: it differs between
+            # This torch's byte for numbers that the type has not got: it differs between
             # versions.
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
@@ -63,8 +63,10 @@ class KvWriter:
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
-        """How to divide by what `torch.Tensor.div_` would be given. A tensor is read at each write.
-        What keeps its dtype is not divided, as in SGLang's pools.
+        """Scale for a divisor that `torch.Tensor.div_` would take.
+
+        A tensor is read at each write. Nothing is divided if the dtype stays the same, as in
+        SGLang's pools.
 
         None: the kernel cannot. In a capture, it cannot divide by a number that is new to it.
         """
@@ -79,7 +81,7 @@ class KvWriter:
         if factor is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            # What torch multiplies by, instead of a division, as this version of it computes it.
+            # Factor by which torch multiplies instead of dividing, as this version computes it.
             factor = torch.ones((), dtype=torch.float32, device=self._device).div_(divisor)
             self._factors[divisor] = factor
         return KvScale(factor.data_ptr(), ScaleUse.MULTIPLY)
@@ -186,7 +188,7 @@ class KvWriter:
         return self.write(k, k_rope, slots, cache[..., :split], cache[..., split:])
 
     def _takes(self, rows: torch.Tensor, cache: torch.Tensor, head_dim: int) -> bool:
-        """Whether the kernel can read rows, `[tokens, heads, head_dim]`, and write to a cache."""
+        """True if the kernel reads such rows, `[tokens, heads, head_dim]`, and writes the cache."""
         if rows.dim() != 3 or cache.dim() != 3 or rows.shape[1:] != cache.shape[1:]:
             return False
         strides = rows.stride()
@@ -207,8 +209,10 @@ class KvWriter:
         )
 
     def agrees_with_torch(self) -> bool:
-        """Whether kernel and torch write the same bytes, of all numbers that the model's dtype has.
-        Waits for the device."""
+        """Compare the bytes that kernel and torch write, for all numbers of the model's dtype.
+
+        Waits for the device.
+        """
         num_tokens = -(-(2**16) // min(self.columns))
         slots = torch.arange(1, num_tokens + 1, device=self._device)
         cache_dtype = self.config.cache_dtype

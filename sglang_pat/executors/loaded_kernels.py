@@ -175,7 +175,7 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
         problem = f"{path} cannot be loaded ({error})"
     if SHIPPED not in path.parts:
         raise KernelBuildError(
-            f"{problem}: it was compiled for another GPU, or is damaged; compile it anew: "
+            f"{problem}: it was compiled for another GPU, or is damaged; compile it again: "
             f"sglang-pat build --force {config.build_options}"
         )
     # The compiler of the wheel may be newer than this driver. That of torch is not.
@@ -217,8 +217,10 @@ def _warn_once(message: str) -> None:
 
 
 def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int) -> int:
-    """Address of the tensor map of keys or values `[num_slots, num_kv_heads, head_dim]`, which
-    stays where it is for a while; 0 if there is none."""
+    """Address of the tensor map of keys or values `[num_slots, num_kv_heads, head_dim]`.
+
+    The map stays at that address for a while. 0 if there is none.
+    """
     row_bytes = shape[1] * shape[2] * element_bytes
     found = _tensor_map(address, shape[0], row_bytes, slot_bytes)
     return 0 if found is None else int(found.getPtr())
@@ -231,7 +233,7 @@ def capture_id(stream: int) -> int:
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of the driver returned besides its error code: one value, or a tuple of several.
+    """Results of a driver call besides its error code: one value, or a tuple of several.
 
     Raises
     ------

@@ -150,9 +150,11 @@ class PlanExecution:
         )
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer: output `[num_requests, num_qo_heads, v_head_dim]` and natural-log
-        LSE `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for
-        float64 inputs). Does not write the layer's `out` and `lse`.
+        """Compute attention of one layer.
+
+        Returns the output `[num_requests, num_qo_heads, v_head_dim]` and the natural-log LSE
+        `[num_requests, num_qo_heads]`, both in the compute dtype (float32, or float64 for float64
+        inputs). Does not write the layer's `out` and `lse`.
         """
         _, k_cache, v_cache, _, _, sm_scale, logit_cap, sinks, k_scale, v_scale, _ = layer
         q = layer.whole_q()
@@ -229,8 +231,9 @@ class ReferenceExecutor:
         self._execution: Execution | None = None  # of this step, made by its first run()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        """Take over the scheduler's last plan and gather its shared slots. The following run()s
-        read the tensors of the step.
+        """Take over the scheduler's last plan and gather its shared slots.
+
+        The following run()s read the tensors of the step.
         """
         self._plan = copy_plan(scheduler)
         self.reuse_plan(step, gather=True)
@@ -241,8 +244,9 @@ class ReferenceExecutor:
         return ReferenceExecutor(self._device, self._new_execution)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
-        """The last plan serves this step too: its tensors are read from now on. gather: read the
-        slots of shared ranges again, too.
+        """Let the last plan serve this step too; its tensors are read from now on.
+
+        gather: read the slots of shared ranges again, too.
         """
         assert self._plan is not None
         _check_rows(step)
@@ -271,10 +275,12 @@ def _check_rows(step: Step) -> None:
 
 
 def _check_lengths(step: Step, plan: DecodePlan) -> None:
-    """ValueError for a length that is below the host's, or beyond the table. Now, not when the step
-    begins: a captured graph fills the lengths in between.
+    """Raise ValueError for a length that is below the host's, or beyond the table.
 
-    A request whose tail is read live may be one token shorter: that token may not be there yet."""
+    Checked when the step runs, not when it begins: a captured graph fills the lengths in between.
+
+    A request whose tail is read live may be one token shorter: that token may not be there yet.
+    """
     lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
     least = step.host_seq_lens.copy()
     least[plan.kv_segments[plan.kv_segments[:, 2] == OPEN_END, 0]] -= 1
@@ -293,8 +299,9 @@ def check_slots(slots: torch.Tensor, layer: LayerInputs) -> None:
 
 
 def _check_within(rule: str, indices: torch.Tensor, size: int) -> None:
-    """ValueError, which begins with the rule, for an index that is not one of so many. torch would
-    count a negative one from the end.
+    """Raise ValueError, which begins with the rule, for an index outside of 0 to `size` - 1.
+
+    torch would count a negative one from the end.
     """
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
         wrong = indices[(indices < 0) | (indices >= size)][0]
@@ -352,8 +359,10 @@ def merge_partials(
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with sinks `[heads]`, from complete results `[requests, heads, v_head_dim]` and
-    `[requests, heads]` without. A row without KV stays 0; its LSE is the sink.
+    """Attention with sinks `[heads]`, from complete results without sinks.
+
+    The results are `[requests, heads, v_head_dim]` and `[requests, heads]`. A row without KV stays
+    0; its LSE is the sink.
     """
     sinks = sinks.to(lse.dtype)
     weights = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - sinks))
@@ -373,8 +382,9 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention request by request, with no plan. Shapes as in PackAttention.run; computes
-    and returns in `dtype`.
+    """Decode attention request by request, with no plan.
+
+    Shapes as in PackAttention.run; computes and returns in `dtype`.
     """
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     out = q.new_zeros((*q.shape[:2], v_cache.shape[2]), dtype=dtype)

@@ -93,8 +93,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         default.__class__ = pat_class
         default.take(decoder, layers, kinds, report=report_routes, strict=environment.strict)
         if not decoder.verifies:
-            # Of the object: some classes set it. In speculative decoding a step would wait for the
-            # verify step before; plans do with the lengths that the host knows anyway.
+            # On the object: some classes set it. Not in speculative decoding: a step would wait for
+            # the verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
     if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
         choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
@@ -121,8 +121,7 @@ class _Served:
 
     @classmethod
     def of(cls, model_runner: Any) -> ServedDecoder | None:
-        """The decoder of a model, if SGLang builds one more backend for it: for another number of
-        drafts."""
+        """Return a model's decoder if SGLang builds one more backend, for another draft number."""
         if cls.model_runner is not model_runner:
             return None
         return cls.decoder if resolved(model_runner.server_args, "speculative_adaptive") else None
@@ -176,9 +175,11 @@ def _after_block_backend(result: Any, worker: Any) -> None:
 
 
 def _after_capture(result: Any, worker: Any) -> None:
-    """AFTER EagleDraftWorker._capture_cuda_graphs, which captures what a draft model reads of a
-    verify step over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
-    captured where no layer is the default backend's."""
+    """AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
+
+    SGLang captures it over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
+    captured where no layer is the default backend's.
+    """
     backend = getattr(worker, "draft_extend_attn_backend", None)
     if not isinstance(backend, PatMixin):
         return
@@ -213,7 +214,7 @@ def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywo
 
 
 def _captures_extends() -> bool:
-    """Whether SGLang's options let it capture such steps, and its decode steps."""
+    """True if SGLang's options let it capture such steps, and its decode steps."""
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import (
         Backend,
@@ -226,8 +227,10 @@ def _captures_extends() -> bool:
 
 
 def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """AFTER prepare() of the graphs of several draft layers, which then show drafts of their own in
-    place of the batch's."""
+    """AFTER prepare() of the graphs of several draft layers.
+
+    These graphs then show drafts of their own in place of the batch's.
+    """
     note_same_step(graphs._replay_spec_info, forward_batch.spec_info)
 
 

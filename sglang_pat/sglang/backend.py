@@ -44,10 +44,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     _pat_kind: StepKind  # of the last step
     _pat_report: Callable[[Routes], None]
     _pat_is_strict: bool
-    # Whether steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
+    # True if steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
     # if pat has all layers.
     _pat_speculates: bool
-    # Whether the default backend prepares an eager step, in which it may call the methods below.
+    # True while the default backend prepares an eager step. It may call the methods below then.
     _pat_in_default: bool
     # Arguments of init_cuda_graph_state(), if the default backend has not been given them.
     _pat_graph_sizes: tuple[int, int] | None
@@ -92,7 +92,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     @property
     def needs_default(self) -> bool:
-        """Whether the default backend has layers to do in steps that pat plans."""
+        """True if the default backend has layers to do in steps that pat plans."""
         return bool(self._pat_routes.delegated)
 
     # --- once per step ---
@@ -144,15 +144,19 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
-        """Prepare again what depends on drafts, in a step that was prepared on a plan stream: all
-        that pat prepares was after them. Some default backends cannot."""
+        """Prepare again what depends on drafts, in a step that was prepared on a plan stream.
+
+        All that pat prepares was after the drafts. Some default backends cannot.
+        """
         if self._pat_routes.delegated:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """Tell when a step has read what the scheduler may write next. What pat reads later does
-        not matter (docs/design/decisions/0008-gathered-slots.md). Not asked for in 0.5.17, which
-        lets it write after `init_forward_metadata_out_graph`."""
+        """Return when a step has read what the scheduler may write next.
+
+        Later reads of pat do not matter (docs/design/decisions/0008-gathered-slots.md). 0.5.17 does
+        not ask: it may write after `init_forward_metadata_out_graph`.
+        """
         ends = super().shared_read_ends(mode)
         if mode not in self._pat_kinds:
             return ends
@@ -163,20 +167,21 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     # --- CUDA graphs ---
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """Tell SGLang whether graphs of a draft model that reads drafts are replayed without
-        `init_forward_metadata_out_graph`. pat looks there whether the last plan serves."""
+        """Return whether draft extend is replayed without `init_forward_metadata_out_graph`.
+
+        pat looks there whether the last plan serves.
+        """
         is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
         return False if is_pats else super().draft_extend_metadata_captured_in_graph()
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """As `draft_extend_metadata_captured_in_graph`."""
+        """Same answer as `draft_extend_metadata_captured_in_graph`."""
         is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
         return False if is_pats else super().supports_draft_extend_metadata_staging
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs capture: before the first one, and each time that all are captured
-        again."""
+        """Allocate what graphs capture: before the first one, and before all are captured again."""
         if self._pat_routes.delegated or self._pat_speculates:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
@@ -188,8 +193,11 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     # --- once per layer ---
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself; None: nowhere. The default backend
-        looks it up in its metadata, which a step may do without. Not asked for in 0.5.17."""
+        """Return where a model may store a layer's KV itself; None: nowhere.
+
+        The default backend looks it up in its metadata, which a step may do without. 0.5.17 does
+        not ask.
+        """
         if forward_batch.forward_mode in self._pat_kinds and not self._pat_routes.delegated:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
@@ -204,8 +212,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`,
-        `q_rope` and `k_rope`."""
+        """Attend by pat or by the default backend.
+
+        Of the arguments in `kwargs` pat knows `sinks`, `q_rope` and `k_rope`.
+        """
         if self._pat_attends(layer, forward_batch, kwargs):
             return self._pat_layers.attend(
                 self._pat_plans,
@@ -258,8 +268,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         return layer_id in routes.shapes
 
     def _leave(self, layer_id: int, reason: Reason, forward_batch: Any) -> None:
-        """Delegate a layer for a reason that only a step shows. The first step does, which is a
-        warm-up."""
+        """Delegate a layer for a reason that only a step shows: the first, a warm-up."""
         if self._pat_is_strict:
             raise reason.refusal(f" (layer {layer_id})")
         routes = self._pat_routes
@@ -286,8 +295,9 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
 
 class PatDraftSteps:
-    """All steps of a draft model by pat. Before the class of their container in the order of
-    methods.
+    """All steps of a draft model by pat.
+
+    Stands before the class of their container in the order of methods.
 
     Where pat attends in all layers, the default backend is not prepared for the steps.
     """
@@ -319,8 +329,10 @@ class PatDraftSteps:
         self._pat_has_default = False
 
     def _takes_default(self) -> bool:
-        """Return True if the default backend is prepared for the next round too: for its layers,
-        and as long as a layer may turn out to be one of them."""
+        """Return True if the default backend is prepared for the next round too.
+
+        It is prepared for its layers, and as long as a layer may turn out to be one of them.
+        """
         routes = self._pat_layers.routes
         self._pat_has_default = bool(routes.delegated) or not self._pat_seen >= routes.shapes.keys()
         return self._pat_has_default
@@ -401,8 +413,7 @@ class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no typ
         self._pat_step = step
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself; None: nowhere. Not asked for in
-        0.5.17."""
+        """Return where a model may store a layer's KV itself; None: nowhere. Not in 0.5.17."""
         if layer.layer_id in self._pat_steps._pat_layers.routes.shapes:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
@@ -417,8 +428,10 @@ class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no typ
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Attend by pat or by the default backend. Of the arguments in `kwargs` pat knows `sinks`,
-        `q_rope` and `k_rope`."""
+        """Attend by pat or by the default backend.
+
+        Of the arguments in `kwargs` pat knows `sinks`, `q_rope` and `k_rope`.
+        """
         steps = self._pat_steps
         if not steps.attends(layer, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -66,7 +66,7 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _decodes(model_runner: Any, name: str) -> bool:
-    """Whether pat was asked for, and the backend of this name decodes the model that is served."""
+    """True if pat was asked for, and the backend of this name decodes the model that is served."""
     arguments = model_runner.server_args
     from sglang_pat.sglang.start.substitution import is_asked_for
 
@@ -99,8 +99,11 @@ def missing_registrations() -> list[str]:
 
 
 def unwrapped_backends() -> list[str]:
-    """After `missing_registrations()`: backends of SGLang's, or of plug-ins that were loaded after
-    this one, which would decode all by themselves even if pat was asked for."""
+    """Backends that would decode all by themselves even if pat was asked for.
+
+    Call it after `missing_registrations()`. They are SGLang's, or of plug-ins that were loaded
+    later.
+    """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     factories = ATTENTION_BACKENDS.items()

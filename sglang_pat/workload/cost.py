@@ -46,7 +46,7 @@ _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written an
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
-# Of latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
+# Latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches

@@ -51,7 +51,7 @@ from sglang_pat.workload.trace import (
     text_tokens,
 )
 
-# How many requests later a line may come than its arrival says: more would have to be held in
+# Requests by which a line may come later than its arrival says: more would have to be held in
 # memory. A log written by several threads needs some.
 REORDER_WINDOW = 1024
 BLOCK_TOKENS = 512  # of mooncake
@@ -112,8 +112,10 @@ def open_trace(path: Path, format: str = "auto", *, strict: bool = False) -> Tra
 
 
 def _seconds(value: object) -> float:
-    """A time: a number as it is, an ISO 8601 text as seconds since 1970, in UTC if it names no
-    zone. ValueError for anything else."""
+    """Return a time in seconds: a number as it is, an ISO 8601 text since 1970.
+
+    A text that names no zone is in UTC. ValueError for anything else.
+    """
     if isinstance(value, str):
         try:
             number = float(value)
@@ -489,7 +491,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _compression(path: Path) -> str | None:
-    """ "gzip" or "zstd" by the first bytes of a file, whatever its name. None: plain."""
+    """Compression by the first bytes of a file, whatever its name: "gzip", "zstd"; None: plain."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic.startswith(_GZIP_MAGIC):

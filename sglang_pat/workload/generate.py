@@ -187,7 +187,7 @@ def rl_rollout(
 
 
 def no_sharing(draws: Draws, system: int = 2517) -> Iterator[_Burst]:
-    """As long as `conversation`, but every prompt is private from its first token on."""
+    """Requests as long as those of `conversation`, private from the first token on."""
     while True:
         message = _message(draws)
         prompt = (Segment(message.content, system + message.length),)

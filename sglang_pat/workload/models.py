@@ -136,7 +136,7 @@ class Gpu:
     capability
         Compute capability.
     default_backend
-        What SGLang attends with there unless it is told otherwise.
+        SGLang's default attention backend there.
     """
 
     name: str
@@ -311,8 +311,10 @@ def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> i
 
 
 def parameter_bytes(config: Mapping[str, Any]) -> float:
-    """Bytes of one parameter, as quantised, scales mostly aside. 2 where the configuration does not
-    say, or in a way that is not known here."""
+    """Bytes of one parameter, as quantised, mostly without scales.
+
+    2 if the configuration does not say, or says it in a way that is not known here.
+    """
     quantisation = quantisation_of(config)
     if isinstance(quantisation.get("bits"), int):
         return int(quantisation["bits"]) / 8

@@ -1,6 +1,6 @@
 """Reads of a batch: under pat, planned by the pack scheduler, and query-centric.
 
-All is told as parts of the KV tokens that a batch reads again: those of its requests less the
+All numbers are parts of the KV tokens that a batch reads again: those of its requests less the
 distinct ones. So a part holds while the requests of a batch grow.
 """
 

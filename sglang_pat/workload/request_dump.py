@@ -68,7 +68,7 @@ class _Inert:
     def __call__(self, *_arguments: object, **_keywords: object) -> _Inert:
         return self
 
-    # What pickle calls to fill collections that are no plain list, dict or set.
+    # pickle calls these to fill collections that are no plain list, dict or set.
     def append(self, _value: object) -> None:
         pass
 

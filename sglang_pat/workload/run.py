@@ -58,7 +58,7 @@ class BackendClock:
     def pat_reads(
         self, requests: int, kv_tokens: float, distinct: float, policy: str | None = None
     ) -> Reads:
-        """Reads of an accelerated layer under a policy; None: the first, which is pat's."""
+        """Reads of an accelerated layer under a policy; None: the first, which pat takes."""
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
@@ -144,7 +144,7 @@ class Setup:
     pool
         Tokens of the KV pool of one GPU.
     policies
-        Packing policies whose reads are counted; the first is pat's.
+        Packing policies whose reads are counted; pat takes the first.
     new_tree
         Makes the prefix cache, of a number of tokens and a page size.
     """

@@ -1,4 +1,4 @@
-"""What a trace is: requests in order of arrival, their prompts as segments instead of tokens.
+"""Trace: requests in order of arrival, their prompts as segments instead of tokens.
 
 First stage of the replay. `formats.py` and `generate.py` produce it, `simulate.py` consumes it.
 """

@@ -12,7 +12,7 @@ from sglang_pat.workload.run import DEFAULT, PAT, Answer
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
-# How far an estimate was off where runs are recorded (tests compare them), and a guess elsewhere.
+# Error of an estimate: as recorded (tests compare), and a guess where no run is recorded.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 

@@ -1,5 +1,4 @@
-"""The whole way, in SGLang's real engine on the CPU: every token equals that of SGLang's own
-backend.
+"""SGLang's real engine on the CPU: every token equals that of SGLang's own backend.
 
 Greedy decoding in float32, so one run of SGLang's backend gives the answers for all configurations.
 All engines run under SGLANG_PAT_DEBUG=1, which checks each step's plan against the radix tree.
@@ -70,7 +69,7 @@ def assert_same(answers: list[dict[str, Any]], asked: list[Request], expected: E
 
 
 class _Everywhere:
-    """What must hold in every configuration."""
+    """Tests that must pass in every configuration."""
 
     def test_three_levels_are_shared(
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
@@ -144,7 +143,7 @@ class _Everywhere:
 
 
 class _Features:
-    """What a request can ask for, and what can happen to it."""
+    """Options of requests, and events that can happen to them."""
 
     def test_a_storm_of_aborts(self, engine: Any, workload: Workload, expected: Expected) -> None:
         chooser = random.Random(8)
@@ -225,7 +224,7 @@ class _Features:
             return answer
 
         async def pause() -> tuple[list[int], list[int]]:
-            """How much was received at the beginning and at the end of the pause."""
+            """Tokens received at the beginning and at the end of the pause."""
             while min(received) < 10:
                 await asyncio.sleep(0.005)
             manager = engine.tokenizer_manager
@@ -250,8 +249,10 @@ class _Features:
 
     @pytest.mark.nightly
     def test_everything_at_once(self, engine: Any, workload: Workload, expected: Expected) -> None:
-        """Answers that are continued split the tree; others stop early, come several times or are
-        aborted; and all of them are paused, sent back and started anew."""
+        """Answers are continued, stop early, come several times or are aborted, and all are paused.
+
+        Continued answers split the tree. Paused ones are sent back and started again.
+        """
         chooser = random.Random(5)
         manager = engine.tokenizer_manager
 
@@ -267,7 +268,7 @@ class _Features:
                 is_aborted = False
                 async for each in await start(engine, asked, rid=rid):
                     received = each["output_ids"]
-                    # Of an aborted request that is prefilled again, SGLang sends one token more.
+                    # SGLang sends one token more of an aborted request that is prefilled again.
                     assert is_aborted or received == rest[: len(received)]
                     is_aborted = 2 * len(received) >= len(rest)
                     if is_aborted:
@@ -298,13 +299,15 @@ class _Features:
 
 
 class _Sessions:
-    """What is said in a session is the prompt of its next turn."""
+    """Tests of sessions, whose texts are the prompt of their next turn."""
 
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
     ) -> list[dict[str, Any]]:
-        """Lead all conversations at once, beside requests that are no sessions. Returns all
-        answers, which are compared."""
+        """Lead all conversations at once, beside requests that are no sessions.
+
+        Returns all answers, which are compared.
+        """
         manager = engine.tokenizer_manager
 
         async def lead(turns: list[Request]) -> list[dict[str, Any]]:
@@ -356,7 +359,7 @@ class _SmallPool:
 
 
 class TestPageSize1(_Everywhere, _Features, _Sessions):
-    """As SGLang starts by default."""
+    """SGLang's defaults."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 1,
@@ -545,7 +548,7 @@ async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, 
 async def answers_with_aborts(
     engine: Any, asked: list[Request], after: list[int]
 ) -> list[list[int]]:
-    """What is received of all requests. `after`: at how many tokens the first ones are aborted."""
+    """Answers of all requests. `after`: number of tokens at which the first ones are aborted."""
 
     async def read(i: int) -> list[int]:
         received: list[int] = []
@@ -564,7 +567,7 @@ async def answers_with_aborts(
 def assert_begun(
     received: list[list[int]], aborted: list[Request], after: list[int], expected: Expected
 ) -> None:
-    """What was received of aborted requests is how their answers begin."""
+    """Assert that aborted requests received the beginning of their answers."""
     for request, some, least in zip(aborted, received, after, strict=False):
         assert least <= len(some)
         assert some == expected.of(request)[: len(some)]

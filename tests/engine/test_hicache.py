@@ -1,6 +1,6 @@
 """The hierarchical cache: KV that left the device comes back from the host or from files.
 
-A node that comes back has other slots, and may be split on the way: paths are read anew.
+A node that comes back has other slots, and may be split on the way: paths are read again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def running(
 
 
 def found(answers: list[dict[str, Any]]) -> Counter[str]:
-    """How many tokens of the prompts were found in each tier."""
+    """Number of prompt tokens found in each tier."""
     tiers: Counter[str] = Counter()
     for answer in answers:
         details = answer["meta_info"].get("cached_tokens_details") or {}

@@ -29,7 +29,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 LOAD_SECONDS = 40
 # Grafana's own variables, for a minute of data that is scraped every second.
 VARIABLES = {"$__rate_interval": "15s", "$__range": "60s", "$instance": ".*"}
-# Of a server without speculative decoding, in which all steps share.
+# Metrics that a server without speculative decoding has not, if all its steps share.
 WITHOUT_DATA = {
     "Steps that share nothing, by reason / {{reason}}",
     "Draft tokens of a verify step / {{instance}}",

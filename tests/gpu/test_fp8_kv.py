@@ -83,7 +83,7 @@ def check_near_exact(
     sinks: torch.Tensor | None = None,
     **options: object,
 ) -> None:
-    """As exact as the output's type allows, and weights and partials in float16."""
+    """Assert the error that the output's type, and weights and partials in float16, allow."""
     assert heads.kv_dtype is not None
     if tensors is None:
         tensors = converted(Tensors.make(case, heads), heads.kv_dtype)
@@ -112,8 +112,10 @@ def check_errors(
 def logit_errors(
     heads: Heads, tensors: Tensors, sm_scale: float | None = None
 ) -> tuple[torch.Tensor, int]:
-    """What a matrix instruction takes from the exactness of a request's logits where keys are
-    multiplied as they are: sums have 13 bits of mantissa on their way. And how many there are."""
+    """Error that a matrix instruction adds to a request's logits, and the number of such logits.
+
+    Keys are multiplied as they are, and the instruction's sums keep 13 bits of mantissa.
+    """
     dims = heads.head_dim, heads.v_head_dim or heads.head_dim
     config = KernelConfig.for_device(heads.dtype, dims[0], tensors.q.device, dims[1])
     if config.arch != (9, 0) or config.force_mma_sync or dims not in ((64, 64), (128, 128)):
@@ -124,8 +126,7 @@ def logit_errors(
 
 
 def largest_products(tensors: Tensors) -> torch.Tensor:
-    """`[requests, heads]`: the most that a sum of products of a query with a key can be, signs
-    aside."""
+    """Bound on a sum of products of a query with a key, signs aside: `[requests, heads]`."""
     num_requests, num_heads, _ = tensors.q.shape
     keys = tensors.k_cache.float().abs().nan_to_num(nan=0.0)
     grouped = tensors.q.float().abs().view(num_requests, keys.shape[1], -1, keys.shape[2])
@@ -159,8 +160,10 @@ def test_every_number_is_converted_exactly(dtype: torch.dtype, kv_dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_bit_of_a_query_counts(dtype: torch.dtype) -> None:
-    """Keys that pick one column: all logits are the query's number there, whatever its exponent
-    within a row."""
+    """Keys pick one column: all logits are the query's number there.
+
+    This holds whatever the number's exponent within a row.
+    """
     heads = Heads(8, 1, kv_dtype=E4M3, dtype=dtype)
     case = make_case([(-1, 127)], [(0, 1)] * 16)
     tensors = converted(Tensors.make(case, heads), E4M3)
@@ -235,7 +238,7 @@ def test_lengths(length: int) -> None:
 @both_types
 @pytest.mark.parametrize("group_size", [1, 4, 7, 16])
 def test_segments_that_count_for_some_rows(group_size: int, kv_dtype: torch.dtype) -> None:
-    """As the rows of drafts that are verified have them, and other plans than schedulers make."""
+    """Rows of verified drafts have such segments; so have plans that no scheduler makes."""
     heads = Heads(2 * group_size, 2, kv_dtype=kv_dtype)
     for seed in range(4):
         case = random_case(100 * group_size + seed)
@@ -308,7 +311,7 @@ def test_queries_of_any_size_under_a_soft_cap(dtype: torch.dtype, kv_dtype: torc
 
 @pytest.mark.parametrize("exponent", [-100, 7])
 def test_scales_of_any_size(exponent: int) -> None:
-    """Of keys and of values, with queries and outputs that make up for them."""
+    """Scales of keys and of values, with queries and outputs that make up for them."""
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors = converted(Tensors.make(MIXED, heads), E4M3)
     expected, expected_lse = run_case(MIXED, heads, tensors)

@@ -48,7 +48,7 @@ def caches(num_slots: int, num_heads: int, config: KernelConfig) -> list[torch.T
 def in_torch(
     rows: torch.Tensor, divisor: torch.Tensor | float | None, kv_dtype: torch.dtype
 ) -> torch.Tensor:
-    """What MHATokenToKVPool.set_kv_buffer() does before it stores."""
+    """Conversion by MHATokenToKVPool.set_kv_buffer() before it stores."""
     rows = rows.clone()
     if divisor is not None and rows.dtype != kv_dtype:
         rows.div_(divisor)
@@ -218,9 +218,11 @@ def test_a_graph_reads_slots_numbers_and_scales_anew(kv_dtype: torch.dtype | Non
 def test_attention_reads_what_was_just_written(
     lengths: list[tuple[int, int]], placement: str, kv_dtype: torch.dtype | None
 ) -> None:
-    """A kernel starts before the last one ends: writes between kernels of torch and of attention
-    have the bits of layers that waited for the device. Each layer's numbers are computed from the
-    output of the layer before, and all go to the same slots."""
+    """Writes between kernels of torch and of attention have the bits of layers that waited.
+
+    A kernel starts before the last one ends. Each layer's numbers are computed from the output of
+    the layer before, and all go to the same slots.
+    """
     case = make_case([(-1, 700)], lengths)
     case = move(case, place(case, placement))
     heads = Heads(8, 2, kv_dtype=kv_dtype)

@@ -1,5 +1,7 @@
-"""The CUDA kernels over latent attention (MLA), where values are the first columns of the keys,
-against float64."""
+"""The CUDA kernels over latent attention (MLA), against float64.
+
+Values are the first columns of the keys.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def every_synchronisation_is_an_error() -> Iterator[None]:
 @pytest.mark.usefixtures("every_synchronisation_is_an_error")
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "eager"])
 def test_steps_run_without_synchronisation(captured: bool) -> None:
-    """Plans made anew, plans reused, and more of them under way than there are pinned buffers."""
+    """Plans rebuilt, plans reused, and more of them under way than there are pinned buffers."""
     tree = PrefixTree.parse("1,4,64_512,128,40")
     heads, kv_heads, dim, steps = 32, 8, 128, 12
     attention = PackAttention(

@@ -1,5 +1,6 @@
-"""The CUDA kernels, step after step: the same bits from every run, and CUDA graphs that follow
-plans and lengths.
+"""The CUDA kernels, step after step: the same bits from every run.
+
+CUDA graphs follow plans and lengths.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ def test_bitwise_equal_from_run_to_run() -> None:
     ids=["with merges", "without", "without, on all SMs"],
 )
 def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase) -> None:
-    """A kernel starts before the last one ends. Layers whose queries are the last layer's output,
-    with nothing in between, have the bits of layers that waited for the device.
+    """Layers have the bits of layers that waited for the device.
+
+    A kernel starts before the last one ends. The queries of each layer are the last layer's output,
+    with nothing in between.
     """
     heads = Heads(8, 2)
     tensors = Tensors.make(case, heads)

@@ -1,5 +1,6 @@
-"""What must not go wrong silently: plans of other batches, several streams and graphs, lengths
-beyond the table, slots that are not there.
+"""Hazards that must not go unnoticed.
+
+Plans of other batches, several streams and graphs, lengths beyond the table, missing slots.
 """
 
 from __future__ import annotations

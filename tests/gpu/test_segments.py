@@ -119,7 +119,7 @@ def test_a_row_without_kv_in_its_item_is_an_empty_partial() -> None:
 @pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65, 100])
 @pytest.mark.parametrize("empty", [0, 1, 2, 40])
 def test_more_segments_than_a_warp_has_lanes(count: int, empty: int) -> None:
-    """Of two tokens each, behind them empty ones; a second item follows in the same ticket."""
+    """Two tokens per segment, then empty ones; a second item follows in the same ticket."""
     case = make_case([], [(-1, 2 * count), (-1, 70)])
     segments = [HandSegment(0, 2 * i, 2 * i + 2, 0, 1) for i in range(count)]
     segments += [HandSegment(0, 2 * count, OPEN_END, 0, 1)] * empty

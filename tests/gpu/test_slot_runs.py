@@ -207,7 +207,7 @@ def test_caches_may_be_views(layout: str, kv_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65])
 def test_small_pools(length: int) -> None:
-    """Of as many slots as there are tokens. Boxes have 32 slots."""
+    """Pools with as many slots as there are tokens. Boxes have 32 slots."""
     case, heads = make_case([], [(-1, length)]), Heads(8, 2)
     step = planned_step(heads)
     found = {}

@@ -1,5 +1,7 @@
-"""The results of pack_decode do not depend on which of its warps are slow: who waits for whom is
-said by barriers alone."""
+"""The results of pack_decode do not depend on which of its warps are slow.
+
+Barriers alone say who waits for whom.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Numbers of drafts between which SGLang changes (`--speculative-adaptive`): it has backends and
-graphs for each of them, of which the first are built and captured for most requests.
+"""Numbers of drafts between which SGLang changes (`--speculative-adaptive`).
+
+SGLang has backends and graphs for each number. The first are built and captured for most requests.
 
 Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
 """

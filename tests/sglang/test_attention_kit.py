@@ -27,7 +27,7 @@ CASES = (
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_eager(case: DenseAttentionCase, head_dim: int, server_context: SimpleNamespace) -> None:
-    # What writes KV on the CPU takes no weights with gradients, as the kit has them.
+    # The KV writes of the CPU take no weights with gradients, as the kit has them.
     with torch.no_grad(), pat_over(BACKEND, head_dim=head_dim) as decoded:
         run_dense_attention_case(
             KitTestCase(), case, head_dim=head_dim, dtype=torch.float32, device="cpu"

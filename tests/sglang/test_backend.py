@@ -79,7 +79,7 @@ def test_a_class_that_cannot_be_extended_stays_whole(caplog: pytest.LogCaptureFi
 
 @pytest.fixture
 def mixed_runner() -> Any:
-    """Layer 0 is pat's, layer 1 has a window."""
+    """pat decodes layer 0; layer 1 has a window."""
     return runner(model=layers(sliding_window_size=16))
 
 

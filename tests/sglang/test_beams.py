@@ -138,7 +138,7 @@ def test_two_searches_of_one_prompt_share_what_the_tree_holds() -> None:
 
 
 def test_steps_of_the_same_beams_are_the_same_step() -> None:
-    # SGLang deals out the slots behind the prompt anew after each step. No plan depends on them.
+    # SGLang deals out the slots behind the prompt again after each step. No plan depends on them.
     batch = Batch()
     batch.step([13, 20, 13, 13])
     key = batch.batch.key

@@ -1,5 +1,6 @@
-"""Draft models that give a block of drafts at once (DFLASH, DSPARK), and the verify steps of these
-blocks, shown to the backends as SGLang's runners show them.
+"""Draft models that give a block of drafts at once (DFLASH, DSPARK), and their verify steps.
+
+They are shown to the backends as SGLang's runners show them.
 
 Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
 """
@@ -38,7 +39,7 @@ from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL, block_hook
 
 BLOCK, GRAPH = 4, 4
-# Of the draft model's layers: the first one reads whole blocks, the second one is causal.
+# The draft model's first layer reads whole blocks, the second one is causal.
 READS = (torch.ones(BLOCK, BLOCK).bool(), torch.ones(BLOCK, BLOCK).tril().bool())
 
 
@@ -148,8 +149,10 @@ class Blocks(DraftScene):
     def assert_block(
         self, view: Any, lens: list[int], attending: Any, runner: Any, reads: tuple[Any, Any]
     ) -> None:
-        """Each token of a block reads its request, and those of its block that `reads` says, in
-        both layers. view: of the capture if there is a graph, whose kernels run again."""
+        """Check that each token of a block reads its request, and tokens of the block by `reads`.
+
+        In both layers. view: of the capture if there is a graph, whose kernels run again.
+        """
         for layer in range(2):
             q = torch.randn(view.batch_size * BLOCK, QO_HEADS, HEAD_DIM)
             out = attending.forward_extend(q, None, None, runner.model[layer], view)
@@ -203,7 +206,7 @@ def test_each_token_of_a_block_reads_its_block(
 @pytest.mark.parametrize("size", [0, 2, 4])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_blocks_are_verified_as_chains(algorithm: str, size: int, bound: int | None) -> None:
-    """Of late lengths, too. Eager steps are planned before their forward."""
+    """Late lengths included. Eager steps are planned before their forward."""
     scene = Blocks(algorithm=algorithm)
     captured = scene.capture(scene.served, size) if size else None
     for lens in late_lengths(scene.reqs):
@@ -324,7 +327,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_the_workers_are_hooked(algorithm: str) -> None:
-    """Of the installed SGLang."""
+    """The hooks fit the installed SGLang."""
     Blocks(algorithm=algorithm)
     check_hooks([block_hook(algorithm)])
 

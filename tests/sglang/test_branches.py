@@ -1,5 +1,6 @@
-"""Draft models that branch (`--speculative-eagle-topk` above 1), shown to the backend as SGLang's
-runners show them.
+"""Draft models that branch (`--speculative-eagle-topk` above 1).
+
+They are shown to the backend as SGLang's runners show them.
 
 Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
 """
@@ -34,6 +35,7 @@ from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL
 
 STEPS, TOPK, DRAFTS = 3, 2, 5
+WIDTH = STEPS + 1  # slots of a branch: the last draft has one, which no step reads
 # The second and the third token are children of the first; then one below each.
 TREE = torch.tensor(
     [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]],
@@ -78,17 +80,19 @@ class Branching(DraftScene):
             for each in (self.served._pat, self.steps._pat):
                 each._checks = DebugChecks(RankChecker(None))
         self.steps.init_cuda_graph_state(4, 4 * TOPK)
-        # SGLang's buffer for the slots of a round: [requests, branches, steps].
-        self.slots = torch.zeros(4 * TOPK * STEPS, dtype=torch.int64)
+        # SGLang's buffer for the slots of a round: [requests, branches, drafts].
+        self.slots = torch.zeros(4 * TOPK * WIDTH, dtype=torch.int64)
 
     @property
     def reasons(self) -> Any:
         return self.steps._pat._reasons
 
     def view(self, lens: list[int], size: int = 0) -> Any:
-        """What SGLang shows of a round: eager, or before it replays the graph of `size` requests.
-        The branches of a request have slots far behind its own."""
-        own = 700 + torch.randperm(100)[: len(lens) * TOPK * STEPS]
+        """SGLang's view of a round: eager, or before it replays the graph of `size` requests.
+
+        The branches of a request have slots far behind its own.
+        """
+        own = 700 + torch.randperm(100)[: len(lens) * TOPK * WIDTH]
         if size:
             self.slots.zero_()
             self.slots[: len(own)] = own
@@ -102,7 +106,7 @@ class Branching(DraftScene):
     def capture(self, size: int) -> None:
         """Capture the graph of `size` requests, as far as that is seen without one."""
         view = decode_batch([0] * size, [1] * size, [0] * size)
-        view.out_cache_loc = self.slots[: size * TOPK * STEPS]
+        view.out_cache_loc = self.slots[: size * TOPK * WIDTH]
         self.steps.init_forward_metadata_out_graph(view, in_capture=True)
         self.steps.init_forward_metadata_in_graph(view)
         self.attend(view, 0)
@@ -119,7 +123,7 @@ class Branching(DraftScene):
 
     def graph_reads(self, size: int) -> None:
         """Let rows read the slots that the graph of `size` requests has captured, and no others."""
-        round_of(self.steps).apart.take(self.slots[: size * TOPK * STEPS], size * TOPK)
+        round_of(self.steps).apart.take(self.slots[: size * TOPK * WIDTH], size * TOPK)
 
     def attend(self, view: Any, step: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(view.batch_size * TOPK, QO_HEADS, HEAD_DIM)
@@ -130,7 +134,7 @@ class Branching(DraftScene):
 
     def assert_round(self, view: Any, lens: list[int]) -> None:
         """Each row reads its request, and its own branch up to the step."""
-        branches = view.out_cache_loc.view(-1, STEPS)
+        branches = view.out_cache_loc.view(-1, WIDTH)
         for step in range(STEPS):
             for layer in range(2):
                 q, out = self.attend(view, step, layer)
@@ -194,6 +198,15 @@ def test_a_larger_round_without_a_graph_leaves_graphs_what_they_read() -> None:
     scene.capture(1)
     _, biases = round_of(scene.steps).apart.keys(None, TOPK)
     assert biases.data_ptr() == captured.data_ptr()
+
+
+def test_graphs_of_all_sizes_read_biases_that_stay() -> None:
+    scene = Branching()
+    places = []
+    for size in (1, 2, 4):  # those of 1 stay those of 4, in whatever order they are captured
+        scene.capture(size)
+        places.append(round_of(scene.steps).apart.keys(None, size * TOPK)[1].data_ptr())
+    assert len({*places}) == 1
 
 
 def test_rounds_are_repeated_without_a_plan() -> None:

@@ -1,4 +1,4 @@
-"""What pat does on a CPU it does on a GPU too, without being asked for it."""
+"""Tests on a CPU that hold on a GPU too: pat needs no option for its device."""
 
 from __future__ import annotations
 

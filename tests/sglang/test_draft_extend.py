@@ -81,8 +81,10 @@ class Extending(DraftScene):
         ]
 
     def verify(self, lens: list[int], size: int, more_rows: int = 0) -> None:
-        """Let the model verify drafts, in the graph of `size` requests; 0: without, with so many
-        rows of padding."""
+        """Let the model verify drafts, in the graph of `size` requests; 0: without a graph.
+
+        more_rows: rows of padding.
+        """
         more = {"spec_info": drafts_to_verify(DRAFTS)}
         if size:
             view = replay_view(list(ROWS), lens, self.slots(lens), size, **more)
@@ -103,7 +105,7 @@ class Extending(DraftScene):
         CHANNEL.leave(outer)
 
     def view(self, lens: list[int], size: int = 0) -> Any:
-        """What SGLang shows of the step behind: requests are longer by all draft tokens."""
+        """SGLang's view of the step behind: requests are longer by all draft tokens."""
         ends = [length + DRAFTS for length in lens]
         more = {
             "spec_info": drafts_to_verify(DRAFTS),
@@ -489,7 +491,7 @@ def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> Non
 
 
 class RefreshedInGraphs(DefaultBackend):
-    """As FA3: its graphs refresh by themselves what they read."""
+    """Backend like FA3: its graphs refresh their inputs themselves."""
 
     supports_draft_extend_metadata_staging = True
 
@@ -498,8 +500,10 @@ class RefreshedInGraphs(DefaultBackend):
 
 
 class SeveralLayers(Extending):
-    """A draft model of several layers (`--enable-multi-layer-eagle`): SGLang has a runner, a pool,
-    a backend and graphs for each, over buffers that they share."""
+    """A draft model of several layers (`--enable-multi-layer-eagle`).
+
+    SGLang has a runner, a pool, a backend and graphs for each, over buffers that they share.
+    """
 
     def __init__(self, count: int = 3) -> None:
         super().__init__(arguments={"enable_multi_layer_eagle": True}, default=RefreshedInGraphs())
@@ -517,8 +521,10 @@ class SeveralLayers(Extending):
             yield
 
     def replayed(self, lens: list[int], size: int) -> Any:
-        """What SGLang shows before it replays the graph of each layer: drafts of its own in place
-        of the batch's, and buffers of the largest graph."""
+        """SGLang's view before it replays the graph of each layer.
+
+        It has drafts of its own in place of the batch's, and buffers of the largest graph.
+        """
         shown = self.view(lens, size)
         graphs = SimpleNamespace(_replay_spec_info=drafts_to_verify(DRAFTS))
         attach._after_prepare(None, graphs, shown, staged=False)

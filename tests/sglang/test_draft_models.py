@@ -96,7 +96,7 @@ class Drafting(DraftScene):
         return repeated
 
     def view(self, lens: list[int], size: int = 0) -> Any:
-        """What SGLang shows of a round: eager, or before it replays the graph of `size` rows."""
+        """SGLang's view of a round: eager, or before it replays the graph of `size` rows."""
         slots = [int(self.table[row, n]) for row, n in zip(ROWS, lens, strict=True)]
         if size:
             view = replay_view(list(ROWS), lens, slots, size)
@@ -116,7 +116,7 @@ class Drafting(DraftScene):
                     self.attend(view, step, layer)
 
     def replay(self, view: Any) -> None:
-        """What is done before the layers: by the backend, then by the graph."""
+        """Steps before the layers: the backend's, then the graph's."""
         self.steps.init_forward_metadata_out_graph(view)
         self.steps.init_forward_metadata_in_graph(view)
 
@@ -217,7 +217,7 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
         "plans_built": 1,
         "plans_reused": 3,
     }
-    # What each step reads, and once for both requests the prefix.
+    # The reads of each step, and once for both requests the prefix.
     lengths = [25 + 31, 26 + 34, 29 + 35, 31 + 37]
     alone = sum(each + 2 * step for each in lengths for step in (1, 2, 3))
     assert after["draft_kv_tokens"] == {

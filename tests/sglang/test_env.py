@@ -81,7 +81,7 @@ def test_a_bad_variable_stops_sglang_before_the_model_is_loaded(
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", "/no/such/folder/f")
 
     def start(**arguments: str) -> None:
-        """What a launch does first, in the process of the command line."""
+        """First steps of a launch, in the process of the command line."""
         resolved = ServerArgs(model_path=str(tiny_model), device="cpu", **arguments)
         if hasattr(resolved, "resolve_once"):  # 0.5.17 resolves in the constructor
             resolved.resolve_once()

@@ -70,7 +70,7 @@ class Served:
         self.backend = pat_backend(self.runner)
         self.backend.init_cuda_graph_state(max_bs=ROWS, max_num_tokens=ROWS)
         assert [*self.backend._pat.routes.shapes] == [0, 1]
-        # What a graph reads and writes: queries and outputs in buffers of its own.
+        # A graph's queries and outputs, in buffers of its own.
         self.q = torch.randn(ROWS, QO_HEADS, HEAD_DIM)
         self.out: list[torch.Tensor] = []
         self.fill_pool()

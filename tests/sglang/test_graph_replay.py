@@ -1,4 +1,4 @@
-"""What SGLang's CUDA graph runner may expect of the backend, shown to it as the runner shows it.
+"""Contract of SGLang's CUDA graph runner with the backend, called as the runner calls it.
 
 Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
 """
@@ -110,7 +110,7 @@ def test_requests_share_beside_any_padding(
     model_runner: Any,
     running: list[list[int]],
 ) -> None:
-    """Of a graph, or of MLP synchronisation."""
+    """Padding rows of a graph, or of MLP synchronisation."""
     backend.init_cuda_graph_state(max_bs=10, max_num_tokens=10)
     for _ in range(2):
         batch = [1, 2, 3], [32, 32, 32], [41, 43, 45]

@@ -1,5 +1,7 @@
-"""Paths in SGLang's prefix caches of hybrid models: window slots and states come and go beside the
-full slots, which are what pat reads."""
+"""Paths in SGLang's prefix caches of hybrid models.
+
+Window slots and states come and go beside the full slots, and pat reads the full slots.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ class Serving:
         self.max_shared = 0
 
     def step(self) -> None:
-        """Take the forest to the requests that run, and check it: against the tree, the rows, and
-        what the slots hold."""
+        """Take the forest to the running requests, and check it.
+
+        It must agree with the tree, the rows, and the contents of the slots.
+        """
         reqs = list(self.cache.running)
         self.forest.update(self._reqs, reqs, set(), self.source.read)
         self._reqs = reqs

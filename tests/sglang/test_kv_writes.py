@@ -97,7 +97,7 @@ def writes_of(model_runner: Any, default: str = "triton") -> KvWrites:
 
 
 def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tensor:
-    """What lies in the pool then, of a token that goes to slot 9: bytes of keys and values."""
+    """Bytes of keys and values in the pool after storing a token in slot 9."""
     pool = model_runner.token_to_kv_pool
     keys, values = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
     k, v = torch.full((2, 1, KV_HEADS, HEAD_DIM), 3.0, dtype=BF16)

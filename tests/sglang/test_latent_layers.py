@@ -1,5 +1,4 @@
-"""Layers of latent attention (MLA) by pat: how models call them, and which are left to the default
-backend."""
+"""Layers of latent attention (MLA) by pat: how models call them, and which fall back."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def make_pool(
 
 
 class Attention(torch.nn.Module):
-    """As in DeepSeek's models: one id, absorbed and not."""
+    """Attention of DeepSeek's models: one id, absorbed and not."""
 
     def __init__(self, layer_id: int, heads: int = HEADS, rank: int = VALUES) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ def latent_runner(**change: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How the pool has been written to."""
+    """Names of the pool's write methods, as they are called."""
     told: list[str] = []
     takes_location = "loc_info" in inspect.signature(Pool.set_mla_kv_buffer).parameters
 
@@ -141,7 +140,7 @@ class Step:
 
 
 def test_queries_and_keys_in_one_piece(writes: list[str]) -> None:
-    """As triton, torch_native and flashmla are called."""
+    """Calls of triton, torch_native and flashmla."""
     step = Step()
     flat = step.q.view(3, -1)
     out = step.backend.forward(flat, step.k, step.k[..., :VALUES], step.layer(), step.batch)
@@ -198,7 +197,7 @@ def test_on_a_gpu_the_kernel_writes_rows(
 
 @pytest.mark.parametrize("layer_id", [0, 1])
 def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None:
-    """As fa3 and flashinfer are called."""
+    """Calls of fa3 and flashinfer."""
     step = Step()
     q, k, rope = step.parts()
     arguments = rope | {"topk_indices": None}

@@ -1,4 +1,4 @@
-"""What is read from the text of SGLang's source agrees with what SGLang says when it is asked."""
+"""Compare flags read from the text of SGLang's source with SGLang's own answers."""
 
 from __future__ import annotations
 

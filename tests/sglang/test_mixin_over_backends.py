@@ -1,5 +1,7 @@
-"""pat over SGLang's own backends for GPUs, without a GPU: their classes, made as SGLang makes them,
-through the life of decode steps. Where pat decodes all layers, their kernels are never asked for.
+"""pat over SGLang's own backends for GPUs, without a GPU.
+
+Their classes, made as SGLang makes them, go through the life of decode steps. Where pat decodes all
+layers, their kernels are never asked for.
 
 SGLang's attention kit makes the model runner of one layer, and says what the layer must answer.
 """
@@ -56,7 +58,7 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch, server_context: SimpleName
     flashinfer = module_of("flashinfer")
     for name in _FLASHINFER_WRAPPERS:
         monkeypatch.setattr(flashinfer, name, lambda *args, **kwargs: None, raising=False)
-    # What 0.5.17 asks a distributed group, and a device, for.
+    # 0.5.17 asks a distributed group, and a device, for these.
     monkeypatch.setattr(flashinfer, "get_cuda_graph_max_batch_size", lambda *_: 4, raising=False)
     monkeypatch.setattr(module_of("fa4"), "get_device_capability", lambda: (9, 0))
     # SGLang's factory asks for Hopper.
@@ -112,14 +114,14 @@ class Life:
         return batch, inputs
 
     def check(self, batch: Any, inputs: dict[str, Any]) -> None:
-        """What the layer answers is attention."""
+        """Assert that the layer's output is attention."""
         with forward_context(ForwardContext(attn_backend=self.backend)):
             out = kit.run_dense_forward(self.fixture, batch, inputs)
         exact = kit.expected_dense_output_from_inputs(self.fixture, inputs["case"], inputs, None)
         torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-4)
 
     def capture(self) -> None:
-        """As SGLang's graph runner: all its graphs, from the largest."""
+        """Capture all graphs, from the largest, like SGLang's graph runner."""
         self.backend.init_cuda_graph_state(GRAPH_ROWS, GRAPH_ROWS)
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
         for rows in (GRAPH_ROWS, 1):
@@ -147,7 +149,7 @@ def life(request: pytest.FixtureRequest) -> Iterator[Life]:
 
 @pytest.fixture
 def asked(life: Life, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What SGLang's own class is asked to do, which is noted and not done."""
+    """Calls of SGLang's own class, recorded and not executed."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., None]:
@@ -163,7 +165,7 @@ def test_decode_steps_of_pat_ask_nothing_of_the_backend(life: Life, asked: list[
     kind = class_of(life.case.backend)
     assert isinstance(life.backend, kind)
     assert type(life.backend) is not kind
-    for _ in range(2):  # an update of the weights captures all graphs anew
+    for _ in range(2):  # an update of the weights captures all graphs again
         batch, inputs = life.batch(LENGTHS)
         life.backend.init_forward_metadata(batch)
         life.check(batch, inputs)

@@ -69,7 +69,7 @@ print(seconds, *sorted({name.partition(".")[0] for name in set(sys.modules) - be
 
 
 def start(model: Path, **arguments: Any) -> ServerArgs:
-    """What a launch does first, in the process of the command line."""
+    """First steps of a launch, in the process of the command line."""
     load_plugins()
     server_args = ServerArgs(model_path=str(model), device="cpu", **arguments)
     if hasattr(server_args, "resolve_once"):  # 0.5.17 resolves in the constructor

@@ -99,8 +99,10 @@ def test_a_split_keeps_the_key_and_refines_the_path(tree: Tree) -> None:
 
 
 class OlderCore:
-    """A core in Rust as of 0.5.22, or of 0.5.21, which does not collect paths. Its nodes are those
-    of paths that were read elsewhere."""
+    """A core in Rust of 0.5.22, or of 0.5.21, which does not collect paths.
+
+    Its nodes are those of paths that were read elsewhere.
+    """
 
     def __init__(self, paths: list[Any], *, collects: bool) -> None:
         self.nodes = {node[0]: node for path in paths for node in path}
@@ -189,7 +191,7 @@ def test_key_changes_with(tree: Tree, change: str) -> None:
 
 
 def test_nodes_made_after_a_reset_have_new_ids(tree: Tree) -> None:
-    # What keys rely on: a request may come again under the same name, in the same row.
+    # Keys rely on new ids: a request may come again under the same name, in the same row.
     source = source_of(tree)
     seen: set[int] = set()
     for _ in range(3):

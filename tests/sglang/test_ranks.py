@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def make_plan(seq_lens: list[int]) -> DecodePlan:
-    """Of requests that share 64 tokens."""
+    """Plan for requests that share 64 tokens."""
     attention = PackAttention(8, 2, 64, dtype=torch.float32)
     batch = DecodeBatch(
         np.array(seq_lens, dtype=np.int32), PrefixPaths.from_lists([[(1, 0, 64)]] * len(seq_lens))

@@ -40,7 +40,7 @@ def batch_of(lens: list[int], **more: Any) -> Any:
 def read(
     reader: BatchReader, reqs: list[Any], tree: Any, view: Any, **schedule_batch: Any
 ) -> DecodeBatch:
-    """What the reader makes of `view` while SGLang runs a batch of `reqs`."""
+    """Batch that the reader makes of `view` while SGLang runs a batch of `reqs`."""
     launched = batch_of([1] * len(reqs))
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     channel._after_init_new(launched, object, scheduled, RUNNER)

@@ -64,7 +64,7 @@ def log_lines(text: str) -> list[str]:
 
 
 def as_logged(line: str) -> str:
-    """Let `Routes` write a quoted line anew, from its numbers and names."""
+    """Line that `Routes` writes for the numbers and names of a quoted one."""
     draft = "draft model: " if line.startswith("draft model: ") else ""
     pat, total = map(int, re.findall(r"\d+", line)[:2])
     prefill = re.search(r"prefill on (\w+)", line)

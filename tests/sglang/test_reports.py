@@ -1,4 +1,4 @@
-"""What a backend tells about its steps: the stats file, the log line, which ranks, which labels."""
+"""Reports of a backend about its steps: the stats file, the log line, which ranks, which labels."""
 
 from __future__ import annotations
 

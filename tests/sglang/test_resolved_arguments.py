@@ -14,7 +14,7 @@ import pytest
 import resolved_arguments
 from model_families import FAMILIES
 
-# What SGLang chooses for a plain model: the platform is what it is to be.
+# SGLang's choices for a plain model show that the platform is the intended one.
 DEFAULTS = {"cpu": "torch_native", "hopper": "fa3", "sm100": "trtllm_mha"}
 
 

@@ -53,7 +53,7 @@ def fp8_runner(**change: Any) -> Any:
 
 
 def scaled_layers(**change: Any) -> Any:
-    """Of which the last one has scales."""
+    """Layers of which the last one has scales."""
     scales = {
         "k_scale": torch.tensor(0.5),
         "v_scale": torch.tensor(3.0),
@@ -63,7 +63,7 @@ def scaled_layers(**change: Any) -> Any:
     return layers(**(scales | change))
 
 
-# What concerns the last layer alone: the runner, the reason in the log, the refusal.
+# Cases of the last layer alone: the runner, the reason in the log, the refusal.
 OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
     "fp8 pool": (
         lambda: runner(token_to_kv_pool=KVPool(of_last=torch.bfloat16)),
@@ -156,7 +156,7 @@ OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
         "KV pool = KVPool of torch.float32",
     ),
 }
-# What concerns the whole model.
+# Cases of the whole model.
 OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
     "sparse latent attention": (
         lambda: runner(model_config=config(hf_config=deepseek_v32())),
@@ -186,7 +186,7 @@ OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
     "context parallel": (
         lambda: runner(server_args=server_arguments(dcp_size=2)),
         "--dcp-size 2",
-        "server options = --dcp-size 2; supported: all but",
+        "server options = --dcp-size 2; supported: any except",
     ),
     "speculation": (
         lambda: runner(server_args=server_arguments(speculative_algorithm="UNO")),
@@ -353,8 +353,10 @@ def test_gpus_without_kernels(
 
 @pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
 def test_layers_that_no_module_registers_are_found(container: Callable[[Any], Any]) -> None:
-    """SGLang runs what it has no class for by that of transformers, beside which it keeps its
-    attention layers in a dict."""
+    """SGLang runs a model without a class of its own by that of transformers.
+
+    It keeps its attention layers beside that model, in a dict.
+    """
     model = torch.nn.Module()
     model.attention_instances = container([*layers()])
     assert [*Routes.of_runner(runner(model=model), "triton").shapes] == [0, 1]

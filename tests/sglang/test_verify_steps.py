@@ -93,7 +93,7 @@ class Server:
         return self.backend._pat._microbatches.current.captured
 
     def view(self, lens: list[int], size: int, mask: torch.Tensor | None = None) -> Any:
-        """What SGLang shows before it replays the graph of `size` requests; 0: an eager step."""
+        """SGLang's view before it replays the graph of `size` requests; 0: an eager step."""
         slots = [
             int(self.table[row, length + i])
             for row, length in zip(ROWS, lens, strict=True)
@@ -129,8 +129,10 @@ class Server:
         CHANNEL._step = self.step
 
     def replay(self, view: Any) -> None:
-        """What is done before the layers: by the backend, then by the graph, whose kernels read the
-        lengths that lie on the device."""
+        """Run the steps before the layers: the backend's, then the graph's.
+
+        The graph's kernels read lengths on the device.
+        """
         self.backend.init_forward_metadata_out_graph(view)
         self.backend.init_forward_metadata_in_graph(view)
         for attention in self.plans._attentions:
@@ -139,7 +141,7 @@ class Server:
             attention._executor.reuse_plan(step._replace(host_seq_lens=on_device))
 
     def counts(self) -> dict[str, int]:
-        """Of all steps, however they were planned."""
+        """Counts of all steps, however they were planned."""
         counters = self.backend._pat.counters()
         tokens = {name: number for name, number in counters.items() if "tokens" in name}
         return tokens | counters["verify"]
@@ -195,7 +197,7 @@ def assert_request_exact(
     q: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Of one request's chain of drafts, with its slots in `table`."""
+    """Assert attention of one request's chain of drafts, with its slots in `table`."""
     for j in range(DRAFTS):
         slots = table[ROWS[request], : lens[request] + j + 1].long()
         exact = dense(q[request * DRAFTS + j], server.runner.token_to_kv_pool, 0, slots)
@@ -262,7 +264,7 @@ def test_steps_are_repeated_without_a_plan(
 def new_server(
     algorithm: str, monkeypatch: pytest.MonkeyPatch, is_checked: bool = False
 ) -> tuple[Server, torch.Tensor, torch.Tensor]:
-    """What its draft tokens read of each other, and SGLang's mask of two requests."""
+    """Server, the reads among its draft tokens, and SGLang's mask of two requests."""
     server = _server(algorithm, TREE_KINDS[0], monkeypatch)
     if not is_checked:
         server.backend._pat._checks = None
@@ -306,7 +308,7 @@ def test_rows_that_mlp_synchronisation_adds_are_padding(
 def test_rows_behind_those_of_a_graph_are_padding(
     algorithm: str, more_rows: int, monkeypatch: pytest.MonkeyPatch, server_context: Any
 ) -> None:
-    """Of a graph of as many requests, and of one of more; planned, and not."""
+    """Graphs of as many requests, and of one more; planned, and not."""
     server, reads, mask = new_server(algorithm, monkeypatch)
     size = 2 + more_rows // DRAFTS
     server.capture(size)
@@ -323,7 +325,7 @@ def test_rows_behind_those_of_a_graph_are_padding(
 def test_an_idle_rank_that_verifies_padding(
     algorithm: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, server_context: Any
 ) -> None:
-    """As SGLang turns idle ranks of hybrid models into, before and after steps with requests."""
+    """SGLang gives such steps to idle ranks of hybrid models, before and after real ones."""
     server, reads, mask = new_server(algorithm, monkeypatch)
     for lens in ([25, 31], [26, 33]):
         before = server.counts(), dict(server.backend._pat.counters()["private_steps"])
@@ -483,7 +485,7 @@ def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) 
 
 
 def test_a_repeated_step_is_exact_when_rows_have_stopped(server: Server) -> None:
-    """As test_a_request_that_stopped_takes_no_one_with_it, in a step that is not planned."""
+    """See test_a_request_that_stopped_takes_no_one_with_it; this step is not planned."""
     server.backend._pat._checks = None
     server.capture(2)
     lens = [25, 31]
@@ -687,7 +689,7 @@ def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
 
 
 def full_mask(lens: list[int], trees: list[torch.Tensor]) -> torch.Tensor:
-    """As SGLang's n-gram worker makes it."""
+    """Mask in the format of SGLang's n-gram worker."""
     rows = [
         torch.cat([torch.ones(DRAFTS, length, dtype=torch.bool), tree], dim=1).flatten()
         for length, tree in zip(lens, trees, strict=True)
@@ -711,7 +713,7 @@ def test_lengths_of_rows() -> None:
 def test_a_batch_that_is_planned_before_its_forward_is_one_step(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As SGLang's graph runner is asked to load a verify batch, then to run it."""
+    """SGLang's graph runner loads a verify batch first, and runs it later."""
     monkeypatch.setattr(CHANNEL, "_step", None)
     monkeypatch.setattr(CHANNEL, "_last_reqs", [])
     target = SimpleNamespace(is_draft_worker=False)

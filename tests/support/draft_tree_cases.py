@@ -13,9 +13,12 @@ import torch
 
 
 class TreeCase(NamedTuple):
-    """drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
-    kv_dtype: as the queries' if None; if not, with scales, of which that of the keys lies on the
-    device for e5m2."""
+    """A tree of drafts to attend to.
+
+    drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
+    kv_dtype: as the queries' if None; if not, with scales; that of the keys lies on the device for
+    e5m2.
+    """
 
     heads: int
     kv_heads: int
@@ -44,7 +47,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class Trees(NamedTuple):
-    """Arguments of `merge_drafts()`, but for `biases`: which draft tokens each one reads."""
+    """Arguments of `merge_drafts()`, except `biases`: which draft tokens each one reads."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, torch.Tensor]

@@ -33,7 +33,7 @@ def random_forest(generator: np.random.Generator, max_requests: int = 12) -> For
 
 
 def packed_cost(case: ForestCase, group_size: int, block_q: int) -> float:
-    """What the scheduler's packing costs: nothing is cut, and no other packing tried."""
+    """Cost of the scheduler's packing: nothing is cut, and no other packing tried."""
     scheduler = PackScheduler(
         group_size=group_size,
         num_workers=1,
@@ -54,7 +54,7 @@ def packed_cost(case: ForestCase, group_size: int, block_q: int) -> float:
 
 
 def exact_cost(case: ForestCase, group_size: int, block_q: int) -> float:
-    """What the cheapest packing costs."""
+    """Cost of the cheapest packing."""
     requests_per_tile = block_q // group_size
     paths = [[node.node_id for node in path] for path in case.paths]
     length = {n.node_id: n.kv_end - n.kv_begin for path in case.paths for n in path}

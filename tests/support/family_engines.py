@@ -1,6 +1,6 @@
 """Engines of the small models of `model_families`, forked from one process.
 
-An engine's start is little else than the import of SGLang, anew in each of its processes. Here one
+An engine's start is little else than the import of SGLang, again in each of its processes. Here one
 process imports SGLang, and forks a child for each engine, which starts in a second or two.
 """
 
@@ -38,7 +38,7 @@ _CALLS = "FAMILY_CALLS_FILE"
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine has answered, and what it has done meanwhile.
+    """Answers of an engine, and its actions meanwhile.
 
     Attributes
     ----------
@@ -121,6 +121,7 @@ class FamilyEngines:
         ranks: dict[str, str] | None = None,
         answers: list[list[int]] | None = None,
         environment: dict[str, str] | None = None,
+        has_graphs: bool = False,
         **arguments: Any,
     ) -> Run:
         """Answer the prompts with an engine of this family.
@@ -138,6 +139,10 @@ class FamilyEngines:
             What the model answers, for drafts that are right (`sglang_draft_blocks`).
         environment : dict, optional
             Variables of SGLang's.
+        has_graphs : bool
+            Whether steps of pat run as in CUDA graphs (`sglang_acted_graphs`). No step is checked
+            then, since in debug mode none repeats another. Every other prompt comes twice, so that
+            KV is computed twice and freed once, and the others do not come.
         arguments : object
             As of sglang.Engine.
         """
@@ -153,6 +158,7 @@ class FamilyEngines:
             "ranks": ranks,
             "answers": answers,
             "environment": environment or {},
+            "has_graphs": has_graphs,
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -236,16 +242,21 @@ def _in_child(order: dict[str, Any]) -> None:
 
             sglang_without_driver.register()
             os.environ.update(order["ranks"])
+        if order["has_graphs"]:
+            import sglang_acted_graphs
+
+            sglang_acted_graphs.register()
         if order["answers"] is not None:
             import sglang_draft_blocks
 
-            pairs = zip(_prompts(), order["answers"], strict=True)
+            pairs = zip(_prompts(are_twins=order["has_graphs"]), order["answers"], strict=True)
             sglang_draft_blocks.answers += [prompt + answer for prompt, answer in pairs]
         _answer_prompts(
             FAMILIES[order["family"]],
             Path(order["folder"]),
             order["arguments"],
             order["stop_tokens"],
+            has_graphs=order["has_graphs"],
         )
         status = 0
     except BaseException:
@@ -354,18 +365,29 @@ def _record_calls() -> None:
     TorchNativeAttnBackend.forward_extend = extend_and_note
 
 
-def _prompts() -> list[list[int]]:
+def _prompts(*, are_twins: bool) -> list[list[int]]:
     chooser = random.Random(5)
 
     def some(count: int) -> list[int]:
         return [chooser.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
     prefix = some(PREFIX)
-    return [prefix + some(5 + 3 * i) for i in range(8)]
+    prompts = [prefix + some(5 + 3 * i) for i in range(8)]
+    return twice(prompts) if are_twins else prompts
+
+
+def twice(items: list[Any]) -> list[Any]:
+    """Every other item, each twice."""
+    return [item for item in items[::2] for _ in range(2)]
 
 
 def _answer_prompts(
-    family: Family, folder: Path, arguments: dict[str, Any], stop_tokens: list[int] | None
+    family: Family,
+    folder: Path,
+    arguments: dict[str, Any],
+    stop_tokens: list[int] | None,
+    *,
+    has_graphs: bool,
 ) -> None:
     import sglang
     import sglang_draft_blocks
@@ -374,7 +396,7 @@ def _answer_prompts(
 
     os.environ[_CALLS] = str(folder / "calls")
     os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")
-    os.environ["SGLANG_PAT_DEBUG"] = "1"
+    os.environ["SGLANG_PAT_DEBUG"] = str(int(not has_graphs))
     common: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",
@@ -390,7 +412,7 @@ def _answer_prompts(
         "custom_sigquit_handler": _died,
     }
     engine = sglang.Engine(**(common | family.arguments | arguments))
-    prompts = _prompts()
+    prompts = _prompts(are_twins=has_graphs)
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     # The first one fills the tree, so that the others share what it has computed.
     first = engine.generate(input_ids=prompts[:1], sampling_params=params)

@@ -94,8 +94,9 @@ def forest_cases(draw: st.DrawFn, max_requests: int = 40, spare_tokens: int = 0)
 
 
 def broken_token(case: ForestCase, seed: int) -> tuple[int, int, np.ndarray] | None:
-    """A token at random whose KV not all requests attend to: a request that does, its position
-    there, and which requests do.
+    """Draw a token whose KV not all requests attend to.
+
+    Returns a request that attends to it, its position there, and the mask of all requests that do.
     """
     rng = np.random.default_rng(seed)
     slots = [row[:length] for row, length in zip(case.tokens, case.seq_lens, strict=True)]

@@ -48,8 +48,13 @@ class HandItem:
     segments: list[HandSegment]
 
 
+def _tile(table: Sequence[tuple[int, int, int]], rows: int) -> int:
+    """The smallest tile of `rows` rows."""
+    return next(i for i, (block_q, _, _) in enumerate(table) if rows <= block_q)
+
+
 class HandPlan:
-    """What an executor's load_plan() asks of a scheduler, for a plan that is given.
+    """Scheduler of a given plan, for an executor's load_plan().
 
     Its header claims so many KV tokens that the kernels heed what is read once.
 
@@ -90,8 +95,16 @@ class HandPlan:
         work_items, segments, item_requests = [], [], []
         for requests, own in ((item.requests, item.segments) for item in items):
             rows = len(requests) * group_size
-            tile = next(i for i, (block_q, _, _) in enumerate(TILE_TABLE) if rows <= block_q)
-            head = (tile, len(requests), len(item_requests), len(segments), len(own), 0, 0, 0)
+            head = (
+                _tile(TILE_TABLE, rows),
+                len(requests),
+                len(item_requests),
+                len(segments),
+                len(own),
+                0,
+                0,
+                0,
+            )
             work_items.append(head)
             segments += [
                 (*s[:3], s.first | s.end << 16 | (READ_ONCE if s.is_read_once else 0)) for s in own
@@ -120,15 +133,24 @@ class HandPlan:
             *(PLAN_MAGIC, PLAN_VERSION, num_requests, group_size),
             *self._counts.values(),
             *(self.num_partials, self.num_shared_slots, np.iinfo(np.int32).max),
+            max((tile for tile, *_ in work_items), default=0),
         ]
 
     def as_latent(self) -> HandPlan:
-        """The same plan for latent attention, which has one tile."""
+        """The same plan for latent attention, which has other tiles."""
         plan = copy.copy(self)
         plan.tile_table = LATENT_TILE_TABLE
+        tiles = [
+            _tile(LATENT_TILE_TABLE, TILE_TABLE[tile][0])
+            for tile, *_ in self._sections["work_items"]
+        ]
         plan._sections = self._sections | {
-            "work_items": [(0, *rest) for _, *rest in self._sections["work_items"]]
+            "work_items": [
+                (tile, *rest)
+                for tile, (_, *rest) in zip(tiles, self._sections["work_items"], strict=True)
+            ]
         }
+        plan._header = [*self._header[:-1], max(tiles, default=0)]
         return plan
 
     def said_to_be_read_once(self, value: bool) -> HandPlan:
@@ -163,9 +185,10 @@ class HandPlan:
 
 
 def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
-    """Cut a batch into work items at random: subtree tiles and packs of single nodes, segments in
-    any order, requests without KV in their item, segments without tokens, any of them said to be
-    read once.
+    """Cut a batch into work items at random.
+
+    Subtree tiles and packs of single nodes, segments in any order, requests without KV in their
+    item, segments without tokens, any of them said to be read once.
     """
     rng = np.random.default_rng(seed)
     cap = MAX_ROWS // group_size

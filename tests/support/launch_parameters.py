@@ -55,7 +55,7 @@ def _parameters(name: str) -> type[ctypes.Structure]:
 
 
 def read(argument: int, struct: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Read the parameters of a launch, but for the tensor maps.
+    """Read the parameters of a launch, except the tensor maps.
 
     Parameters
     ----------

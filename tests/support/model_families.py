@@ -773,8 +773,9 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """When these families have passed `tests/engine/test_families.py`, or on a GPU
-    `tests/gpu/test_families.py`. To be updated by hand.
+    """Date on which these families passed `tests/engine/test_families.py`.
+
+    On a GPU: `tests/gpu/test_families.py`. To be updated by hand.
 
     Attributes
     ----------

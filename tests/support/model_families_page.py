@@ -61,13 +61,13 @@ FEATURES = (
     Feature(
         "Spec topk=1",
         "yes",
-        "verify steps by pat, also of NGRAM's trees, and all steps of draft models but prompts",
+        "verify steps, NGRAM's trees included; decode steps of draft models; draft extend",
         ("tests/engine/test_families.py::test_speculation",),
     ),
     Feature(
         "Spec topk>1",
         "yes",
-        "verify steps and draft rounds by pat; draft models' verified tokens too",
+        "verify steps, decode steps of draft models, draft extend",
         ("tests/engine/test_families.py::test_speculation",),
     ),
     Feature(
@@ -134,7 +134,7 @@ def _general(reason: str) -> str:
 
 
 def refusals() -> str:
-    """What SGLang itself says where it does not run a family on a CPU."""
+    """SGLang's own errors for families that it does not run on a CPU."""
     lines = [
         f'- {family.models}, SGLang {version}: "{message}"'
         for family in FAMILIES.values()

@@ -168,7 +168,7 @@ def failing(tests: list[str]) -> str | None:
 
 
 def commands(tests: list[str]) -> Iterator[list[str]]:
-    """What runs tests in the copy, each after what it needs has been built."""
+    """Commands that run tests in the copy, each after building what it needs."""
     if CPP_TESTS in tests:
         build("build/cpp-tests/scheduler_tests")
         yield ["build/cpp-tests/scheduler_tests"]

@@ -1,4 +1,4 @@
-"""What the tests of the CUDA kernels run: cases on the device, and float64 to compare with."""
+"""Cases for the tests of the CUDA kernels, on the device, and float64 to compare with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says of the recorded kernels and servers, from the files themselves.
+"""Figures of the documentation, from the files of recorded kernels and servers.
 
 `python tests/support/recorded_figures.py` writes it between its markers; with `--check` it only
 compares. A test and `make docs` do that. Needs the standard library alone.
@@ -21,13 +21,18 @@ from kernel.gates import geomean, over_floor, versus_best  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/h100"
 OTHER_GPU = ROOT / "benchmarks/results/h200"
+ON_CPU = ROOT / "benchmarks/results/cpu"
 COMMAND = "python tests/support/recorded_figures.py"
 PAGES = (
     "README.md",
     "docs/index.md",
     "docs/kernels.md",
     "docs/numerics.md",
+    "docs/recipes/agents.md",
+    "docs/recipes/fp8.md",
     "docs/recipes/rollouts.md",
+    "docs/recipes/router.md",
+    "docs/related-work.md",
     "docs/results.md",
     "docs/when-it-does-not-pay.md",
 )
@@ -135,7 +140,7 @@ def kernel_losses(folder: Path | None = None) -> str:
 
 
 def kernel_extremes() -> str:
-    """Of PAT's trees with something shared."""
+    """Extreme cases of PAT's trees with something shared."""
     cases = [case for case in kernel_cases("pat-20") if case["shared"]]
     by_heads = ", ".join(
         f"{each} {geomean(over_floor(case) for case in cases if heads(case) == each):.2f}"
@@ -209,7 +214,7 @@ def kernel_errors() -> str:
 
 
 def shared_by(case: Case) -> int:
-    """How many requests share a KV token, on average."""
+    """Number of requests that share a KV token, on average."""
     return round(case["tokens"] / case["unique_tokens"])
 
 
@@ -239,6 +244,104 @@ def gains_without_sharing() -> str:
         rows.append([title, str(len(found)), f"{geomean(map(gain, found)):.2f}", value])
     rows.append(["all", str(len(cases)), f"{geomean(map(gain, cases)):.2f}", ""])
     return table(["nothing shared", "batches", "geometric mean", "worst"], rows)
+
+
+def losses_on_other_gpu() -> str:
+    cases = [case for case in kernel_cases(folder=OTHER_GPU) if gain(case) < 1 - NOISE]
+    lost = [
+        f"{case['us']['pat'] - case['us']['flashinfer']:.2f} us less per layer for "
+        f"`{case['tree']}` {heads(case)} ({1 / gain(case) - 1:.1%})"
+        for case in cases
+    ]
+    assert all(case["us"]["fa3"] > case["us"]["pat"] for case in cases)
+    return wrapped(
+        f"On an [H200](results.md#on-an-h200) it is slower in {len(lost)}: FlashInfer takes "
+        f"{' and '.join(lost)}. FA3, SGLang's default, is slower than pat there."
+    )
+
+
+def one_byte_gains() -> str:
+    cases = read("fp8.json")["cases"]
+    shared, alone = (
+        min(gain(case) for case in cases if case["shared"] is wanted) for wanted in (True, False)
+    )
+    served = read("serving-gates-fp8.json")
+    short, long = (
+        question(served, name)["over_pat"]["pat fp8"] for name in (NOTHING_SHARED, LONG_PREFIX)
+    )
+    return wrapped(
+        f"On an H100 the kernels are at least {shared:.1f} times as fast as the best of FlashInfer "
+        f"and FA3 over an fp8 pool with shared prefixes, and at least {alone:.2f} times without "
+        f"sharing. In the server, TPOT over an fp8 pool is {short:.2f} of that over a 16-bit pool "
+        f"with 128 requests of 1,024 tokens. It is {long:.2f} of it with 8,192 shared and 256 "
+        "private tokens, because the prefix is read once anyway: here fp8 buys capacity, not speed "
+        "([results](../results.md#an-fp8-kv-cache))."
+    )
+
+
+def batch_invariance() -> str:
+    cases = read("batch-invariance.json")["cases"]
+    timed = [case for case in cases if "price" in case]
+    by_heads = [
+        geomean(case["price"] for case in timed if case["heads"] == each)
+        for each in {case["heads"] for case in timed}
+    ]
+    return wrapped(
+        "Time with the mode over time without, on PAT's trees: "
+        f"{geomean(case['price'] for case in timed):.3f} in the geometric mean on an H100, "
+        f"{min(by_heads):.2f} to {max(by_heads):.2f} by number of heads. Of "
+        f"{sum(case.get('requests', 0) for case in cases):,} requests in "
+        f"{sum(case.get('batches', 0) for case in cases):,} random batches, "
+        f"{sum(case.get('differing', 0) for case in cases)} had other bits "
+        "(`benchmarks/kernel batch-invariance`, `h100/batch-invariance.json`)."
+    )
+
+
+# --- cascade attention ---
+
+
+def cascade() -> str:
+    cases = [case for case in read("kernels-cascade.json")["cases"] if case["shared"]]
+    ours, plain = (geomean(_over_floor(cases, name)) for name in ("cascade", "flashinfer"))
+    return wrapped(
+        "FlashInfer's multi-level cascade reads shared prefixes once per level, yet is slower than "
+        f"plain FlashInfer in the recorded run: {ours:.2f} against {plain:.2f} times the floor, "
+        "geometric means (`benchmarks/results/h100/kernels-cascade.json`, with earlier kernels of "
+        "`pat`)."
+    )
+
+
+def cascade_by_heads() -> str:
+    cases = [case for case in read("kernels-cascade.json")["cases"] if not case["shared"]]
+    trees = list(dict.fromkeys(case["tree"] for case in cases))
+    rows = []
+    for each in ("32/32", "16/8", "32/8", "64/8"):
+        found = {case["tree"]: over_floor(case, "cascade") for case in cases if heads(case) == each}
+        query, kv = map(int, each.split("/"))
+        rows.append([each, str(query // kv), *(f"{found[tree]:.2f}" for tree in trees)])
+    columns = ["query / KV heads", "group size", *(f"`{tree}`" for tree in trees)]
+    return table(columns, rows)
+
+
+def cascade_by_levels() -> str:
+    cases = {case["name"]: case for case in read("kernels-cascade.json")["cases"]}
+    rows = []
+    for tree in (
+        "256_1024",
+        "1,10_4096,416",
+        "1,256_256,32",
+        "1,1024_2048,32",
+        "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
+    ):
+        case = cases[f"{tree} 32/32"]
+        nodes = tree.partition("_")[0].split(",")
+        times = (case["floor_us"], case["us"]["cascade"])
+        name = tree if len(tree) < WIDTH / 3 else f"{tree.partition('_')[0]}_..."
+        values = (*times, times[1] - times[0], case["us"]["pat"])
+        cells = [f"{value:,.0f} us" for value in values]
+        rows.append([f"`{name}`", str(len(nodes)), f"{int(nodes[-1]):,}", *cells])
+    columns = ["tree", "levels", "requests", "floor", "cascade", "above the floor", "pat"]
+    return table(columns, rows)
 
 
 def heads(case: Case) -> str:
@@ -367,6 +470,46 @@ def rollout() -> str:
         f"{case['tpot_ms']['pat']:.1f} ms instead of {case['tpot_ms']['fa3']:.1f} with FA3 "
         f"({model(result, case)}, one H100; [results](../results.md#in-sglangs-server))."
     )
+
+
+def agents() -> str:
+    (pat,), (fa3,) = (
+        [
+            run["median_tpot_ms"]
+            for run in read("serving.json")["serving"]
+            if (run["backend"], run["request_rate"]) == (name, 16.0)
+        ]
+        for name in ("pat", "fa3")
+    )
+    return wrapped(
+        "Recorded on an H100 with 8 system prompts of 4,096 tokens and 16 requests a second: "
+        f"{pat:.1f} ms per token instead of {fa3:.1f} with FA3, in the median, with earlier "
+        "kernels ([results](../results.md#earlier-kernels))."
+    )
+
+
+def drafts() -> str:
+    same, small, ngram = (
+        1 / read(f"speculation-{name}.json")["cases"][0]["pat_over_default"]
+        for name in ("same", "small", "ngram")
+    )
+    return wrapped(
+        f"FA3 takes {same:.2f} times the time of `pat` per accepted token with a draft model as "
+        f"large as the model, {small:.2f} with one of one layer, {ngram:.2f} with NGRAM "
+        "([results](results.md#speculative-decoding), `h100/speculation-same.json`, "
+        "`h100/speculation-small.json`, `h100/speculation-ngram.json`)."
+    )
+
+
+def routing() -> str:
+    rows = []
+    for name, found in read("routing.json", ON_CPU)["routing"].items():
+        times = (f"{found['step_ms'][server]:.1f} ms" for server in ("default", "pat"))
+        shares = (f"{found[share]:.1%}" for share in ("prefix_hit_rate", "kv_saved"))
+        title = name.replace("_", " ") if name != "cache_aware" else f"`{name}`"
+        rows.append([title, *shares, *times, f"{found['ttft_s_mean']:.1f} s"])
+    columns = ["routing", "prefix hits", "KV reads saved by pat", "decode step, default"]
+    return table([*columns, "decode step, pat", "mean time to first token, pat"], rows)
 
 
 def server_tables() -> str:
@@ -513,6 +656,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         gains_by_workload,
         gains_in_server,
         rollout,
+        agents,
+        drafts,
+        routing,
         server_tables,
         servers_without_sharing,
         kernel_suites,
@@ -521,6 +667,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
         kernel_extremes,
         kernel_source,
         kernel_errors,
+        batch_invariance,
+        one_byte_gains,
+        cascade,
+        cascade_by_heads,
+        cascade_by_levels,
+        losses_on_other_gpu,
         other_gpu_kernels,
         other_gpu_servers,
         latent_kernels,
@@ -537,7 +689,7 @@ _BLOCK = re.compile(
 
 
 def filled(text: str) -> str:
-    """The page with what its markers enclose written anew."""
+    """The page with the contents of its markers replaced."""
     return _BLOCK.sub(
         lambda found: f"{found['begin']}\n{BLOCKS[found['name']]()}\n\n{found['end']}", text
     )

@@ -51,7 +51,7 @@ EARLIER = {
     "profile_steps.py": "server waits",
     "soak.py": "check soak",
 }
-# Of these GPUs the wheels hold kernels (.ci/wheels.py). By compute capability, the names to expect.
+# GPUs whose kernels the wheels hold (.ci/wheels.py): names to expect, by compute capability.
 ARCHITECTURES = {
     "8.0": ("A100",),
     "8.6": ("A10", "RTX 3090"),
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def versions(self) -> str:
-        """Of what the numbers depend on; what was not installed is left out."""
+        """Versions that the numbers depend on, without what was not installed."""
         meta = self.meta
         known = {**meta, **meta.get("versions", {})}
         known["sglang-pat"] = known.get("sglang-pat") or known.get("sglang_pat")
@@ -129,8 +129,7 @@ class Run:
 
     @property
     def gates(self) -> Iterator[tuple[str, str, bool | None]]:
-        """What had to hold, what was found, and whether it held; None: there was nothing to judge
-        by."""
+        """Limit, finding and verdict of each gate; None: there was nothing to judge by."""
         gates = self.result.get("gates", {})
         if isinstance(gates, Mapping):
             for name, gate in gates.items():

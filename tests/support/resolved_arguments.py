@@ -101,7 +101,7 @@ def resolve(model: Path, **arguments: Any) -> dict[str, Any]:
 
 
 def compare(model: Path) -> list[dict[str, Any]]:
-    """What differs for each way of asking."""
+    """Differences for each way of asking."""
     without = resolve(model)
     found = []
     for asked in ASKED:

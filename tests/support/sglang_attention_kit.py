@@ -32,12 +32,12 @@ from sglang_pat.sglang.start.routes import Routes
 from sglang_pat.sglang.step import decoder
 from sglang_pat.sglang.step.decoder import ServedDecoder
 
-# Of the kit's own cases those that decode; others prefill, which stays with SGLang's backend.
+# The kit's cases that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1
 
 
 class Decoded:
-    """How many times pat has decoded a layer."""
+    """Counter of the layers that pat decodes."""
 
     def __init__(self) -> None:
         self.layers = 0
@@ -62,13 +62,16 @@ def _alone() -> Any:
 def pat_over(
     name: str, *, head_dim: int, drafts: tuple[int, bool] | None = None
 ) -> Iterator[Decoded]:
-    """Lets the kit's runners have pat over SGLang's backend `name`. drafts: how many draft tokens a
-    request has in a verify step, and whether they are a chain; None: verify steps are not pat's."""
+    """Let the kit's runners have pat over SGLang's backend `name`.
+
+    drafts: how many draft tokens a request has in a verify step, and whether they are a chain;
+    None: SGLang's backend runs verify steps.
+    """
     decoded = Decoded()
     build = ATTENTION_BACKENDS[name]
 
     def build_with_pat(runner: Any) -> Any:
-        # Of a window the kit says in 0.5.17 that it is a chunk, which fa3 takes at its word.
+        # In 0.5.17 the kit calls a window a chunk, and fa3 treats it as one.
         runner.model_config.is_local_attention_model = False
         # The kit makes the layer later than the backend, and gives it to no model.
         runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
@@ -181,8 +184,10 @@ def is_decoded_by_pat(case: DenseAttentionCase) -> bool:
 
 
 class KitTestCase(unittest.TestCase):
-    """The kit asks it for nothing but a way to skip, which here is a failure: the tests name the
-    backends that there are."""
+    """A test case for the kit, which asks it only for a way to skip.
+
+    Here a skip is a failure: the tests name the backends that there are.
+    """
 
     def skipTest(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -1,4 +1,4 @@
-"""What SGLang's models need of a GPU, written with torch: for tests of models on the CPU.
+"""SGLang's GPU functions for models, written with torch: for tests of models on the CPU.
 
 Without a driver SGLang has neither its own CPU kernels (`sgl_kernel`) nor Triton. Its plain backend
 `torch_native` knows neither sinks nor soft-caps nor chunks. `install()` fills in what the families
@@ -336,8 +336,11 @@ def _scan_step(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     c: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`state` is `[..., heads, head dim, states]`, `x` `[..., heads, head dim]`, `dt` and `a`
-    `[..., heads]`, `b` and `c` `[..., heads, states]`."""
+    """Update the state of Mamba by one token.
+
+    `state` is `[..., heads, head dim, states]`, `x` `[..., heads, head dim]`, `dt` and `a` `[...,
+    heads]`, `b` and `c` `[..., heads, states]`.
+    """
     decay = (dt * a).exp()[..., None, None]
     state = state * decay + (dt[..., None] * x)[..., None] * b[..., None, :]
     return state, (state * c[..., None, :]).sum(-1)

@@ -1,5 +1,7 @@
-"""What tests of draft models have in common: a model that is served, another one that drafts, and
-two requests that share a prefix."""
+"""Common parts of the tests of draft models.
+
+A model that is served, another one that drafts, and two requests that share a prefix.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ ROWS = (1, 2)
 
 
 def kv_pool(seed: int, heads: int = KV_HEADS) -> KVPool:
-    """Of two layers."""
+    """KV pool of two layers."""
     made = KVPool()
     generator = torch.Generator().manual_seed(seed)
     shape = (SLOTS, heads, HEAD_DIM)
@@ -28,8 +30,10 @@ def kv_pool(seed: int, heads: int = KV_HEADS) -> KVPool:
 
 
 def told_default_layers(key: str) -> str:
-    """What `/get_server_info` says of the layers of a draft model, all of which are left to the
-    default backend. key: of which of its steps."""
+    """Report of `/get_server_info` on a draft model's layers, all of which fall back.
+
+    key: one of its steps.
+    """
     told = route_reports._after_get_init_info({})["pat"]
     assert told["pat_layers"] == 2  # of the model that is served
     assert told[key]["pat_layers"] == 0
@@ -39,8 +43,10 @@ def told_default_layers(key: str) -> str:
 
 
 class DraftScene:
-    """Served with drafts of a model. `served` is the backend of the model, `runner` that of the
-    draft model."""
+    """A model that is served with drafts of another.
+
+    `served` is the backend of the model, `runner` that of the draft model.
+    """
 
     served: Any
     runner: Any

@@ -1,4 +1,4 @@
-"""What the engine tests send, and how: real SGLang engines and servers on the tiny model."""
+"""Requests of the engine tests, to real SGLang engines and servers on the tiny model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_acted_graphs import act_out_graphs
 from sglang_forks import forked_processes
 
 from check.cpu_ranks import environment_of_ranks
@@ -111,7 +112,7 @@ class Workload:
         self.long_answers = [Request(system + self._tokens(10 + i), 120) for i in range(6)]
         # Enough that batches stay full while they take turns in a pipeline.
         self.many = [Request(tools[i % 3] + self._tokens(4 + i % 9), 40) for i in range(72)]
-        # What is said in each turn of three conversations.
+        # Requests of each turn of three conversations.
         self.conversations = [
             [Request(opening + self._tokens(9 + i), 30), *self._turns(3)]
             for i, opening in enumerate((system, system, other_root))
@@ -224,11 +225,18 @@ def running_engine(model: Path, backend: str, **arguments: Any) -> Iterator[Any]
 
 
 @contextlib.contextmanager
-def running_pat_engine(model: Path, folder: Path, **arguments: Any) -> Iterator[tuple[Any, Stats]]:
-    """An engine that decodes with `pat` and checks every step; what it counts goes to `folder`."""
+def running_pat_engine(
+    model: Path, folder: Path, *, has_graphs: bool = False, **arguments: Any
+) -> Iterator[tuple[Any, Stats]]:
+    """An engine that decodes with `pat` and checks every step; what it counts goes to `folder`.
+
+    has_graphs: instead of the checks, steps run as in CUDA graphs (`sglang_acted_graphs`).
+    """
     stats = Stats(folder / "stats.json")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_PAT_DEBUG", "1")
+        if has_graphs:  # in debug mode no step repeats another
+            act_out_graphs(folder, environment)
+        environment.setenv("SGLANG_PAT_DEBUG", str(int(not has_graphs)))
         environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
         with running_engine(model, "pat", **arguments) as engine:
             yield engine, stats
@@ -298,7 +306,7 @@ def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Stats:
-    """What the backend of one engine has counted since the last call of `new()`."""
+    """Counters of one engine's backend since the last call of `new()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -167,8 +167,9 @@ def decode_batch(rows: list[int], lens: list[int], out: list[int], **more: Any) 
 
 
 def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **more: Any) -> Any:
-    """What SGLang's runner shows before it replays the graph of `size` rows: the fields that both
-    versions set and a backend may read. No request ids, no requests.
+    """SGLang's view before it replays the graph of `size` rows.
+
+    It has the fields that both versions set and a backend may read. No request ids, no requests.
 
     Padding rows are row 0 with the fill value as their length; out_cache_loc is not padded.
     """
@@ -191,7 +192,7 @@ def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **m
 
 
 def drafts_to_verify(per_request: int, mask: torch.Tensor | None = None) -> Any:
-    """What SGLang tells of the draft tokens of a verify step."""
+    """SGLang's description of the draft tokens of a verify step."""
     return SimpleNamespace(
         custom_mask=mask,
         draft_token_num=per_request,
@@ -201,8 +202,11 @@ def drafts_to_verify(per_request: int, mask: torch.Tensor | None = None) -> Any:
 
 
 def mlp_padded(view: Any, backend: Any, num_tokens: int, per_request: int = 1) -> ForwardBatch:
-    """A batch of which MLP synchronisation has padded the tokens to so many: by SGLang's function,
-    with as many requests as `ForwardBatch.prepare_mlp_sync_batch` counts."""
+    """A batch whose tokens MLP synchronisation has padded to `num_tokens`.
+
+    SGLang's function pads them, with as many requests as `ForwardBatch.prepare_mlp_sync_batch`
+    counts.
+    """
     tokens = torch.zeros(len(view.out_cache_loc), dtype=torch.int64)
     batch = ForwardBatch(
         forward_mode=view.forward_mode,

@@ -1,6 +1,6 @@
 """Forks the processes of an engine in the test process from one that has imported SGLang.
 
-An engine's start is little else than the import of SGLang, anew in each of its processes. SGLang
+An engine's start is little else than the import of SGLang, again in each of its processes. SGLang
 spawns them; here multiprocessing's fork server, which starts them in the same way otherwise:
 pickled arguments, and the environment as it is then. Servers in tests spawn theirs as for users.
 """
@@ -29,7 +29,7 @@ _set_start_method = multiprocessing.set_start_method
 
 
 def _with_environment(name: str) -> dict[str, Any]:
-    """What a new process reads first. A fork server's have its own environment otherwise."""
+    """First input of a new process. A fork server's have its own environment otherwise."""
     return _preparation_data(name) | {"environment": _Environment()}
 
 

@@ -1,4 +1,4 @@
-"""What the fork server of `sglang_forks` imports, once for all processes of engines."""
+"""Imports of the fork server of `sglang_forks`, once for all processes of engines."""
 
 from sglang_forks import pass_on_sigquit
 

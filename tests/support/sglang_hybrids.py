@@ -78,7 +78,7 @@ class HybridCache:
             )
         )
         self.running: list[Any] = []
-        # What the KV in a slot was computed from.
+        # Tokens from which the KV in a slot was computed.
         self.content: dict[int, tuple[int, ...]] = {}
         self._names = count()
 

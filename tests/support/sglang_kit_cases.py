@@ -179,7 +179,7 @@ class TestKLDivergence(KLDivergenceMixin, unittest.TestCase):
 @pytest.mark.usefixtures("kit_server")
 class TestUnifiedRadixTree(UnifiedRadixTreeTestMixin, unittest.TestCase):
     test_gsm8k = None  # downloads its questions, and asks a trained model
-    test_mmlu = None  # likewise, in 0.5.17
+    test_mmlu = None  # in 0.5.17 too
     input_ids = random_prompts(4, 600, 700)
     kl_threshold = LARGEST_DIVERGENCE
     max_new_tokens = 32

@@ -1,4 +1,4 @@
-"""What SGLang's own test kits ask of a server, without any download: a model and its tokenizer.
+"""Model and tokenizer for SGLang's own test kits, without any download.
 
 The kits are mixins of `unittest.TestCase` that ask a running server by HTTP, in English.
 """

@@ -22,8 +22,11 @@ def register() -> None:
 
 
 def draw(model: torch.nn.Module) -> None:
-    """Fill all parameters. Each depends on its name alone, so that every engine draws the same.
-    Under tensor parallelism a rank's part of the vocabulary is its own."""
+    """Fill all parameters.
+
+    Each depends on its name alone, so that every engine draws the same. Under tensor parallelism a
+    rank's part of the vocabulary is its own.
+    """
     weights = dict(model.named_parameters())
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     is_tied = not any("lm_head" in name for name in weights)  # each is named once

@@ -1,4 +1,4 @@
-"""What SGLang's speculative decoding needs of a GPU, written with torch: for tests on the CPU.
+"""SGLang's GPU functions for speculative decoding, in torch: for tests on the CPU.
 
 Without its `sgl_kernel` wheel SGLang has none of these functions, and its plain backend
 `torch_native` has no steps of drafts. This fills them in, for every backend alike.
@@ -57,8 +57,7 @@ def install() -> None:
 
 
 def _allow_several_heads() -> None:
-    """SGLang gives each of several draft layers its number, which a head of a Llama does not
-    take."""
+    """Let a head of a Llama take its number: SGLang gives one to each of several draft layers."""
     from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 
     init = LlamaForCausalLMEagle.__init__
@@ -96,7 +95,7 @@ def _torch_native(model_runner: Any) -> Any:
 
 
 def is_draft_step(backend: Any) -> bool:
-    """Whether a backend is one of `DraftSteps`."""
+    """True if a backend is one of `DraftSteps`."""
     return getattr(backend, "is_draft_step", False)
 
 
@@ -187,7 +186,7 @@ def rotate_input_ids_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
 ) -> None:
-    """Of buffers given by their addresses, and the bytes of a slot."""
+    """Copy slots of buffers given by their addresses, and the bytes of a slot."""
     for begin, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
         slots = [ctypes.string_at(begin + source * size, size) for source in sources.tolist()]
         for target, slot in zip(targets.tolist(), slots, strict=True):

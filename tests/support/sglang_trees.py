@@ -69,8 +69,10 @@ def place(req: Any) -> Any:
 
 
 def late_lengths(reqs: Sequence[Any]) -> Iterator[list[int]]:
-    """Lengths of two requests in rounds of speculative decoding. The requests know those of the
-    round before: SGLang has processed no later results."""
+    """Lengths of two requests in rounds of speculative decoding.
+
+    The requests know those of the round before: SGLang has processed no later results.
+    """
     known, lens = [25, 31], [25, 31]
     for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
         known, lens = lens, [length + more for length, more in zip(lens, accepted, strict=True)]

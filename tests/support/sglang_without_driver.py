@@ -25,8 +25,10 @@ HICACHE_ARGUMENTS = {"hicache_io_backend": "direct", "hicache_mem_layout": "laye
 
 
 def go_without_driver(folder: Path, environment: pytest.MonkeyPatch) -> None:
-    """Let engines that are started from now on use the plug-in. Skips the test where it would not
-    be in force."""
+    """Let engines that are started from now on use the plug-in.
+
+    Skips the test where the plug-in would not be in force.
+    """
     if cuda_driver_is_present():
         pytest.skip("runs only where there is no CUDA driver")
     install_plugin(folder, "sglang_without_driver")

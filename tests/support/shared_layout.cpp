@@ -32,7 +32,7 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
       expect(row < rows && chunk < Copy::kChunks, "a copy is outside of the rows", kColumns);
       ++times[row * Copy::kChunks + chunk];
       const uint32_t target = base + swizzled_offset(tile_rows, first_row + row, chunk);
-      // As copy_stage has it: the offset of the same copy in the first period.
+      // copy_stage uses the offset of the same copy in the first period.
       const int first = i % Copy::kPeriod;
       const uint32_t shortened =
           base + swizzled_offset(tile_rows, first_row + copy.row(first), copy.chunk(first)) +
@@ -79,7 +79,7 @@ void check_boxes(const std::map<uint32_t, int>& stage, uint32_t base) {
   expect(boxes<kColumns, kElementBytes>(base) == stage, "boxes and copies differ", kColumns);
 }
 
-// What lies at an address, or -1.
+// Contents of an address, or -1.
 int at(const std::map<uint32_t, int>& memory, uint32_t address) {
   const auto found = memory.find(address);
   return found == memory.end() ? -1 : found->second;

@@ -12,8 +12,9 @@ STAGE_TOKENS = 32  # what pack_decode copies at once
 
 
 def place(case: ForestCase, placement: str, seed: int = 0) -> np.ndarray:
-    """By slot of the case, its slot in a pool that ends with the last one in use; -1 for slots that
-    nobody reads.
+    """By slot of the case, its slot in a pool; -1 for slots that nobody reads.
+
+    The pool ends with the last slot in use.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ DELAYS = {
         "if (!kIsKey) __nanosleep(9000);",
     ),
 }
-# Of latent attention.
+# Latent attention.
 LATENT_DELAYS = {
     "first warpgroup": (
         "latent_body.cuh",

@@ -176,7 +176,7 @@ def test_without_a_key_a_shorter_shared_range_is_read_as_such() -> None:
 
 @pytest.mark.parametrize("moved", ["other rows", "other slots"])
 def test_without_a_key_shared_kv_may_move(moved: str) -> None:
-    """Nobody has promised that equal paths are the same KV: their ids may count from 1 anew."""
+    """Nobody has promised that equal paths are the same KV: their ids may count from 1 again."""
     first, second = (
         Problem(make_case([(-1, 300)], [(0, 10), (0, 20)], seed=seed), HEADS, torch.float32, seed)
         for seed in (1, 2)
@@ -204,9 +204,7 @@ def test_token_counts_follow_the_growth() -> None:
 
 
 def test_a_freed_row_does_not_disturb_the_others() -> None:
-    """Rows are rewritten while a step that still names them is in flight: shared KV must not
-    follow.
-    """
+    """Shared KV does not follow rows that are rewritten while a step with them is in flight."""
     problem = Problem(make_case([(-1, 500)], [(0, 10), (0, 20), (0, 30)]), HEADS, torch.float32)
     attention = make_attention()
     lens = torch.from_numpy(problem.case.seq_lens)

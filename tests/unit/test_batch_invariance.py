@@ -24,8 +24,11 @@ many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def boundaries(length: int) -> list[int]:
-    """Where the KV of a request of this length begins, is cut, and ends. Written down here once
-    more: a change of the grid changes results of requests that are stored somewhere."""
+    """Positions where the KV of a request of this length begins, is cut, and ends.
+
+    Written down here once more: a change of the grid changes results of requests that are stored
+    somewhere.
+    """
     cuts = [0]
     while cuts[-1] < length:
         cut = cuts[-1] + _chunk_tokens(cuts[-1])
@@ -110,7 +113,7 @@ def test_a_request_has_the_same_bits_alone_and_in_any_batch(
 
 
 def test_without_the_mode_bits_depend_on_the_batch() -> None:
-    """What the tests here would see if nothing were done."""
+    """Shows that the other tests here can fail."""
     case = three_level_case(32)
     model = Model(case)
     attention = new_attention(batch_invariant=False)
@@ -198,8 +201,11 @@ def test_chunks_are_counted(length: int) -> None:
 
 
 def test_shared_steps_are_read_once() -> None:
-    """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one. 12 tokens are left,
-    which each request reads, and its own. An item is as long as two chunks at most."""
+    """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one.
+
+    12 tokens are left, which each request reads, and its own. An item is as long as two chunks at
+    most.
+    """
     case = make_case([(-1, 1100)], [(0, 20)] * 8)
     plan = plan_of(case, scheduler_of(num_workers=1))
     assert plan.kv_tokens.planned == 512 + 576 + 8 * (12 + 20)
@@ -212,7 +218,7 @@ def test_shared_steps_are_read_once() -> None:
 
 
 def test_a_short_rest_belongs_to_the_chunk_before() -> None:
-    """Of requests with 32 tokens behind a boundary none is an item of its own."""
+    """No rest of 32 tokens behind a boundary is an item of its own."""
     case = make_case([(-1, 512)], [(0, 32)] * 16)
     plan = plan_of(case, scheduler_of(num_workers=1))
     assert plan.header.num_work_items == 1

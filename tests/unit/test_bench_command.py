@@ -230,8 +230,11 @@ class FakeServer:
 
 
 class FakeServers:
-    """In place of SGLang's servers. pools: KV tokens. fails: raised by a pass of pat's with nothing
-    shared. log, started: what they were asked, and how they were started."""
+    """Stand-in for SGLang's servers.
+
+    pools: KV tokens. fails: raised by a pass of pat's with nothing shared. log, started: what they
+    were asked, and how they were started.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
@@ -332,7 +335,7 @@ def test_what_was_measured_before_the_end_is_kept(
     result = json.loads(out.read_text())
     assert result["failure"] == message
     assert [case["name"] for case in result["cases"]] == ["with a shared prefix"]
-    # What only the other server has measured is kept, too.
+    # Measurements of only the other server are kept, too.
     assert len(result["servers"]["default"]["tpot_ms"]) == 3
     assert list(result["servers"]["pat"]["tpot_ms"]) == ["with a shared prefix"]
 

@@ -229,7 +229,7 @@ def test_help_tells_the_real_defaults(command: str) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, dict[str, Any]]]:
-    """What the command asked to be compiled."""
+    """Variants that the command asked to compile."""
     calls = []
 
     def fake(config: KernelConfig, **options: Any) -> Path:

@@ -54,7 +54,7 @@ class Staging:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Staging]:
-    """What is sent to the device."""
+    """Buffers sent to the device."""
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(cuda, "StagingBuffer", Staging)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -36,8 +36,10 @@ def test_tokens_that_arrive_together_do_not_shorten_a_slice() -> None:
 
 
 class FakeServer:
-    """Requests are admitted at steps of their own; a step with all of them takes 10 ms, with fewer
-    3 ms, and an admission 500 ms."""
+    """A server whose requests are admitted at steps of their own.
+
+    A step with all of them takes 10 ms, with fewer 3 ms, and an admission 500 ms.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, admitted: list[int]) -> None:
         self.now, self.admitted = 0.0, admitted

@@ -18,7 +18,7 @@ from sglang_pat import support
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What a user installs; the other extras are for work on the project itself.
+# Extras for users; the others are for work on the project itself.
 FOR_USERS = ("sglang", "torch", "replay")
 REQUIREMENTS = [
     Requirement(text)

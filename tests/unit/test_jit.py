@@ -189,7 +189,7 @@ def test_compiled_kernels_need_no_compiler(
 
 
 def test_a_mended_compiler_takes_effect(nvrtc: Nvrtc, tmp_path: Path) -> None:
-    """Of the same version: that is all NVRTC's interface tells of it."""
+    """The version is the same: NVRTC's interface has nothing else to tell compilers apart."""
     cache = tmp_path / "cache"
     first = build(CONFIG, cache=cache)
     nvrtc.build = b"CL-2"

@@ -226,7 +226,7 @@ def test_keys_and_values_of_a_layer_have_a_map_on_hopper(
 
 
 def test_values_may_be_a_part_of_the_keys_of_one_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As latent attention keeps them: one buffer, of which the first columns are values too."""
+    """Latent attention keeps one buffer, whose first columns are values too."""
     device = Device(monkeypatch)
     executor = device.executor(heads=4, head_dims=(192, 128))
     kv = torch.zeros(40, 1, 192, dtype=torch.bfloat16)

@@ -69,9 +69,11 @@ MAX_STAGES, STAGE_TOKENS = 12, 32
 
 
 def ctas_per_sm(config: KernelConfig, image: bytes) -> int:
-    """CTAs of pack_decode that the shared memory of an SM holds, but one of latent attention, which
-    takes the registers of an SM. A single one uses all of it: the ring has no room for another
-    stage."""
+    """CTAs of pack_decode that the shared memory of an SM holds.
+
+    One of latent attention takes the registers of an SM. A single one uses all of the shared
+    memory: the ring has no room for another stage.
+    """
     facts = LaunchFacts(*struct.unpack("<7i", constant(image, "launch_facts")))
     shared, sm_bytes = facts.decode_shared_bytes, SM_SHARED_KB[config.arch] * 1024
     ctas = sm_bytes // (shared + 1024)
@@ -89,7 +91,7 @@ def check_resources(config: KernelConfig) -> None:
     path = build(config, cache=CACHE)
     report = report_of(path)
     names = re.findall(r"Compiling entry function '(\w+)_kernel'", report)
-    # Of the kernels, and of what they call.
+    # Spills of the kernels, and of the functions that they call.
     spills = re.findall(r"properties for (\w+)\n.* (\d+) bytes spill stores", report)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     assert sorted(names) == [

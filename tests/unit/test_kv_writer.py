@@ -126,7 +126,7 @@ def plain_writer(device: Device) -> KvWriter:
 
 
 def tensors(cache_dtype: torch.dtype = E4M3, heads: int = HEADS) -> dict[str, torch.Tensor]:
-    """Of one write, in parts of a fused qkv."""
+    """Tensors of one write, in parts of a fused qkv."""
     widths = [4 * heads * DIM, heads * DIM, heads * V_DIM]
     _, k, v = torch.randn(TOKENS, sum(widths)).to(BF16).split(widths, dim=1)
     return {

@@ -1,5 +1,7 @@
-"""PackAttention of latent attention (MLA, absorbed): one KV head, whose values are a part of its
-keys."""
+"""PackAttention of latent attention (MLA, absorbed).
+
+One KV head, whose values are a part of its keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host passes to the driver, without a GPU: the parameters, and the driver's answers."""
+"""Launches without a GPU: the parameters for the driver, and its answers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Driver:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self)
 
     def synchronize(self) -> None:
-        """Of the stream."""
+        """Do nothing: stands in for the stream."""
 
     def _build(self, config: KernelConfig, *, force: bool = False) -> Path:
         self.built.append(force)

@@ -23,7 +23,7 @@ from sglang_pat.model_layers import (
     summary,
 )
 
-# Of a checkpoint of compressed-tensors whose KV cache is fp8.
+# Part of a checkpoint of compressed-tensors whose KV cache is fp8.
 SCHEME = {
     "type": "float",
     "num_bits": 8,
@@ -237,8 +237,11 @@ def test_a_config_without_sense_is_refused(changes: dict[str, Any], message: str
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_configuration_tells_what_the_engine_decides(family: Family, tmp_path: Path) -> None:
-    """`Family.pat` and `Family.default` are what a running engine says (tests/engine), which asks
-    the layers of SGLang's own class. Advice reads the configuration alone."""
+    """`Family.pat` and `Family.default` agree with the configuration.
+
+    A running engine (tests/engine) asks the layers of SGLang's own class. Advice reads the
+    configuration alone.
+    """
     config = json.loads((family.write(tmp_path) / "config.json").read_text())
     layers = {layer.index: layer for layer in read_layers(config)}
     assert {index for index, layer in layers.items() if layer.is_accelerated} == set(family.pat)

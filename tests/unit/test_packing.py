@@ -55,8 +55,10 @@ def test_paper_merges_at_four_requests_per_token() -> None:
 
 
 def test_compute_merges_where_tiles_are_padded_no_more() -> None:
-    """Group size 4, tiles of 64 rows: 16 requests of one child leave a root of 19 with 3 of a pack
-    of 16 rows. Apart, the root's 76 rows need two tiles of 64, 52 rows of them padding.
+    """Group size 4, tiles of 64 rows: a child merges if that pads tiles no more.
+
+    16 requests of one child leave a root of 19 with 3 of a pack of 16 rows. Apart, the root's 76
+    rows need two tiles of 64, 52 rows of them padding.
     """
     tail = (1, 1000)
     aligned = make_case([(-1, 500), (0, 200)], [tail] * 16 + [(0, 1000)] * 3)
@@ -113,8 +115,11 @@ def test_memory_reads_the_levels_of_a_tree_in_one_work_item() -> None:
 
 
 def test_what_one_work_item_reads_alone_is_marked() -> None:
-    """Of 48 requests in three tiles: not the root, nor the child of 32 of them, but those of 16 and
-    8, and private tails. A cut between positions changes nothing, one between requests does."""
+    """Marked are nodes of 16 and 8, and private tails, of 48 requests in three tiles.
+
+    Not marked are the root and its child of 32. A cut between positions changes nothing, one
+    between requests does.
+    """
     nodes = [(-1, 900), (0, 700), (0, 600), (2, 500)]
     requests = [(1, 400)] * 32 + [(3, 300)] * 8 + [(2, 300)] * 8
     case = make_case(nodes, requests)
@@ -162,7 +167,7 @@ def test_other_policies_mark_what_is_read_once_too(policy: str) -> None:
 
 
 def test_memory_lets_short_levels_share_a_segment() -> None:
-    """Of the same requests: a segment fills whole stages of the kernels' rings."""
+    """Levels of the same requests share one: a segment fills whole stages of the kernels' rings."""
 
     def segments(upper: int, lower: int) -> list[int]:
         case = make_case([(-1, upper), (0, lower)], [(1, 9)] * 16 + [(0, 9)])

@@ -127,7 +127,7 @@ def test_a_reservation_bounds_shared_slots_as_it_is_told() -> None:
 
 
 def test_a_reservation_stays_small() -> None:
-    """Of 256 requests of Llama-3-8B, 30 MB of partials."""
+    """30 MB of partials for 256 requests of Llama-3-8B."""
     sizes = BufferSizes.for_requests(256, 1 << 20, num_workers=33, group_size=4)
     assert sizes.num_partials == 12 * 256 + 33 * 16
     assert sizes.num_partials * 32 * (128 + 2) * 2 < 30e6

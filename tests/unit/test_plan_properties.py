@@ -1,4 +1,4 @@
-"""What every plan must satisfy, on thousands of random forests."""
+"""Properties of every plan, on thousands of random forests."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def gathered_slots(plan: DecodePlan, case: ForestCase) -> np.ndarray:
 
 
 def check_coverage(plan: DecodePlan, case: ForestCase, seq_lens: np.ndarray) -> None:
-    """Every request reads each of its KV tokens exactly once, and nothing else. What is said to be
-    read by one work item alone is."""
+    """Check that every request reads each of its KV tokens exactly once, and nothing else.
+
+    KV that is marked as read by one work item is read by one.
+    """
     shared = gathered_slots(plan, case)
     read: list[list[np.ndarray]] = [[] for _ in seq_lens]
     readers = np.zeros(case.tokens.max(initial=0) + 1, dtype=int)  # work items by token
@@ -302,8 +304,10 @@ def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
 
 
 def test_a_little_work_is_one_ticket_for_each_worker() -> None:
-    """None has more than its share by more than the shortest piece, and none of 33 idles. One may,
-    where less than a piece is left for it."""
+    """No worker has more than its share by more than the shortest piece, and none of 33 idles.
+
+    One may, where less than a piece is left for it.
+    """
     for num_requests, num_idle in ((14, 1), (16, 1), (20, 0), (24, 0)):
         case = make_case([(-1, 4500)], [(0, 350 + 48 * r) for r in range(num_requests)])
         tokens = ticket_tokens(plan_case(make_scheduler(), case), case)

@@ -1,4 +1,4 @@
-"""PrefixForest: paths that are kept give the plans that paths read anew would give."""
+"""PrefixForest: paths that are kept give the plans that paths read again would give."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
         self.path, self.seq_len, self.children, self.beside = path, seq_len, children, beside
 
     def read(self) -> list[tuple[int, int, int, int, int, int]]:
-        """As SGLang's trees give it: id, parent, begin, end, tokens, children."""
+        """Nodes in the format of SGLang's trees: id, parent, begin, end, tokens, children."""
         last = len(self.path) - 1
         return [
             (
@@ -266,7 +266,7 @@ def test_outdated_paths_that_could_not_be_read_again_are_not_planned() -> None:
 
     with pytest.raises(KeyError, match="the tree"):
         batches.forest.update([a], [a, newcomer], set(), read_newcomers_only)
-    with pytest.raises(ValueError, match="path of request 0 is outdated and was not given anew"):
+    with pytest.raises(ValueError, match="path of request 0 is outdated and was not given again"):
         batches.scheduler.plan(batches.forest, np.full(2, 400, np.int32))
     batches.requests, a.path = [], [SYSTEM, UPPER, LOWER]
     assert batches.go_to([a, newcomer]) == (2, 0, 0, 0)

@@ -49,7 +49,7 @@ def _relative(path: Path) -> str:
 
 
 def _python(code: str) -> str:
-    """What a fresh interpreter prints that runs `code`."""
+    """Output of a fresh interpreter that runs `code`."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -213,9 +213,11 @@ def test_importing_is_light(module: str) -> None:
 
 
 def test_a_server_imports_little_that_sglang_does_not() -> None:
-    """Every process of a server imports the plug-in, and a scheduler imports the backend: neither
-    the command line nor the simulation, nor a package that SGLang or torch does without. What that
-    costs is measured in tests/sglang/test_plugin.py."""
+    """A server's processes import neither the command line nor the simulation.
+
+    Nor a package that SGLang or torch does without. Every process imports the plug-in, and a
+    scheduler imports the backend. tests/sglang/test_plugin.py measures what that costs.
+    """
     graph = grimp.build_graph(
         "sglang_pat", include_external_packages=True, exclude_type_checking_imports=True
     )

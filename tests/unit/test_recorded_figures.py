@@ -25,6 +25,44 @@ def test_every_block_is_shown_and_no_marker_is_broken() -> None:
     assert begun == re.findall(r"<!-- end of ([a-z-]+) -->", text)
 
 
+# Pages of evidence, limits and constants name the source of each number themselves.
+EVIDENCE = re.compile(
+    r"docs/(results|recorded-runs|kernels|kernels-log|measuring|advise|design/.*)\.md"
+)
+MEASURED = re.compile(r"\b\d+(?:\.\d+)?(?:x| us| ms)\b|\b\d+\.\d+ times\b")
+
+
+def measured_by_hand(page: str) -> list[str]:
+    """Gains and times in prose: outside of markers, code and comments."""
+    blocks = r"<!-- (?:recorded|generated): ([a-z-]+) -->.*?<!-- end(?: of|:) \1 -->"
+    for pattern in (blocks, r"<!--.*?-->", r"^ *```.*?^ *```", r"`[^`\n]*`"):
+        page = re.sub(pattern, "", page, flags=re.DOTALL | re.MULTILINE)
+    return MEASURED.findall(page)
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("It takes 3 ms, or 1.5x, or\n1.25 times as long.", ["3 ms", "1.5x", "1.25 times"]),
+        ("<!-- recorded: a -->\n3 ms\n<!-- end of a -->\n4 us", ["4 us"]),
+        ("```\n3 ms\n```\n`4 us` 5 tokens, 0.5.17, 10.x", []),
+    ],
+)
+def test_a_number_that_was_typed_is_found(page: str, expected: list[str]) -> None:
+    assert measured_by_hand(page) == expected
+
+
+def test_users_read_recorded_numbers_only() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    names = [str(page.relative_to(ROOT)) for page in pages]
+    typed = {
+        name: found
+        for name in names
+        if not EVIDENCE.fullmatch(name) and (found := measured_by_hand((ROOT / name).read_text()))
+    }
+    assert typed == {}, f"put them between markers of {recorded_figures.__name__}.py"
+
+
 def test_other_results_give_other_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,7 @@ def test_a_cache_of_one_byte_is_read_with_its_scales(
     sinks = make_sinks(8)
     scales = {"k_scale": as_scale(0.3), "v_scale": as_scale(5.0)}
     out, lse = attention.run(problem.q, *caches, **scales, sinks=sinks, return_lse=True)
-    # What no request may read is NaN in fp8 as well.
+    # KV that no request may read is NaN in fp8 as well.
     problem.k, problem.v = caches[0].double() * 0.3, caches[1].double() * 5.0
     exact, exact_lse = problem.dense(torch.float64, sinks=sinks)
     eps = torch.finfo(dtype).eps

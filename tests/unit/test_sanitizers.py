@@ -1,4 +1,4 @@
-"""What compute-sanitizer is run on, and how its words are taken."""
+"""Cases for compute-sanitizer, and the reading of its output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RACE = """========= COMPUTE-SANITIZER
 
 
 def counts(case: Case) -> dict[str, int]:
-    """What a case's plan consists of."""
+    """Contents of a case's plan."""
     needed = BufferSizes.needed_by(case.plan(case.config(HOPPER)))  # type: ignore[arg-type]
     return {**needed.plan.entries(), "num_shared_slots": needed.num_shared_slots}
 

@@ -234,7 +234,7 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
         return {"output_ids": [1, 2, 3, 4], "meta_info": {"spec_verify_ct": steps}}
 
     def passed(pat: float, steps: int) -> list[bool]:
-        # Of 20 requests, all but the one that is observed gain 2 tokens a step.
+        # 20 requests: each gains 2 tokens a step, except the one that is observed.
         runs = {
             name: [DecodeRun({0: ms / 4, 8: ms / 4}, 1.0, 1.0, [answer(1)] + [answer(count)] * 19)]
             for name, ms, count in (("pat", 20 * pat, steps), ("default", 20.0, 2))

@@ -54,8 +54,10 @@ def test_programs_beside_python_are_found(
 
 
 def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The script asks for each architecture with each dtype and head_dim, and keeps nothing that an
-    earlier build left."""
+    """The script asks for each architecture with each dtype and head_dim.
+
+    It keeps nothing that an earlier build left.
+    """
     namespace = runpy.run_path(str(WHEELS))
     add_kernels = namespace["add_kernels"]
     asked: list[jit.KernelConfig] = []
@@ -86,7 +88,7 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 class Builds:
-    """What `wheels.py` does, with a `uv` that knows some Pythons. events: in order."""
+    """Runs `wheels.py` with a `uv` that knows some Pythons. events: in order."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -238,7 +240,7 @@ def test_doctor_of_a_wheel_names_what_is_missing(installed: Path, tmp_path: Path
     done = in_empty_environment(installed, installed / "sglang-pat", "doctor", "--json", path)
     checks = {each["topic"]: each for each in json.loads(path.read_text())["checks"]}
     assert checks["C++ scheduler"]["status"] == "ok", done.stdout
-    assert checks["compiler"]["status"] == "ok", done.stdout  # NVRTC, which torch brings along
+    assert checks["compiler"]["status"] == "ok", done.stdout  # NVRTC, which comes with torch
     assert checks["SGLang"]["status"] != "ok"
 
 

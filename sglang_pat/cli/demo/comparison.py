@@ -1,4 +1,4 @@
-"""What the demo does, in a process of its own: serve the workload twice, compare, report.
+"""Process of the demo: serve the workload twice, compare, report.
 
 python -m sglang_pat.cli.demo.comparison REQUESTS [RESULT.json]
 """

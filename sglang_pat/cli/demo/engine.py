@@ -20,7 +20,7 @@ MAX_RUNNING_REQUESTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How the demo runs on this machine.
+    """Settings of the demo on this machine.
 
     Attributes
     ----------

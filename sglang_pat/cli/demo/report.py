@@ -74,7 +74,7 @@ def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> l
 
 
 def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
-    """Whether the two tokens tie in both runs, within the rounding of float16.
+    """True if the two tokens tie in both runs, within the rounding of float16.
 
     After a tie the runs continue different texts, so nothing more can be compared.
     """
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def decode_steps(self) -> int:
-        """How many decode steps there were: each builds a plan or reuses the last one."""
+        """Number of decode steps: each builds a plan or reuses the last one."""
         steps: int = self.stats["plans_built"] + self.stats["plans_reused"]
         return steps
 

@@ -38,8 +38,7 @@ class TinyModel:
     seed: int = 20
 
     def write(self, folder: Path | str) -> Path:
-        """Write configuration, weights and tokenizer to `folder`, which is made if it is
-        missing."""
+        """Write configuration, weights and tokenizer to `folder`; make it if it is missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n")
@@ -48,7 +47,7 @@ class TinyModel:
         return folder
 
     def config(self) -> dict[str, object]:
-        """What `config.json` holds."""
+        """Contents of `config.json`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -130,7 +129,6 @@ class TinyModel:
 
 
 def _word(token: int) -> str:
-    """Return the text of a token, spelled as in a vocabulary of bytes: Ġ is a space, Ċ a line
-    feed."""
+    """Return the text of a token, as in a vocabulary of bytes: Ġ is a space, Ċ a line feed."""
     endings = {0: "Ċ", 1: ".", 2: "and"}
     return f"Ġw{token}{endings.get(token % 20, '')}"

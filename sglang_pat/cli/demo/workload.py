@@ -23,7 +23,7 @@ FIRST_TOKEN_ID = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked, how many tokens come back, and the seconds from the start to its arrival."""
+    """Prompt, number of tokens to generate, and seconds from the start to its arrival."""
 
     prompt: list[int]
     num_new_tokens: int

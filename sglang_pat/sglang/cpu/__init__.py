@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Of a server that is not told another size.
+# KV pool of a server whose arguments name no size.
 KV_POOL_TOKENS = 32_768
 STUB_DIR = Path(__file__).resolve().parent / "stubs"
 
 
 def cuda_driver_is_present() -> bool:
-    """Whether the CUDA driver library can be loaded, which the `sgl_kernel` wheel needs.
+    """True if the CUDA driver library can be loaded, which the `sgl_kernel` wheel needs.
 
     This does not count devices: that would initialise the driver, and a process that forks later
     must not do that.

@@ -1,4 +1,4 @@
-"""SGLang's server on a machine without a CUDA driver:
+"""SGLang's server on a machine without a CUDA driver.
 
     python -m sglang_pat.sglang.cpu --model-path MODEL --attention-backend pat
 

@@ -1,1 +1,1 @@
-"""What runs once per layer: KV writes, attention under the plans of a step, trees of drafts."""
+"""Work of each layer: KV writes, attention under the plans of a step, trees of drafts."""

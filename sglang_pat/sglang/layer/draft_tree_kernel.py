@@ -21,7 +21,7 @@ _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
 
 def reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel reads caches of this type."""
+    """True if the kernel reads caches of this type."""
     if dtype is torch.float8_e4m3fn:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
     return True
@@ -54,7 +54,7 @@ def _merge_drafts(
     else:
         scale *= k_scale
     v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
-    # What was before the step is one more key: its logit is the LSE, its value the output.
+    # The KV before the step is one more key: its logit is the LSE, its value the output.
     most = tl.load(lse + row * num_heads + head, mask=in_group, other=0.0)
     total = tl.full((GROUP_PADDED,), 1.0, tl.float32)
     places = out + (row * num_heads + head[:, None]) * V_DIM + v_dim[None, :]

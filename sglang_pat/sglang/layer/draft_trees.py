@@ -47,8 +47,11 @@ class DraftTrees:
         self._biases = self._chain.expand(0, -1, -1)
 
     def take(self, forward_batch: Any, num_known: int, *, in_capture: bool) -> None:
-        """Go to the next step. num_known: its requests that have masks. Those behind are padding:
-        what their rows read does not matter."""
+        """Go to the next step.
+
+        num_known: its requests that have masks. Those behind are padding, whose reads do not
+        matter.
+        """
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
@@ -66,8 +69,9 @@ class DraftTrees:
 
 
 class DraftBlocks:
-    """The draft tokens of a step in which all requests read theirs alike: each token those before
-    it, or all of them. The plan has the first one.
+    """Draft tokens of a step in which all requests read theirs alike.
+
+    Each token reads those before it, or all of them. The plan has the first one.
 
     Where a draft model reads what was verified, SGLang has moved the accepted path to the front: a
     tree is a chain then.
@@ -103,16 +107,21 @@ class DraftBranches:
     """
 
     def __init__(self, num_steps: int, device: torch.device, reserved: int = 0) -> None:
+        self._num_steps = num_steps
         # All are read. Not replaced where it was reserved: graphs hold its address.
         self._biases = torch.zeros(reserved * num_steps, device=device)
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
 
     def take(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Go to the next round. out_cache_loc: SGLang's slots, `[rows * steps]`."""
+        """Go to the next round.
+
+        out_cache_loc: SGLang's slots, `[rows * drafts]`. No step reads the slot of a branch's last
+        draft.
+        """
         self._slots = out_cache_loc.view(num_rows, -1)
-        if len(self._biases) < self._slots.numel():
-            self._biases = self._biases.new_zeros(self._slots.numel())
+        if len(self._biases) < num_rows * self._num_steps:
+            self._biases = self._biases.new_zeros(num_rows * self._num_steps)
 
     def go_to(self, step: int) -> None:
         """Let rows read the drafts up to this step, counted from 0."""
@@ -192,7 +201,7 @@ def _merge_in_torch(
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # What was read before is one more key: its logit is the LSE.
+    # The KV that was read before is one more key: its logit is the LSE.
     rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
     weights = weights.nan_to_num_(nan=0.0)  # of padding, which reads nothing
@@ -227,8 +236,10 @@ def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) ->
 
 
 def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """SGLang's masks over all that requests have, as in `square_masks`, of these over the draft
-    tokens alone: bool `[requests, draft tokens, draft tokens]`."""
+    """SGLang's masks over whole requests, as in `square_masks`, from masks over draft tokens alone.
+
+    squares: bool `[requests, draft tokens, draft tokens]`.
+    """
     places, size = _square_places(seq_lens, squares.shape[-1])
     mask = torch.ones(int(size), dtype=torch.bool, device=squares.device)
     mask[places] = squares
@@ -236,8 +247,10 @@ def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where masks over all that requests have say which draft tokens each one reads: `[requests,
-    draft tokens, draft tokens]`; and how long these masks are."""
+    """Places of the draft tokens in masks over whole requests, and the length of these masks.
+
+    The places are `[requests, draft tokens, draft tokens]`.
+    """
     widths = seq_lens.long() + num_drafts
     ends = torch.cumsum(widths, 0) * num_drafts
     offsets = torch.arange(num_drafts, device=seq_lens.device)

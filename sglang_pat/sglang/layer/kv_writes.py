@@ -119,7 +119,7 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None,
     ) -> bool:
-        """Whether the kernel has written what store() is given."""
+        """Write the arguments of store() with the kernel; False if it cannot."""
         if writer.config.is_latent:
             cache = self._pool.get_key_buffer(layer.layer_id)
             rope = None if k_rope is None else k_rope.view(len(k_rope), 1, -1)
@@ -160,7 +160,7 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
 
 
 def _writer(model_runner: Any, shape: Shape) -> KvWriter | str:
-    """Of layers of a shape; or why there is none."""
+    """Writer for the layers of a shape; or the reason why there is none."""
     device = model_runner.req_to_token_pool.req_to_token.device
     config = KernelConfig.for_device(
         model_runner.dtype, shape.head_dim, device, shape.v_head_dim, model_runner.kv_cache_dtype

@@ -43,7 +43,7 @@ class StepPlans:
             attention.advance(seq_lens, tokens)
 
     def steps_left(self) -> int:
-        """How many more steps all plans serve: see `PackAttention.steps_left`."""
+        """Number of further steps that all plans serve: see `PackAttention.steps_left`."""
         return min(attention.steps_left() for attention in self._attentions)
 
     def sibling(self) -> StepPlans:
@@ -52,7 +52,7 @@ class StepPlans:
 
     @property
     def num_rows(self) -> int:
-        """Of the last step, padding included."""
+        """Number of rows of the last step, padding included."""
         return len(self._last.seq_lens)
 
     @property
@@ -62,7 +62,7 @@ class StepPlans:
 
     @property
     def executor(self) -> str:
-        """What runs the plans."""
+        """Executor that runs the plans."""
         return self._last.executor
 
     @property

@@ -1,1 +1,1 @@
-"""What operators read: the log, metrics, a stats file, and which layers pat decodes."""
+"""Reports for operators: the log, metrics, a stats file, and which layers pat decodes."""

@@ -27,7 +27,7 @@ class StepLog:
 
     @property
     def steps_left(self) -> int:
-        """How many steps may be added together with the next one, at the latest, for a line."""
+        """Number of steps that may be added together with the next one before a line is due."""
         return max(self._interval - self._steps - 1, 0)  # SGLang takes -1 for every step
 
     def add_steps(self, count: int = 1) -> None:
@@ -44,7 +44,7 @@ class StepLog:
         self._steps = 0
 
 
-# What is counted, and what steps and tokens are called.
+# Counters, and the names of their steps and tokens.
 _SPECULATION = (
     ("verify", "verify", "verified"),
     ("draft", "draft", "draft"),
@@ -87,7 +87,7 @@ def _reasons(before: Counters, counters: Counters) -> str:
 
 
 def _times(planning_ns: PlanningTimes) -> str:
-    """Of each kind of step that there was, the cheapest kind first."""
+    """Planning times by kind of step, the cheapest kind first; only kinds that occurred."""
     kinds = [kind for kind in get_args(StepKind) if planning_ns.get(kind)]
     percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
     return ", ".join(

@@ -1,4 +1,4 @@
-"""What decode steps have counted, and who decodes which layer, as metrics of Prometheus.
+"""Counts of decode steps, and who decodes which layer, as metrics of Prometheus.
 
 A decode step only appends to a list: a thread publishes.
 """
@@ -94,7 +94,7 @@ _COUNTERS = (
 
 
 class MetricClasses(NamedTuple):
-    """What makes metrics: prometheus_client, or classes of an embedder with the same interface."""
+    """Classes of metrics: prometheus_client's, or an embedder's with the same interface."""
 
     counter: Any
     gauge: Any
@@ -102,8 +102,10 @@ class MetricClasses(NamedTuple):
 
     @classmethod
     def of_prometheus(cls) -> MetricClasses:
-        """prometheus_client decides on import how it keeps values, and thus must not be imported
-        before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        """Return the classes of prometheus_client.
+
+        It decides on import how it keeps values, so SGLang must have set PROMETHEUS_MULTIPROC_DIR
+        before.
         """
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -119,7 +121,9 @@ class StepMetrics:
         read_counters: Callable[[], Counters],
         classes: MetricClasses | None = None,
     ) -> None:
-        """labels: of every metric. read_counters: called from another thread. classes: None for
+        """Make the metrics.
+
+        labels: of every metric. read_counters: called from another thread. classes: None for
         prometheus_client's.
         """
         self._metrics = _metrics(tuple(labels.items()), classes or MetricClasses.of_prometheus())
@@ -210,7 +214,7 @@ class _Metrics:
 
 
 class LayerMetrics:
-    """How many layers pat decodes, and how many the default backend does, by reason."""
+    """Number of layers that pat decodes, and of those of the default backend, by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """labels: of every metric. classes: None for prometheus_client's."""

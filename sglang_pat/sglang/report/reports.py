@@ -82,17 +82,17 @@ class StepReports:
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """What to call in each repeated step, if anything."""
+        """Callback for each repeated step, if any."""
         return None if self._stats_file is None else self._stats_file.mark
 
     @property
     def steps_left(self) -> int:
-        """How many steps may be repeated before add_step() must be called for the log."""
+        """Number of steps that may repeat before the log needs add_step()."""
         return sys.maxsize if self._log is None else self._log.steps_left
 
 
 def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
-    """Log a warning that names the option, if SGLang was told to keep no prefixes.
+    """Log a warning that names the option, if SGLang keeps no prefixes.
 
     Takes what SGLang has published of its options: `get_memory()` and `get_disagg()`.
     """
@@ -108,13 +108,13 @@ def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
 
 
 def rank_speaks() -> bool:
-    """Whether this rank logs. As in SGLang: all of a tensor-parallel group would say the same."""
+    """True if this rank logs. SGLang's rule: a tensor-parallel group would say the same thing."""
     parallel = get_parallel()
     return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
 
 
 def rank_publishes() -> bool:
-    """Whether this rank has metrics."""
+    """True if this rank has metrics."""
     observability = get_observability()
     return bool(
         observability.enable_metrics
@@ -123,7 +123,7 @@ def rank_publishes() -> bool:
 
 
 def scheduler_labels(model_runner: Any) -> dict[str, str]:
-    """The labels of SGLang's scheduler metrics, but for `priority`: a decode step has none."""
+    """The labels of SGLang's scheduler metrics, except `priority`: a decode step has none."""
     parallel, disaggregation = get_parallel(), get_disagg()
     labels = {
         "model_name": get_serving().served_model_name,
@@ -145,7 +145,7 @@ def scheduler_labels(model_runner: Any) -> dict[str, str]:
 
 
 def metric_classes() -> MetricClasses:
-    """What makes SGLang's scheduler metrics: embedders (Ray Serve) have classes of their own."""
+    """Classes of SGLang's scheduler metrics; embedders (Ray Serve) have classes of their own."""
     loggers = get_observability().stat_loggers or {}
     collector = loggers.get("scheduler", SchedulerMetricsCollector)
     own = MetricClasses(collector._counter_cls, collector._gauge_cls, collector._histogram_cls)

@@ -21,7 +21,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 class _Told:
-    """What this process has told last. SGLang may build its backend several times."""
+    """Last report of this process. SGLang may build its backend several times."""
 
     routes: dict[str, Any] | None = None
     # If there is a draft model: of its decode steps, and where it reads what was accepted.
@@ -66,15 +66,17 @@ def report_draft_routes(routes: Routes) -> None:
 
 
 def report_extend_routes(routes: Routes) -> None:
-    """As `report_draft_routes`, where the draft model reads what was accepted."""
+    """Report the routes of draft extend, as `report_draft_routes` does those of decode steps."""
     _Told.extend_routes = routes.as_json()
     if reports.rank_speaks():
         logger.info("draft model, reading what was accepted: %s", routes)
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info: its fields win over SGLang's arguments, which name the default
-    backend."""
+    """AFTER Scheduler.get_init_info: its fields replace SGLang's arguments.
+
+    Those name the default backend.
+    """
     told = _Told.routes
     decodes = told is not None and told["pat_layers"] > 0
     if told is not None and _Told.draft_routes is not None:

@@ -20,7 +20,7 @@ from sglang_pat.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-# What SIGKILL can lose is younger than this, and the time that a write takes.
+# SIGKILL loses only counts that are younger than this and the time of a write.
 WRITE_SECONDS = 0.05
 
 _SETTLED_SECONDS = 0.25
@@ -90,8 +90,9 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """What is in a stats file after the last step: waits until two readings are equal that are
-    further apart than the file lags behind. For when all requests have been answered.
+    """Return the contents of a stats file after the last step: all requests have been answered.
+
+    Waits for two equal readings that are further apart than the file lags behind.
 
     TimeoutError, naming the file, if it goes on changing.
     """

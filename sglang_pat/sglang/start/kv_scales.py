@@ -20,18 +20,18 @@ from sglang_pat.sglang.start.options import Reason
 _UNSCALED = ("torch_native",)
 # Scales in some versions of SGLang only.
 _UNCERTAIN = ("intel_amx",)
-# Of --kv-cache-dtype, what has more scales than one per layer.
+# Values of --kv-cache-dtype that have more than one scale per layer.
 _BLOCK_SCALED = ("mxfp8",)
 
 
 def is_converted(model_runner: Any) -> bool:
-    """Whether the pool has a type of one byte that pat converts."""
+    """True if the pool has a type of one byte that pat converts."""
     name = str(model_runner.kv_cache_dtype).removeprefix("torch.")
     return name in support.CONVERTED_KV_DTYPES
 
 
 def are_scaled(model_runner: Any, default: str) -> bool:
-    """Whether the scales of the layers apply to the pool under the default backend."""
+    """True if the scales of the layers apply to the pool under the default backend."""
     return is_converted(model_runner) and default not in _UNSCALED
 
 

@@ -36,8 +36,7 @@ def attention_backends() -> frozenset[str]:
 
 
 def _sources() -> Iterator[str]:
-    """Yield the text of the modules that define the server's arguments: SGLang's and its
-    plug-ins'."""
+    """Yield the text of the modules that define SGLang's server arguments and its plug-ins'."""
     for folder in _folders("sglang"):
         arguments = folder / "srt"
         yield from _texts(arguments / "server_args.py", *arguments.glob("arg_groups/**/*.py"))

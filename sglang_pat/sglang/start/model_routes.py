@@ -59,7 +59,7 @@ def routes_of_model(path: str) -> Routes:
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:
-    """What a model asks for while it is built: the only rank, which talks to nobody."""
+    """Set up what a model asks for while it is built: the only rank, which talks to nobody."""
     from sglang.srt import distributed, runtime_context
     from sglang.srt.layers.dp_attention import initialize_dp_attention
 

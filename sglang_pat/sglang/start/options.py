@@ -74,8 +74,10 @@ def attention_backends(arguments: Any) -> tuple[str, str]:
 
 
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
-    """Whether pat is to compute a request alike in any batch: asked for by its own variable, or by
-    SGLang's deterministic inference, which a target for on-policy training turns on too.
+    """True if pat must compute a request alike in any batch.
+
+    Its own variable asks for that, or SGLang's deterministic inference, which a target for
+    on-policy training turns on too.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
@@ -129,7 +131,7 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
 
 
 def _plan_stream_waits(arguments: Any) -> bool:
-    """Whether SGLang's plan stream waits for the forward stream before each use.
+    """True if SGLang's plan stream waits for the forward stream before each use.
 
     It does in 0.5.23, and not in 0.5.17: pat would write into buffers of graphs that are running.
     The modules are read, and not imported: that takes seconds.
@@ -182,8 +184,7 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 
 def drafts_now(arguments: Any) -> int:
-    """Return how many draft tokens of each request are verified over the backends that SGLang
-    builds now."""
+    """Return the draft tokens per request that the backends verify which SGLang builds now."""
     if resolved(arguments, "speculative_adaptive"):  # it says so while it builds them
         from sglang.srt.runtime_context import get_spec
 
@@ -197,9 +198,9 @@ def branches_of(arguments: Any) -> int:
 
 
 def early_reason(arguments: Any) -> Reason | None:
-    """What resolved server arguments alone tell, before there is a model.
+    """Reason from resolved server arguments alone, before there is a model.
 
-    As `server_reason`, and what becomes the reason of each layer once the KV pool is there.
+    It includes `server_reason`, and what becomes each layer's reason once the KV pool is there.
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")

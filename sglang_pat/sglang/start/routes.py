@@ -21,10 +21,10 @@ from sglang_pat.sglang.start.kv_scales import are_scaled, is_converted, scales_r
 from sglang_pat.sglang.start.options import Reason, drafts_of, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
-# What SGLang's models call the sinks that they pass to their attention layers. For the log alone:
+# Names that SGLang's models give to the sinks of their attention layers. Only for the log:
 # what is passed is applied.
 _SINKS = ("sinks", "attention_sink_bias")
-# What models pass to a layer beside queries, keys and values.
+# Arguments that models pass to a layer beside queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
@@ -98,7 +98,7 @@ class Routes:
         whole: Reason | None,
         reason_of: Callable[[RadixAttention], Reason | None],
     ) -> Routes:
-        """As `of_runner`, of reasons that are known."""
+        """Routes of a model for known reasons; see `of_runner`."""
         layers = attention_layers(model)
         if whole is None and not layers:
             name = type(model).__name__
@@ -118,8 +118,11 @@ class Routes:
         return routes
 
     def reason_to_leave(self, layer: RadixAttention, arguments: dict[str, Any]) -> Reason | None:
-        """Why the default backend must attend, as only a step shows: a layer that its model passes
-        what pat would ignore, or that was not found. None: there is no reason, or it is known."""
+        """Return why the default backend must attend, for a reason that only a step shows.
+
+        The model passes the layer an argument that pat would ignore, or the layer was not found.
+        None: there is no reason, or it is known.
+        """
         layer_id = layer.layer_id
         shape = self.shapes.get(layer_id)
         if shape is not None:
@@ -206,8 +209,10 @@ class Routes:
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """The attention layers of a model's part on this rank: its modules, and those that a module
-    keeps in a plain list or dict, as SGLang's wrapper of models of transformers does.
+    """Attention layers of a model's part on this rank.
+
+    They are its modules, and those that a module keeps in a plain list or dict, as SGLang's wrapper
+    of models of transformers does.
 
     Of latent attention the absorbed one: its twin of the same id attends in prompts.
     """
@@ -259,8 +264,10 @@ def model_reason(config: Any) -> Reason | None:
 
 
 def _is_sparse(config: Any) -> bool:
-    """Whether SGLang puts a sparse backend of the model's own over the default backend, or in its
-    place: layers that pat would count as its own never reach it."""
+    """True if SGLang runs the model on a sparse backend of its own.
+
+    It lies over the default backend or replaces it, so layers that pat would count never reach pat.
+    """
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
     if is_sparse or hasattr(text_config, "wrap_attention_backend"):
@@ -273,8 +280,10 @@ def _is_sparse(config: Any) -> bool:
 
 
 def window_reason(model: torch.nn.Module) -> Reason | None:
-    """Why pat decodes nothing of a model whose class asks for a window that its layers do not
-    mention: fa3 reads of the tokens behind the prompt the last ones alone."""
+    """Reason to decode nothing of a model: its class asks for a window that its layers do not name.
+
+    Of the tokens behind the prompt, fa3 reads only the last ones there.
+    """
     asks = getattr(model, "is_prefill_aware_swa", None)
     return Reason("sliding window", "behind the prompt") if asks is not None and asks() else None
 
@@ -294,7 +303,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
 
 
 def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
-    """Whether there are no kernels for a device. A CPU needs none."""
+    """True if there are no kernels for a device. A CPU needs none."""
     if device == "cpu":
         return None
     if device != "cuda" or torch.version.hip is not None:
@@ -347,7 +356,7 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
 
 
 def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Whether a layer's KV is not one row per slot, of which the first columns are the values."""
+    """True if a layer's KV is not one row per slot, with values in its first columns."""
     pool = model_runner.token_to_kv_pool
     name = type(pool).__name__
     if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own
@@ -373,8 +382,11 @@ def shape_reason(
     chunk_size: int | None,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Reason | None:
-    """Why pat does not decode a layer, by its description. chunk_size: of the layers with RoPE in
-    models that attend within chunks. types: see `Routes.of_runner`."""
+    """Reason not to decode a layer, by its description; None: pat decodes it.
+
+    chunk_size: of the layers with RoPE in models that attend within chunks. types: see
+    `Routes.of_runner`.
+    """
     if layer.is_cross_attention:
         return Reason("attention", "cross attention")
     if layer.attn_type not in types:
@@ -406,7 +418,7 @@ def shape_reason(
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Whether the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
+    """True if the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")

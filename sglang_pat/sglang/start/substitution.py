@@ -59,7 +59,7 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
 
 
 def is_asked_for(arguments: Any) -> bool:
-    """Whether `pat` was chosen for decode, before it was substituted."""
+    """True if `pat` was chosen for decode, before it was substituted."""
     return getattr(arguments, _ASKED_FOR, False)
 
 

@@ -1,1 +1,1 @@
-"""What runs once per step: does it repeat the last one, and if not, what is its plan?"""
+"""Work of each step: repeat the last one, or make a plan."""

@@ -89,15 +89,14 @@ _Ends = list[tuple[int, int]]
 
 
 class _Planned(NamedTuple):
-    """What the last plan was built from: the signature of the requests, and the slots of each."""
+    """Input of the last plan: the signature of the requests, and the slots of each."""
 
     signature: Hashable
     slots: list[torch.Tensor]
 
 
 class StepChecker:
-    """Raises RuntimeError, naming the request, if a step does not find the KV that its plan
-    reads."""
+    """Raise RuntimeError that names a request whose KV is not what the plan of the step reads."""
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
@@ -138,8 +137,10 @@ class StepChecker:
 
 
 def check_growth(before: IntArray, now: IntArray) -> None:
-    """Raises RuntimeError unless each length, 0 of padding aside, is one more than before: what
-    repeated steps rely on (`sglang/step/reuse.py`). int32 `[num_rows]`, of one batch in two steps.
+    """Raise RuntimeError unless each length, except 0 of padding, is one more than before.
+
+    Repeated steps rely on that (`sglang/step/reuse.py`). int32 `[num_rows]`, of one batch in two
+    steps.
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(
@@ -169,7 +170,7 @@ def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:
-    """The forest's paths must be those of the tree, but for splits."""
+    """The forest's paths must be those of the tree, except splits."""
     kept = [[(node_id, end) for node_id, _, end in path] for path in forest.paths()]
     if len(kept) != len(reqs):
         raise RuntimeError(f"the paths of {len(kept)} requests were kept for {len(reqs)}")
@@ -232,7 +233,7 @@ class RankChecker:
 
 
 def digest(plan: DecodePlan) -> str:
-    """Of all that the kernels read of the plan."""
+    """Digest of all that the kernels read of the plan."""
     state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
     for name, *_ in PLAN_SECTIONS:
         state.update(getattr(plan, name).tobytes())

@@ -62,7 +62,8 @@ class Decoder:
         routes: Routes,
         kinds: Sequence[StepKind],
     ) -> None:
-        """
+        """Make the decoder of a model.
+
         Parameters
         ----------
         model_runner
@@ -95,7 +96,7 @@ class Decoder:
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether steps verify drafts that may branch."""
+        """True if steps verify drafts that may branch."""
         return any(kind.has_masks for kind in self.kinds)
 
     # --- once per step ---
@@ -308,8 +309,10 @@ class ServedDecoder(Decoder):
         self._reports.start()
 
     def new_extend(self, routes: Routes, count: int) -> DraftExtend:
-        """Return the kind of step in which a draft model with these layers reads drafts, so many of
-        each request. Plans are made for the shapes of its layers, too."""
+        """Return draft extend for a draft model with these layers and `count` tokens per request.
+
+        Plans are made for the shapes of its layers, too.
+        """
         more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
         if more:
             self._microbatches.add(partial(self._new_plans, more))

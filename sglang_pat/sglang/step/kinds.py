@@ -96,8 +96,10 @@ class StepKind:
         """Let `apart` be that of a step, of so many requests and padding."""
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        """While a graph is captured: let it write what its rows read, of the lengths that SGLang
-        puts in place before each replay."""
+        """Let a graph that is being captured write what its rows read.
+
+        It writes them from the lengths that SGLang puts in place before each replay.
+        """
 
     def reserve(self, max_requests: int) -> int:
         """Allocate what graphs of up to so many requests capture. Returns their rows."""
@@ -252,8 +254,11 @@ class DraftExtend(StepKind):
         self._counted: Any = None  # SGLang's drafts of the last step
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
-        """Read the step as the verify step before it: requests are longer by all draft tokens now,
-        accepted or not. SGLang may show buffers of the largest graph, and announces no padding."""
+        """Read the step as the verify step before it.
+
+        Requests are longer by all draft tokens now, accepted or not. SGLang may show buffers of the
+        largest graph, and announces no padding.
+        """
         size, count = forward_batch.batch_size, self.shape.per_request
         view = super().view(forward_batch, requests)
         on_host = view.seq_lens_cpu

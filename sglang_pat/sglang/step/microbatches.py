@@ -33,7 +33,8 @@ class Microbatches:
     """Finds the microbatch of a step by its requests."""
 
     def __init__(self, count: int, new_plans: Callable[..., StepPlans], *, strict: bool) -> None:
-        """
+        """Make the plans of the batches that take turns.
+
         Parameters
         ----------
         count : int
@@ -89,10 +90,12 @@ class Microbatches:
         return first
 
     def reserve(self, **reservation: int) -> None:
-        """Allocate the buffers that CUDA graphs capture. All microbatches share them: the graphs
-        are captured once, so a microbatch sends its plan again when another was there in between.
-        Where as much is reserved already, it stays: graphs of a draft model have captured it, and
-        are not captured anew with those of the model. reservation: arguments of PackAttention.
+        """Allocate the buffers that CUDA graphs capture.
+
+        All microbatches share them: the graphs are captured once, so a microbatch sends its plan
+        again when another was there in between. If as much is reserved already, it stays: graphs of
+        a draft model have captured it, and are not captured again with those of the model.
+        reservation: arguments of PackAttention.
         """
         if reservation == self._reservation:
             return

@@ -26,7 +26,8 @@ class RepeatedSteps:
     def __init__(
         self, on_count: Callable[[PlanningTime], None], on_step: Callable[[], None] | None = None
     ) -> None:
-        """
+        """Count the steps that repeat the last one.
+
         Parameters
         ----------
         on_count : callable

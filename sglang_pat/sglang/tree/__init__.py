@@ -1,1 +1,1 @@
-"""What SGLang tells of a step and of its radix tree, as host data for the planner."""
+"""Input from SGLang, its steps and its radix tree, as host data for the planner."""

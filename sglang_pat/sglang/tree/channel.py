@@ -33,7 +33,7 @@ class StepRequests(NamedTuple):
 
 
 class PathKeeper(Protocol):
-    """Keeps the paths of requests, and is told when they may have changed."""
+    """Keeps the paths of requests, and gets notes of when they may have changed."""
 
     def note_moved(self, ids: Collection[int]) -> None: ...
 
@@ -41,7 +41,7 @@ class PathKeeper(Protocol):
 
 
 class StepChannel:
-    """What SGLang runs right now in this process, whose scheduler is a single thread.
+    """Batch that SGLang runs right now in this process, whose scheduler is a single thread.
 
     A batch is noted when it is made. `enter()` and `leave()` enclose its forward. A backend that
     decodes it calls `acknowledge()`: a batch that nobody acknowledged has decoded elsewhere, so the
@@ -52,7 +52,7 @@ class StepChannel:
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_acknowledged = False
         self._acknowledged: StepRequests | None = None  # the last one
-        # Of the last batch, if pat decoded it: equal lists of later steps become this one.
+        # Requests of the last batch, if pat decoded it: equal lists of later steps become this one.
         self._last_reqs: list[Request] = []
         self._last_drafting: list[Request] = []  # of the last batch that a draft model decodes
         self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now
@@ -60,7 +60,7 @@ class StepChannel:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether the step that is being run is known."""
+        """True if the step that is being run is known."""
         return self._step is not None
 
     def subscribe(self, keeper: PathKeeper) -> None:
@@ -105,8 +105,10 @@ class StepChannel:
         return StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
 
     def note_blocks(self, batch: Any | None) -> None:
-        """SGLang's draft model gives blocks of drafts for the scheduler's `batch`, in a batch that
-        is not made of it. None: it has given them."""
+        """Note the scheduler's `batch` for which SGLang's draft model gives blocks of drafts.
+
+        They come in a batch that is not made of it. None: it has given them.
+        """
         is_known = batch is not None and batch.reqs
         self._blocks = self._drafting_step(batch) if is_known else None
 
@@ -151,19 +153,21 @@ class StepChannel:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Of a batch that was noted when it was made, or of a copy of it."""
+    """Requests of a batch that was noted when it was made, or of a copy of it."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
 def step_of_extend(forward_batch: Any) -> StepRequests | None:
-    """Of a batch in which a draft model reads what was accepted, if it was noted when it was made
-    and its requests were in the last verify step."""
+    """Requests of a draft-extend batch.
+
+    None unless the batch was noted when it was made and its requests were in the last verify step.
+    """
     return requests_of(forward_batch.spec_info)
 
 
 def note_same_step(drafts: Any, noted: Any) -> None:
-    """What SGLang shows of drafts is of the same step as what it has shown of them before."""
+    """Note that SGLang shows drafts of the same step as before."""
     step = requests_of(noted)
     if step is not None:
         setattr(drafts, _NOTE, step)
@@ -214,8 +218,7 @@ def _within(
 def _around_blocks(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND forward_batch_generation of a worker that drafts blocks for a batch and verifies
-    them."""
+    """AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
     CHANNEL.note_blocks(batch)
     try:
         return original(worker, batch, *args, **kwargs)

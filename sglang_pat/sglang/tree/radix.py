@@ -26,7 +26,7 @@ _PYTHON_NODE_TREES = (
 _ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
 _FULL_COMPONENT = 0  # ComponentType.FULL of id trees
-# What nodes of an id tree may hold. We read FULL alone, the slots of layers that see all tokens.
+# Components of an id tree's nodes. We read only FULL, the slots of layers that see all tokens.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 _FULL_COMPONENTS = tuple(
     f"sglang.srt.mem_cache.unified_cache.components.{module}.FullComponent"
@@ -107,7 +107,7 @@ def _is_readable(tree: Any) -> bool:
 
 
 def _has_full_component(tree: Any) -> bool:
-    """Whether the nodes of an id tree hold the slots of full attention, by rules that we know.
+    """True if the nodes of an id tree hold the slots of full attention, by rules that we know.
 
     Trees of hybrid models hold window slots or states beside them, which come and go by other
     rules. A lock on the full slots reaches from a request's last node up to the root.
@@ -121,13 +121,13 @@ def _has_full_component(tree: Any) -> bool:
 
 
 def _shows_paths(core: Any) -> bool:
-    """Whether the core of an id tree has a way to its nodes. The first ones in Rust had none."""
+    """True if the core of an id tree has a way to its nodes. The first ones in Rust had none."""
     in_rust = hasattr(core, "_binding")
     return not in_rust or hasattr(core, "collect_path_info") or _climbs(core)
 
 
 def _climbs(core: Any) -> bool:
-    """Whether a core in Rust tells the parent and the length of one node at a time (0.5.21)."""
+    """True if a core in Rust gives the parent and the length of one node at a time (0.5.21)."""
     binding = getattr(core, "_binding", None)
     return hasattr(core, "validate_buffer_backup") and hasattr(binding, "get_node_key_lengths")
 
@@ -328,12 +328,12 @@ def prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
     return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
 
 
-# Of nodes that are in no tree. A tree counts its nodes from 0.
+# Ids of nodes that are in no tree. A tree counts its nodes from 0.
 _NODE_IDS = count(1 << 62)
 
 
 def new_node_id() -> int:
-    """Of a node that is in no tree."""
+    """Fresh id for a node that is in no tree."""
     return next(_NODE_IDS)
 
 

@@ -69,7 +69,8 @@ class BatchReader:
     """
 
     def __init__(self, channel: StepChannel = CHANNEL, *, strict: bool = False) -> None:
-        """
+        """Make a reader of one model's batches.
+
         Parameters
         ----------
         channel : StepChannel
@@ -103,13 +104,15 @@ class BatchReader:
         return SharedStep(self._source_of_rows(), self._reqs, self._forest)
 
     def knows(self, step: StepRequests) -> bool:
-        """Whether the step's first request was in the last step that this reader has read."""
+        """True if the step's first request was in the last step that this reader has read."""
         reqs = self._reqs if self._drafts is None else self._drafts.reqs
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def room(self, tokens: int) -> IntArray:
-        """Return by how many tokens each request of the last step may grow, where requests
-        speculate and the plan serves growth by so many tokens."""
+        """Return by how many tokens each request of the last step may grow.
+
+        tokens: growth that the plan serves, where requests speculate.
+        """
         room = np.full(len(self.lens), tokens, dtype=np.int32)
         if self._drafts is not None:
             room = np.minimum(room, self._drafts.longest - self._committed)
@@ -155,8 +158,10 @@ class BatchReader:
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
-        """The batch that was just read, as one in which nothing is shared. Counted if there is a
-        reason."""
+        """Return the batch that was just read, as one in which nothing is shared.
+
+        It is counted if there is a reason.
+        """
         self._shares = False
         if reason is not None:
             self._count_private(reason)
@@ -194,7 +199,7 @@ class BatchReader:
         self._tree = tree
 
     def forget(self) -> None:
-        """Read all paths anew in the next step that may share."""
+        """Read all paths again in the next step that may share."""
         self._reqs = []
         self._moved.clear()
 

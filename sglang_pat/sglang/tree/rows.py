@@ -77,7 +77,7 @@ class RowShape:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the rows are drafts that may branch."""
+        """True if the rows are drafts that may branch."""
         return self.are_drafts and self.step == 0
 
     def lengths(self, lengths: IntArray) -> IntArray:
@@ -103,8 +103,9 @@ DECODE_ROWS = RowShape()
 
 
 class RowTensors:
-    """`req_pool_indices` and `seq_lens` of rows on the device: written in each step, as SGLang has
-    them of requests.
+    """`req_pool_indices` and `seq_lens` of rows on the device, written in each step.
+
+    SGLang has the same of requests.
 
     A captured graph needs memory that does not move: `reserved` rows. Without, each step has its
     own.
@@ -206,8 +207,7 @@ class RowGroup:
 
 
 def _with_group(req: Request | Row) -> tuple[Request, RowGroup | None]:
-    """Return the request of a row, or the request itself, and the group; a leader of beams has one,
-    too."""
+    """Return the request of a row, or the request, and the group; leaders of beams have one."""
     if isinstance(req, Row):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
@@ -217,7 +217,8 @@ class GroupSource:
     """A RadixSource of rows, and of requests among them."""
 
     def __init__(self, source: RadixSource, req_to_token_pool: Any) -> None:
-        """
+        """Make the reader of rows.
+
         Parameters
         ----------
         source : RadixSource
@@ -310,7 +311,7 @@ class DraftGroups:
 
     @property
     def longest(self) -> IntArray:
-        """How much requests may have committed until their paths are read again."""
+        """Tokens that requests may have committed until their paths are read again."""
         return self._ends + MAX_READ_APART
 
 

@@ -1,4 +1,4 @@
-"""Whether pat reads an SGLang that it was not tested with as it should.
+"""Self-test for SGLang versions that pat was not tested with.
 
 SGLang's own requests find their prompts in a small tree of SGLang's own cache, and their paths are
 read as those of a running batch. That takes milliseconds, on the CPU.

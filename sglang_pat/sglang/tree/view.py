@@ -68,8 +68,9 @@ class StepView(NamedTuple):
         )
 
     def lengths(self, reqs: Sequence[Request] | None) -> IntArray:
-        """Return the lengths of the requests on the host, 0 behind them. A copy: SGLang may write
-        to its own.
+        """Return the lengths of the requests on the host, 0 behind them.
+
+        A copy, because SGLang may write to its own.
 
         reqs: see `host_lengths`.
         """

@@ -1,0 +1,190 @@
+"""CUDA graphs acted out on a CPU: a plug-in of SGLang for tests.
+
+A graph reads buffers that stay in place, in which a replay finds the step. Here pat prepares each
+step as before a replay, of this graph or that or of none, and what the graph has recorded is done.
+Then the layers run as always. KV that is free is spoilt before each step. So the answers are wrong
+where a plan that was reused is not the plan of the step.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_plugins import install_plugin
+
+MAX_REQUESTS = 8
+SIZES = (1, 2, 4, 6, 8)  # of graphs
+STAYS = 0.8  # how often a step goes on as the one before it
+
+
+def act_out_graphs(folder: Path, environment: pytest.MonkeyPatch) -> None:
+    """Let engines that are started from now on use the plug-in."""
+    install_plugin(folder, "sglang_acted_graphs")
+    environment.syspath_prepend(folder)  # which the engine's processes inherit
+
+
+class Place:
+    """Where the steps of a backend run: SGLang's buffers, and the graph that is chosen."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(1)
+        self._choice = 0
+        self._rows = torch.zeros(MAX_REQUESTS, dtype=torch.int64)
+        self._lens = torch.ones(MAX_REQUESTS, dtype=torch.int64)
+        self._slots = torch.zeros(0, dtype=torch.int64)
+
+    def size(self, count: int) -> int:
+        """Return the size of a graph for so many requests: one that is padded or not. 0: none."""
+        if self._random.random() > STAYS:
+            self._choice = self._random.randrange(6)
+        if not 0 < count <= MAX_REQUESTS or self._choice == 0:
+            return 0
+        fits = [size for size in SIZES if size >= count]
+        return fits[0] if self._choice < 4 else fits[-1]
+
+    def view(self, batch: Any, size: int) -> Any:
+        """Return what SGLang shows before it replays a graph for a batch."""
+        count = batch.batch_size
+        self._rows.zero_()
+        self._lens.fill_(1)
+        self._rows[:count] = batch.req_pool_indices[:count]
+        self._lens[:count] = batch.seq_lens[:count]
+        on_host = batch.seq_lens_cpu
+        if on_host is not None:
+            on_host = torch.cat((on_host[:count], on_host.new_ones(size - count)))
+        noted = {name: value for name, value in vars(batch).items() if name.startswith("_sglang")}
+        return SimpleNamespace(
+            batch_size=size,
+            forward_mode=batch.forward_mode,
+            req_pool_indices=self._rows[:size],
+            seq_lens=self._lens[:size],
+            seq_lens_cpu=on_host,
+            num_padding=size - count,
+            out_cache_loc=batch.out_cache_loc,
+            spec_info=batch.spec_info,
+            input_ids=batch.input_ids,
+            **noted,
+        )
+
+    def slots(self, batch: Any, size: int) -> torch.Tensor:
+        """Return the slots of a batch, where they are for graphs."""
+        slots = batch.out_cache_loc
+        per_request = len(slots) // batch.batch_size
+        if not len(self._slots):
+            self._slots = torch.zeros(MAX_REQUESTS * per_request, dtype=torch.int64)
+        self._slots.zero_()
+        self._slots[: len(slots)] = slots
+        return self._slots[: size * per_request]
+
+
+class Spoiler:
+    """Overwrites the KV of free slots, in the pools of a model and of its draft model."""
+
+    def __init__(self) -> None:
+        self._allocator: Any = None
+        self._buffers: list[torch.Tensor] = []
+
+    def watch(self, model_runner: Any) -> None:
+        """Spoil the pool of this model, too."""
+        self._allocator = model_runner.token_to_kv_pool_allocator
+        for name in ("k_buffer", "v_buffer", "kv_buffer"):
+            self._buffers += getattr(model_runner.token_to_kv_pool, name, ())
+
+    def spoil(self) -> None:
+        """Overwrite what is free by now."""
+        page_size = self._allocator.page_size
+        for pages in (self._allocator.free_pages, self._allocator.release_pages):
+            if pages is not None and len(pages):
+                slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
+                for buffer in self._buffers:
+                    buffer[slots] = 9
+
+
+def register() -> None:
+    """Act out graphs in this process, and in those that are forked from it."""
+    from sglang_pat.sglang.backend import PatDraftSteps, PatMixin
+    from sglang_pat.sglang.layer.attention import LayerAttention
+    from sglang_pat.sglang.layer.draft_trees import DraftTrees
+    from sglang_pat.sglang.step.kinds import BranchRound
+    from sglang_pat.sglang.tree.channel import CHANNEL, requests_of
+
+    spoiler = Spoiler()
+    init_layers = LayerAttention.__init__
+    eager, keys = PatMixin.init_forward_metadata, DraftTrees.keys
+    eager_round = PatDraftSteps.init_forward_metadata
+    places: dict[int, Place] = {}
+
+    def place_of(owner: Any) -> tuple[Place, bool]:
+        is_new = id(owner) not in places
+        return places.setdefault(id(owner), Place()), is_new
+
+    def watch(layers: Any, model_runner: Any, routes: Any) -> None:
+        init_layers(layers, model_runner, routes)
+        spoiler.watch(model_runner)
+
+    def prepare(backend: Any, batch: Any) -> None:
+        spoiler.spoil()
+        kind = backend._pat_kinds.get(batch.forward_mode)
+        if kind is None or not backend._pat_routes.shapes:
+            eager(backend, batch)
+            return
+        place, is_new = place_of(backend)
+        if is_new and kind.follows is None:
+            backend._pat.reserve(MAX_REQUESTS, backend._pat_kinds.values())
+        size = place.size(batch.batch_size)
+        if size == 0:
+            eager(backend, batch)
+            return
+        if backend._pat_routes.delegated:
+            backend._prepare_default(batch)
+        view = place.view(batch, size)
+        # SGLang loads verify steps into graphs before their forward.
+        is_first = not CHANNEL.is_within_step and requests_of(batch) is not None
+        outer = CHANNEL.enter(batch) if is_first else None
+        backend._pat_kind, backend._pat_is_captured = kind, False
+        backend._pat_plans = backend._pat.plan_captured(kind, view)
+        kind.record_in_graph(view)
+        read_again(backend._pat_plans)
+        if is_first:
+            CHANNEL.leave(outer)
+
+    def prepare_round(steps: Any, batch: Any) -> None:
+        spoiler.spoil()
+        place, is_new = place_of(steps)
+        if is_new:
+            steps._pat.reserve(MAX_REQUESTS)
+        size = place.size(batch.batch_size) if steps._pat_layers.routes.shapes else 0
+        if size == 0:
+            eager_round(steps, batch)
+            return
+        if steps._takes_default():
+            super(PatDraftSteps, steps).init_forward_metadata(batch)
+        view, kind = place.view(batch, size), steps._pat_round
+        steps._pat_plans = steps._pat.plan_captured(kind, view)
+        kind.record_in_graph(view)
+        if isinstance(kind, BranchRound):
+            kind.apart.take(place.slots(batch, size), size * kind.shape.per_request)
+        else:
+            kind._at = -1  # each step has captured its own lengths
+        read_again(steps._pat_plans)
+
+    def read_again(plans: Any) -> None:
+        """Let plans read lengths and slots, as kernels do in each replay."""
+        for attention in plans._attentions:
+            attention._executor.reuse_plan(attention._executor._step)
+
+    def padded_keys(
+        trees: Any, forward_batch: Any, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slots, biases = keys(trees, forward_batch, num_rows)
+        return torch.cat((slots, slots.new_zeros(num_rows - len(slots)))), biases
+
+    LayerAttention.__init__ = watch  # type: ignore[method-assign]
+    PatMixin.init_forward_metadata = prepare  # type: ignore[method-assign]
+    PatDraftSteps.init_forward_metadata = prepare_round  # type: ignore[method-assign]
+    DraftTrees.keys = padded_keys  # type: ignore[method-assign]
