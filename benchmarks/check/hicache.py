@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from check import logits
-from check.answers import agreement
 from check.logits import (
     COMMON,
     FLOAT32_LIMIT,
@@ -36,6 +35,7 @@ from check.logits import (
 from common.counters import difference, read_ratio
 from common.results import report
 from common.terminal import console
+from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.sglang.cpu import cuda_driver_is_present

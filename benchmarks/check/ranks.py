@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from check.answers import agreement
 from check.cpu_ranks import environment_of_ranks
 from check.logits import (
     COMMON,
@@ -44,6 +43,7 @@ from check.qwen3 import write_qwen3
 from common.results import report
 from common.suites import Refused, add_option
 from common.terminal import console
+from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import Start, contender, running_servers
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present

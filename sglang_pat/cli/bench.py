@@ -11,47 +11,36 @@ that has become warm is no faster.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.arguments import whole_number
-from sglang_pat.cli.gpus import Gpu, find_gpus
-from sglang_pat.output_file import check_outputs, output_or_stdout, write_output
-from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
+from sglang_pat.cli.gpus import Gpu
+from sglang_pat.cli.server_options import (
+    CPU_ARGUMENTS,
+    GPU_ARGUMENTS,
+    add_server_options,
+    backend_name,
+    check_server_options,
+    new_console,
+    run_metadata,
+    server_flags,
+    usable_gpus,
+)
+from sglang_pat.output_file import check_outputs, write_output
 from sglang_pat.workload.models import MODEL_NAMES, config_file, read_whole_config
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from sglang_pat.bench.cases import Case
     from sglang_pat.bench.comparison import Compared, Measured
 
 DESCRIPTION = "measure pat against the present attention backend in SGLang's server"
-DEFAULT = "default"
 TOKENS = 136  # of an answer
-_PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
-_GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # half of the time of a start
-_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two come with SGLang
-_OWN_FLAGS = (
-    *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
-    *("--host", "--port", "--help"),
-)
-_CPU_ARGUMENTS = {
-    "device": "cpu",
-    "dtype": "float32",
-    "disable_cuda_graph": True,
-    "max_total_tokens": 32768,
-    "mem_fraction_static": 0.95,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="CONFIG",
         help=f"the path of a config.json or of its folder, or {', '.join(MODEL_NAMES)}",
-    )
-    parser.add_argument(
-        "--against",
-        default=DEFAULT,
-        metavar="BACKEND",
-        help="a backend of SGLang (default: the one that SGLang chooses)",
     )
     parser.add_argument(
         "--weights", action="store_true", help="load the model's weights (default: random ones)"
@@ -96,24 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of each request where nothing is shared (default: 1024)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu: only to see that it works, with a tiny model (default: cuda)",
-    )
-    parser.add_argument(
-        "--server-args",
-        default="",
-        metavar="ARGS",
-        help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
-    )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="everything, as JSON; -: to stdout, and all else to stderr",
-    )
+    add_server_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -126,11 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         label, config = read_whole_config(arguments.model)
         check_outputs({"--json": arguments.json}, [config_file(arguments.model)])
         _check_options(arguments)
+        gpus = usable_gpus(arguments)
     except (ValueError, OSError) as error:
         return _refuse(error)
-    gpus = find_gpus()
-    if arguments.device == "cuda" and not gpus:
-        return _refuse("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
     from sglang_pat.bench import comparison
     from sglang_pat.bench.http_server import RefusedArguments
 
@@ -177,9 +141,9 @@ def _conclude(
         failure = failure or str(error)
     verdict = None
     if compared:
-        other = _backend_name(arguments.against, measured[arguments.against].info)
+        other = backend_name(arguments.against, measured[arguments.against].info)
         verdict = comparison.verdict(compared, other)
-        console = _console()
+        console = new_console()
         console.print(_table(compared, other))
         console.print(verdict, soft_wrap=True)  # one line in a pipe
     if failure is not None:
@@ -188,12 +152,6 @@ def _conclude(
         result = _as_json(arguments, gpus, measured, compared, verdict, failure)
         write_output("--json", arguments.json, json.dumps(result, indent=1) + "\n")
     return failure is None
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _refuse(error: object) -> int:
@@ -205,48 +163,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     """ValueError for what the servers would refuse, or what would spoil the comparison."""
     if arguments.weights and arguments.model in MODEL_NAMES:
         raise ValueError(f"--weights: {arguments.model} has none; allowed: with a model's folder")
-    if importlib.util.find_spec("sglang") is None:
-        raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
-    if arguments.against == "pat":
-        raise ValueError("--against pat; allowed: another backend of SGLang, or default")
-    known = {DEFAULT, *attention_backends()}
-    plugins = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
-    may_be_more = not plugins <= _PLUGINS_WITHOUT_OTHERS or known == {DEFAULT}
-    if arguments.against not in known and not may_be_more:
-        raise ValueError(f"--against {arguments.against!r}; allowed: {', '.join(sorted(known))}")
-    try:
-        words = _flags(arguments)
-    except ValueError as error:
-        raise ValueError(
-            f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
-        ) from None
-    _check_flags(words)
-
-
-def _check_flags(words: Sequence[str]) -> None:
-    """ValueError for flags that SGLang does not know, or that the command itself sets."""
-    if words and not words[0].startswith("-"):
-        raise ValueError(f"--server-args: {words[0]!r} is no flag; allowed: flags of SGLang")
-    known = launch_flags()
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        # SGLang takes the beginning of a flag for the flag.
-        own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
-        if own is not None and (flag == own or flag not in known):
-            instead = "--against names the other backend" if "backend" in own else "it is set here"
-            raise ValueError(f"--server-args must not hold {flag}; {instead}")
-        name = flag.replace("--no-", "--", 1)
-        if known and not any(each.startswith((flag, name)) for each in known):
-            raise ValueError(f"--server-args: {flag!r} is no flag of the installed SGLang")
-    for word, following in pairwise([*words, ""]):
-        flag, _, value = word.partition("=")
-        file = value or following
-        if flag == "--config" and not Path(file).is_file():
-            raise ValueError(f"--server-args: --config {file}: there is no such file")
-
-
-def _flags(arguments: argparse.Namespace) -> list[str]:
-    """The words of --server-args. ValueError for a quotation without an end."""
-    return shlex.split(arguments.server_args)
+    check_server_options(arguments)
 
 
 def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
@@ -270,7 +187,7 @@ def _measure(
         "skip_tokenizer_init": True,
         "max_running_requests": arguments.requests,
         **({} if arguments.weights else {"load_format": "dummy"}),
-        **(_CPU_ARGUMENTS if arguments.device == "cpu" else _GPU_ARGUMENTS),
+        **(CPU_ARGUMENTS if arguments.device == "cpu" else GPU_ARGUMENTS),
     }
     first = measured[arguments.against]
     for backend, into in measured.items():
@@ -280,17 +197,11 @@ def _measure(
             first.cases or _cases(arguments),
             folder,
             arguments=given,
-            flags=_flags(arguments),
-            report=_console().print,
+            flags=server_flags(arguments),
+            report=new_console().print,
             into=into,
             exactly=into is not first,
         )
-
-
-def _backend_name(asked: str, info: dict[str, Any]) -> str:
-    """Name of the decode backend: the one asked for, else SGLang's choice."""
-    chosen = info.get("decode_attention_backend") or info.get("attention_backend")
-    return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 
 
 def _table(compared: list[Compared], other: str) -> Table:
@@ -321,13 +232,8 @@ def _as_json(
     info = ("attention_backend", "decode_attention_backend", "max_total_num_tokens", "pat")
     return {
         "meta": {
-            "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
-            "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
-            "versions": {package: _version(package) for package in _PACKAGES},
-            "model": str(arguments.model),
+            **run_metadata(arguments, gpus),
             "weights": "the model's" if arguments.weights else "random",
-            "server_args": arguments.server_args,
-            "device": arguments.device,
         },
         "servers": {
             backend: {
@@ -348,10 +254,3 @@ def _as_json(
         "verdict": verdict,
         "failure": failure,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

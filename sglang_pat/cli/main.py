@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import advise, bench, build, calibrate, demo, doctor, replay, tiny_model
+from sglang_pat.cli import advise, bench, build, calibrate, check, demo, doctor, replay, tiny_model
 from sglang_pat.cli.arguments import Parser
 from sglang_pat.output_file import STDOUT, OutputError, nothing_else_on_stdout
 
@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", bench),
         ("advise", advise),
         ("replay", replay),
+        ("check", check),
     ):
         command.add_arguments(
             commands.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION)

@@ -23,7 +23,13 @@ pytestmark = [
     pytest.mark.skipif(cuda_driver_is_present(), reason="there is a CUDA driver"),
 ]
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/guide.md"
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs/guide.md"
+EXAMPLES = {
+    "rollouts": ("--prompts 3 --samples 4 --tokens 8", "12 samples of 3 prompts in "),
+    "few_shot": ("--questions 6 --shots 8", "6 questions after 8 examples in "),
+    "agents": ("--agents 3 --turns 2", "3 agents, 2 turns each, in "),
+}
 PORT = "30000"  # SGLang's default, which another server may have here
 ASK_SECONDS = 60
 
@@ -98,6 +104,10 @@ def test_the_guide_works_as_typed(tiny_model: Path, tmp_path: Path) -> None:
         answer = json.loads(terminal.ask("bash", "-ec", curl))["choices"][0]["message"]["content"]
         assert answer == expected
         assert terminal.ask("python", "-c", client) == f"{answer}\n"
+        for name, (sizes, printed) in EXAMPLES.items():
+            script = str(ROOT / f"examples/{name}.py")
+            url = f"http://127.0.0.1:{PORT}"
+            assert printed in terminal.ask("python", script, "--url", url, *sizes.split())
         log = server.log.read_text()
         for line in logged.splitlines():
             assert re.search(rf"^\[[^]]*\] {re.escape(line)}$", log, re.MULTILINE), log

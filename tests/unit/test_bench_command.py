@@ -17,7 +17,7 @@ from sglang_pat.bench import comparison, server
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.comparison import Compared, Model, compare, fit, verdict
 from sglang_pat.bench.decoding import DecodeRun, Spread
-from sglang_pat.cli import bench, main
+from sglang_pat.cli import bench, main, server_options
 from sglang_pat.cli.gpus import Gpu
 
 CONFIG = {
@@ -35,11 +35,11 @@ def config(tmp_path: Path) -> Path:
 
 
 def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(bench, "attention_backends", lambda: {"fa3", "triton"})
+    monkeypatch.setattr(server_options.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(server_options, "attention_backends", lambda: {"fa3", "triton"})
     known = {"--tp-size", "--attention-backend", "--decode-attention-backend", "--port", "--x"}
     known.add("--config")
-    monkeypatch.setattr(bench, "launch_flags", lambda: known)
+    monkeypatch.setattr(server_options, "launch_flags", lambda: known)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_wrong_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "find_gpus", list)
+    monkeypatch.setattr(server_options, "find_gpus", list)
     has_sglang(monkeypatch)
     (config.parent / "broken").write_text("{")
     flags = [flag.format(folder=config.parent) for flag in flags]
@@ -93,7 +93,7 @@ def test_wrong_input_is_one_line(
 def test_without_sglang_there_is_nothing_to_measure(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(server_options.importlib.util, "find_spec", lambda _: None)
     assert main.main(["bench", "--model", str(config)]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
 
@@ -129,9 +129,9 @@ def test_other_plug_ins_may_bring_backends(
 ) -> None:
     plugins = [EntryPoint(name, "m:f", "g") for name in ("mine", "pat", "smg-zmq")]
     servers.pools["mine"] = 10_000
-    monkeypatch.setattr(bench, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(server_options, "entry_points", lambda group: plugins)
     assert main.main(["bench", "--model", str(config), "--against", "mine"]) == 0
-    monkeypatch.setattr(bench, "entry_points", lambda group: plugins[1:])
+    monkeypatch.setattr(server_options, "entry_points", lambda group: plugins[1:])
     assert main.main(["bench", "--model", str(config), "--against", "mine"]) == 2
 
 
@@ -155,7 +155,7 @@ def test_arguments_that_the_server_refuses_are_told_in_one_line(
     )
     script = f"import sys; print({said!r}); sys.exit(2)"
     monkeypatch.setattr(server, "LAUNCH", (sys.executable, "-c", script))
-    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
     has_sglang(monkeypatch)
     assert main.main(["bench", "--model", str(config), "--server-args", "--x y"]) == 2
     assert capsys.readouterr().err == (
@@ -243,7 +243,7 @@ class FakeServers:
         self.fails: BaseException | None = None
         monkeypatch.setattr(comparison, "running_server", self.running_server)
         monkeypatch.setattr(comparison, "decode_run", self.decode_run)
-        monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+        monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
         has_sglang(monkeypatch)
         monkeypatch.setenv("COLUMNS", "200")
         self.models: list[Path] = []
@@ -381,7 +381,7 @@ def test_a_server_that_fails_is_told(
         raise RuntimeError("the server ended:\nout of memory")
 
     monkeypatch.setattr(comparison, "running_server", running_server)
-    monkeypatch.setattr(bench, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
     has_sglang(monkeypatch)
     assert main.main(["bench", "--model", str(config)]) == 1
     assert "the server ended:\nout of memory" in capsys.readouterr().err

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli import demo
 from sglang_pat.cli.demo import comparison
-from sglang_pat.cli.demo.engine import Candidate, Machine, Served
+from sglang_pat.cli.demo.engine import Machine, Served
 from sglang_pat.cli.demo.report import TIE_LOGPROB, Difference, Report, differences
 from sglang_pat.cli.demo.workload import (
     DOCUMENTS_PER_SYSTEM_PROMPT,

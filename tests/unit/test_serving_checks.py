@@ -17,12 +17,12 @@ import check
 from check import hicache, soak
 from check import logits as check_logits
 from check import ranks as check_ranks
-from check.answers import Answer, Candidate, agreement
 from check.memory import Memory
 from common import suites
 from common.models import MODELS
 from server import hybrids, speculation, waits
 from server.nested_models import write_head, write_nested
+from sglang_pat.bench.answers import Answer, Candidate, agreement
 from sglang_pat.bench.decoding import DecodeRun
 
 # --- answers ---

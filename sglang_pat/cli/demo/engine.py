@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_pat.cli.demo.report import Candidate, Served, console
+from sglang_pat.bench.answers import Candidate
+from sglang_pat.cli.demo.report import Served, console
 from sglang_pat.cli.demo.workload import Request
 from sglang_pat.sglang.report.stats_file import read_stats
 

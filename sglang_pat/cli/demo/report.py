@@ -8,23 +8,18 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from sglang_pat.bench.answers import Candidate
 
 # Two tokens tie if their log-probabilities are this close: some ten times the rounding of float16
 # in the demo's model.
 TIE_LOGPROB = 0.02
 
 console = Console(highlight=False)
-
-
-class Candidate(NamedTuple):
-    """One of the most probable tokens at a position."""
-
-    logprob: float
-    token: int
 
 
 @dataclass(frozen=True, slots=True)

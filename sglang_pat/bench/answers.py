@@ -7,6 +7,7 @@ one of the runs, the reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,10 +20,20 @@ def with_candidates(count: int) -> dict[str, Any]:
 
 
 class Candidate(NamedTuple):
-    """One of the most probable tokens at a position."""
+    """One of the most probable tokens at a position. logprob: NaN if it is no number."""
 
     logprob: float
     token: int
+
+
+def number(logprob: float | None) -> float:
+    """Return a log-probability. JSON has null for one that is no number."""
+    return math.nan if logprob is None else logprob
+
+
+def candidates_of(position: Sequence[Sequence[Any]]) -> list[Candidate]:
+    """Return the candidates at a position, from SGLang's entries."""
+    return [Candidate(number(logprob), token) for logprob, token, *_ in position]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +47,14 @@ class Answer:
     def of(cls, answer: dict[str, Any]) -> Answer:
         """From SGLang's, which was asked `with_candidates`."""
         positions = answer["meta_info"]["output_top_logprobs"]
-        candidates = [[Candidate(logprob, token) for logprob, token, *_ in p] for p in positions]
-        return cls(answer["output_ids"], candidates)
+        return cls(answer["output_ids"], [candidates_of(each) for each in positions])
 
 
 class Parting(NamedTuple):
     """A position at which an answer parts from the reference's. A token is None behind its end.
 
     gap: by how much the reference finds its own token more probable, in log-probability, that is,
-    in logits; None if the other is not among its candidates.
+    in logits; None if the other is not among its candidates, or one is no number.
     """
 
     request: int
@@ -67,7 +77,7 @@ class Agreement:
         return [parting for parting in self.partings if not parting.is_tie]
 
     def as_dict(self) -> dict[str, Any]:
-        gaps = [parting.gap for parting in self.partings if parting.is_tie]
+        gaps = [each.gap for each in self.partings if each.is_tie and each.gap is not None]
         return {
             "requests": self.requests,
             "positions_equal": self.positions,
@@ -105,8 +115,8 @@ def _parting(
 
 
 def _gap(reference: Answer, position: int, tokens: tuple[int | None, int | None]) -> float | None:
-    if None in tokens:
+    if tokens[0] is None or tokens[1] is None:
         return None
     logprobs = {each.token: each.logprob for each in reference.candidates[position]}
-    other, own = (logprobs.get(token) for token in tokens)
-    return None if other is None or own is None else own - other
+    gap = logprobs.get(tokens[1], math.nan) - logprobs.get(tokens[0], math.nan)
+    return None if math.isnan(gap) else gap

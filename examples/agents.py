@@ -1,0 +1,57 @@
+"""Agents: one long system prompt, several conversations that grow turn by turn.
+
+    python examples/agents.py [--url URL] [--agents N] [--turns N]
+
+All agents share the KV of the system prompt, and each turn shares that of the turns before it.
+Agents join and leave while others decode. Start the server as README or the guide says, with and
+without pat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from openai import OpenAI
+
+TOOLS = "".join(
+    f"Tool {name}: call it as {name}(path). It returns the {what} of a file.\n"
+    for name, what in (("read", "text"), ("size", "bytes"), ("owner", "user"), ("lint", "errors"))
+)
+SYSTEM = "You repair programs. Call one tool in each turn and wait for its result.\n" + 8 * TOOLS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--agents", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    args = parser.parse_args()
+    client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+
+    def work(agent: int) -> list[str]:
+        """Return what one agent says in each turn."""
+        said: list[str] = []
+        messages = [{"role": "system", "content": SYSTEM}]
+        for turn in range(args.turns):
+            result = f"module_{agent}.py, line {10 * turn + agent}: undefined name"
+            messages.append({"role": "user", "content": result})
+            answer = client.chat.completions.create(
+                model=model, messages=messages, max_tokens=24 + 8 * (agent % 3), temperature=0
+            )
+            said.append(answer.choices[0].message.content)
+            messages.append({"role": "assistant", "content": said[-1]})
+        return said
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(args.agents) as threads:
+        said = list(threads.map(work, range(args.agents)))
+    seconds = time.perf_counter() - begin
+    print(f"{args.agents} agents, {args.turns} turns each, in {seconds:.1f} s")
+    print(f"the first one says at the end:\n{said[0][-1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Answers of a server, and the distance of their log-probabilities in decode from a prefill.
+
+A prefill of prompt and answer computes the log-probability of each token of the answer a second
+time, by another kernel and from KV that no decode step wrote. The first token of an answer comes
+from a prefill in any case and does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_pat.bench.answers import Answer, Candidate, candidates_of, number, with_candidates
+from sglang_pat.bench.check_requests import Asked
+from sglang_pat.bench.server import Server
+
+CANDIDATES = 20  # most probable tokens, over which KL is computed
+_LEAST_REST = 1e-6  # float32 knows the rest of a distribution no better
+
+Ask = Callable[[Sequence[dict[str, Any]]], Sequence[Any]]
+"""Sends all requests at once, each a body of `/generate`; returns what SGLang answers to each."""
+FloatArray = npt.NDArray[np.float64]
+
+
+class Reply(NamedTuple):
+    """One answer. request: into the requests. logprobs: of its tokens, as decode computed them."""
+
+    request: int
+    answer: Answer
+    logprobs: list[float]
+
+
+class Distances(NamedTuple):
+    """Distances of one answer, without its first token.
+
+    request: into the requests. distance, kl: float64 `[tokens - 1]`, in natural units; infinite
+    where a log-probability is no number.
+    """
+
+    request: int
+    distance: FloatArray
+    kl: FloatArray
+
+
+class Score(NamedTuple):
+    """Log-probabilities of an answer's tokens by a prefill. Lists are as long as the answer."""
+
+    logprobs: list[float]
+    candidates: list[list[Candidate]]
+
+
+Scores = Mapping[tuple[int, ...], Score]
+
+
+def over_http(server: Server) -> Ask:
+    """Return a function that asks a server, each request by a connection of its own."""
+
+    def send(body: dict[str, Any]) -> Any:
+        more = {name: body[name] for name in body.keys() - {"input_ids", "sampling_params"}}
+        return server.answer(body["input_ids"], body["sampling_params"], **more)
+
+    def ask(bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        with ThreadPoolExecutor(max(1, min(len(bodies), 256))) as threads:
+            return list(threads.map(send, bodies))
+
+    return ask
+
+
+def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
+    """Ask all requests at once. Returns the answers, and how often one was retracted.
+
+    RuntimeError if a request is aborted.
+    """
+    bodies = [each.body() | with_candidates(CANDIDATES) for each in asked]
+    replies, retractions = [], 0
+    for request, said in enumerate(ask(bodies)):
+        for answer in said if isinstance(said, list) else [said]:
+            reason = answer["meta_info"].get("finish_reason") or {}
+            if reason.get("type") == "abort":
+                raise RuntimeError(f"request {request} was aborted: {reason.get('message')}")
+            logprobs = [number(each[0]) for each in answer["meta_info"]["output_token_logprobs"]]
+            replies.append(Reply(request, Answer.of(answer), logprobs))
+            retractions += answer["meta_info"].get("num_retractions") or 0
+    return replies, retractions
+
+
+def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
+    """Let a prefill score each answer, once for equal ones. By prompt and answer.
+
+    RuntimeError if the server scores other tokens than it was asked to.
+    """
+    wanted = {
+        (*asked[reply.request].prompt, *reply.answer.tokens): len(asked[reply.request].prompt)
+        for reply in replies
+    }
+    bodies = [
+        {
+            "input_ids": [*tokens],
+            # The one token comes from the prefill: nothing is decoded.
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "logprob_start_len": prompt - 1,  # where the first entry has no log-probability
+            **with_candidates(CANDIDATES),
+        }
+        for tokens, prompt in wanted.items()
+    ]
+    scores = {}
+    for (tokens, prompt), said in zip(wanted.items(), ask(bodies), strict=True):
+        meta = said["meta_info"]
+        entries = meta["input_token_logprobs"][1:]
+        if (
+            len(entries) != len(tokens) - prompt
+            or any(
+                token not in (given, 0)  # SGLang names the last token of a vocabulary 0 here
+                for (_, token, *_), given in zip(entries, tokens[prompt:], strict=True)
+            )
+        ):
+            raise RuntimeError(
+                f"a prefill of {len(tokens)} tokens scored {len(entries)} tokens, not the last "
+                f"{len(tokens) - prompt} as they are"
+            )
+        scores[tokens] = Score(
+            [number(logprob) for logprob, *_ in entries],
+            [candidates_of(best) for best in meta["input_top_logprobs"][1:]],
+        )
+    return scores
+
+
+def distances(asked: Sequence[Asked], replies: Sequence[Reply], scores: Scores) -> list[Distances]:
+    """Compare decode with prefill, answer by answer."""
+    found = []
+    for request, answer, logprobs in replies:
+        scored = scores[(*asked[request].prompt, *answer.tokens)]
+        distance = np.abs(np.subtract(logprobs[1:], scored.logprobs[1:]))
+        both = zip(scored.candidates[1:], answer.candidates[1:], strict=True)
+        kl = np.array([divergence(reference, other) for reference, other in both])
+        finite = [np.nan_to_num(each, nan=math.inf) for each in (distance, kl)]
+        found.append(Distances(request, *finite))
+    return found
+
+
+def divergence(reference: Sequence[Candidate], other: Sequence[Candidate]) -> float:
+    """Kullback-Leibler divergence of `other` from `reference`, over tokens that both name.
+
+    All other tokens count as one outcome, which makes it a lower bound. Never negative.
+    """
+    named = {each.token: each.logprob for each in other}
+    pairs = [(each.logprob, named[each.token]) for each in reference if each.token in named]
+    total = sum(math.exp(p) * (p - q) for p, q in pairs if p > -math.inf)
+    rest_p, rest_q = (
+        max(1.0 - sum(math.exp(pair[side]) for pair in pairs), _LEAST_REST) for side in (0, 1)
+    )
+    return max(total + rest_p * math.log(rest_p / rest_q), 0.0)

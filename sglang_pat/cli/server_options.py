@@ -1,0 +1,158 @@
+"""Options of the commands that start SGLang's server with pat and with another backend.
+
+`bench` and `check` share them. What would spoil a comparison is refused before a server starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.output_file import output_or_stdout
+from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT = "default"
+GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # half of the time of a start
+CPU_ARGUMENTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 32768,
+    "mem_fraction_static": 0.95,
+}
+_PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
+_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two come with SGLang
+_OWN_FLAGS = (
+    *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
+    *("--host", "--port", "--help"),
+)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add --against, --device, --server-args and --json to `parser`."""
+    parser.add_argument(
+        "--against",
+        default=DEFAULT,
+        metavar="BACKEND",
+        help="a backend of SGLang (default: the one that SGLang chooses)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: only to see that it works, with a tiny model (default: cuda)",
+    )
+    parser.add_argument(
+        "--server-args",
+        default="",
+        metavar="ARGS",
+        help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
+    )
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="everything, as JSON; -: to stdout, and all else to stderr",
+    )
+
+
+def check_server_options(arguments: argparse.Namespace) -> None:
+    """ValueError for what the servers would refuse, or what would spoil the comparison."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
+    check_backend("--against", arguments.against)
+    try:
+        words = server_flags(arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
+        ) from None
+    _check_flags(words)
+
+
+def check_backend(option: str, name: str) -> None:
+    """ValueError for pat itself, and for a name that no installed backend has."""
+    if name == "pat":
+        raise ValueError(f"{option} pat; allowed: another backend of SGLang, or {DEFAULT}")
+    known = {DEFAULT, *attention_backends()}
+    plugins = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
+    may_be_more = not plugins <= _PLUGINS_WITHOUT_OTHERS or known == {DEFAULT}
+    if name not in known and not may_be_more:
+        raise ValueError(f"{option} {name!r}; allowed: {', '.join(sorted(known))}")
+
+
+def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
+    """Return the GPUs of this machine. ValueError if --device asks for one and there is none."""
+    gpus = find_gpus()
+    if arguments.device == "cuda" and not gpus:
+        raise ValueError("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
+    return gpus
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """ValueError for flags that SGLang does not know, or that the command itself sets."""
+    if words and not words[0].startswith("-"):
+        raise ValueError(f"--server-args: {words[0]!r} is no flag; allowed: flags of SGLang")
+    known = launch_flags()
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        # SGLang takes the beginning of a flag for the flag.
+        own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
+        if own is not None and (flag == own or flag not in known):
+            instead = "--against names the other backend" if "backend" in own else "it is set here"
+            raise ValueError(f"--server-args must not hold {flag}; {instead}")
+        name = flag.replace("--no-", "--", 1)
+        if known and not any(each.startswith((flag, name)) for each in known):
+            raise ValueError(f"--server-args: {flag!r} is no flag of the installed SGLang")
+    for word, following in pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        file = value or following
+        if flag == "--config" and not Path(file).is_file():
+            raise ValueError(f"--server-args: --config {file}: there is no such file")
+
+
+def server_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the words of --server-args. ValueError for a quotation without an end."""
+    return shlex.split(arguments.server_args)
+
+
+def backend_name(asked: str, info: dict[str, Any]) -> str:
+    """Name of the decode backend: the one asked for, else SGLang's choice."""
+    chosen = info.get("decode_attention_backend") or info.get("attention_backend")
+    return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
+
+
+def new_console() -> Console:
+    """Return a console that highlights nothing."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def run_metadata(arguments: argparse.Namespace, gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """Return what a result depends on: the command, GPUs, versions (None: not installed)."""
+    return {
+        "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
+        "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "model": str(arguments.model),
+        "server_args": arguments.server_args,
+        "device": arguments.device,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,124 @@
+"""Errors that pat could have, planted in an engine's processes: a plug-in of SGLang.
+
+The file that `PLANTED_ERROR_FILE` names has the name of the error that is present, and is read in
+every layer of every step. Empty: none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FILE = "PLANTED_ERROR_FILE"
+
+
+def planted() -> str:
+    """Return the error that is present."""
+    name = os.environ.get(FILE)
+    return Path(name).read_text() if name else ""
+
+
+def _scaled_logits(run: Any, layer: Any) -> Any:
+    """The softmax scale is 1% too large."""
+    return run(layer._replace(sm_scale=layer.sm_scale * 1.01))
+
+
+def _scaled_values(run: Any, layer: Any) -> Any:
+    """Values are 1% too large, as by a wrong scale of an fp8 pool."""
+    return run(layer._replace(v_scale=layer.v_scale * 1.01))
+
+
+def _swapped_heads(run: Any, layer: Any) -> Any:
+    """Two query heads of a group are exchanged."""
+    out, lse = run(layer)
+    return out[:, [1, 0, *range(2, out.shape[1])]], lse
+
+
+def _swapped_rows(run: Any, layer: Any) -> Any:
+    """The last two requests of a batch get each other's output."""
+    out, lse = run(layer)
+    if len(out) > 1:
+        out = out[[*range(len(out) - 2), len(out) - 1, len(out) - 2]]
+    return out, lse
+
+
+def _rounded_outputs(run: Any, layer: Any) -> Any:
+    """Outputs are rounded to bfloat16."""
+    out, lse = run(layer)
+    return out.bfloat16().to(out.dtype), lse
+
+
+OF_LAYERS: dict[str, Callable[[Any, Any], Any]] = {
+    "scaled logits": _scaled_logits,
+    "scaled values": _scaled_values,
+    "swapped heads": _swapped_heads,
+    "swapped rows": _swapped_rows,
+    "rounded outputs": _rounded_outputs,
+}
+
+
+def _wrong_slot(slots: Any, plan: Any) -> None:
+    """One slot of a shared range is its neighbour."""
+    if len(slots) > 40:
+        slots[37] = slots[36]
+
+
+OF_SLOTS: dict[str, Callable[[Any, Any], None]] = {
+    "one wrong slot": _wrong_slot,
+}
+
+STALE = "stale path"  # the slots of the plan before
+SHORT = "newest token missing"  # from each private range
+LONG = "range one token too long"  # a shared one
+MERGE = "unweighted merge"  # of partials
+
+KINDS = (*OF_LAYERS, *OF_SLOTS, STALE, SHORT, LONG, MERGE)
+
+
+def register() -> None:
+    """Plant the errors. Called by SGLang in each process of the engine."""
+    from sglang_pat.executors import reference
+
+    run, gather_slots = reference.PlanExecution.run, reference.gather_slots
+    group, merge = reference.PlanExecution._group, reference.merge_partials
+    before: list[Any] = []
+
+    def run_wrongly(self: Any, layer: Any) -> Any:
+        wrong = OF_LAYERS.get(planted())
+        return run(self, layer) if wrong is None else wrong(lambda it: run(self, it), layer)
+
+    def gather_wrongly(plan: Any, *rest: Any) -> Any:
+        slots = gather_slots(plan, *rest)
+        wrong = OF_SLOTS.get(planted())
+        if wrong is not None:
+            wrong(slots, plan)
+        if planted() == STALE and before and len(slots):
+            count = min(len(slots), len(before[0]), 64)
+            right, slots = slots, slots.clone()
+            slots[:count] = before[0][:count]
+            before[:] = [right]
+        else:
+            before[:] = [slots]
+        return slots
+
+    def group_wrongly(self: Any, ranges: Any, slots: Any, step: Any) -> Any:
+        if planted() == SHORT:
+            is_private = ranges.kv_request != reference.SHARED_KV
+            fewer = ranges.num_tokens - (is_private & (ranges.num_tokens > 1))
+            ranges = ranges._replace(num_tokens=fewer)
+        if planted() == LONG:
+            is_followed = (ranges.kv_request == reference.SHARED_KV) & (
+                ranges.kv_begin + ranges.num_tokens < len(slots)
+            )
+            ranges = ranges._replace(num_tokens=ranges.num_tokens + is_followed)
+        return group(self, ranges, slots, step)
+
+    def merge_wrongly(out: Any, lse: Any, owner: Any, count: int) -> Any:
+        return merge(out, lse.sign() if planted() == MERGE else lse, owner, count)
+
+    reference.PlanExecution.run = run_wrongly  # type: ignore[method-assign]
+    reference.gather_slots = gather_wrongly
+    reference.PlanExecution._group = group_wrongly  # type: ignore[method-assign]
+    reference.merge_partials = merge_wrongly
