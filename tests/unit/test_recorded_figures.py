@@ -27,7 +27,7 @@ def test_every_block_is_shown_and_no_marker_is_broken() -> None:
 
 # Pages of evidence, limits and constants name the source of each number themselves.
 EVIDENCE = re.compile(
-    r"docs/(results|recorded-runs|kernels|kernels-log|measuring|advise|design/.*)\.md"
+    r"docs/(results|recorded-runs|kernels|kernels-log|measuring|check|advise|design/.*)\.md"
 )
 MEASURED = re.compile(r"\b\d+(?:\.\d+)?(?:x| us| ms)\b|\b\d+\.\d+ times\b")
 
