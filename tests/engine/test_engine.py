@@ -80,7 +80,7 @@ class _Everywhere:
         answers = generate(engine, workload.three_levels)
         assert_same(answers, workload.three_levels, expected)
         counted = stats.new()
-        assert counted["kv_tokens_planned"] < 0.5 * counted["kv_tokens_query_centric"]
+        assert counted["kv_tokens_planned"] < 0.55 * counted["kv_tokens_query_centric"]
         assert counted["kv_tokens_planned"] >= counted["kv_tokens_lower_bound"]
         assert counted["plans_reused"] > counted["plans_built"] > 0
         assert counted["private_steps"] == {}
