@@ -38,6 +38,7 @@ def test_it_follows_the_steps_and_what_happens_soon_after(path: Path) -> None:
     counters["steps"] = 1
     file.mark()
     wait_until(lambda: json.loads(path.read_text())["steps"] == 1)
+    time.sleep(0.2)
     counters["events"] = {"unlock": 3}  # after the step, and no other step follows
     wait_until(lambda: json.loads(path.read_text()) == counters)
     assert [each.name for each in path.parent.iterdir()] == [path.name]

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # SIGKILL loses only counts that are younger than this and the time of a write.
 WRITE_SECONDS = 0.05
+# After which only a step begins to write again.
+_QUIET_WRITES = 10
 
 _SETTLED_SECONDS = 0.25
 
@@ -67,9 +69,11 @@ class StatsFile:
             while True:
                 self._outdated.wait()
                 self._outdated.clear()  # before reading: a step counts first, and then marks
-                # Until nothing changes any more: what SGLang does to its tree after a step is
-                # counted, but marks nothing.
-                while self.write():
+                # Until nothing has changed for a while: draft extends, and what SGLang does to its
+                # tree after a step, are counted but mark nothing.
+                num_quiet = 0
+                while num_quiet < _QUIET_WRITES:
+                    num_quiet = 0 if self.write() else num_quiet + 1
                     time.sleep(WRITE_SECONDS)
         except Exception:
             logger.exception("pat writes no more to %s; decode goes on", self._path)
