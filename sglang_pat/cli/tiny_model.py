@@ -1,13 +1,16 @@
-"""`sglang-pat tiny-model`: a model to try a server with, written in seconds without a download."""
+"""`sglang-pat tiny-model`: a model to try a server with, written without a download."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
-DESCRIPTION = "write a tiny model with a tokenizer and random weights, to try a server with"
+DESCRIPTION = "write a tiny trained model with its tokenizer, to try a server with"
+
+TRAINED = Path(__file__).parent / "trained"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             return _fail(f"{str(folder)!r} is not empty; allowed: a new or an empty folder")
-        from sglang_pat.cli.demo.tiny_model import TinyModel
-
-        TinyModel().write(folder)
-    except ImportError as error:
-        return _fail(f"{error.name} missing: pip install '.[sglang]' in a clone")
+        for file in TRAINED.iterdir():
+            shutil.copyfile(file, folder / file.name)
     except OSError as error:
         return _fail(f"{str(folder)!r}: {error.strerror}")
     model = shlex.quote(str(folder))
-    print(f"{folder} has a tiny Llama with random weights. To serve it:")
+    print(f"{folder} has a tiny Llama, which continues docstrings of Python. To serve it:")
     print(f"python -m sglang_pat.sglang.cpu --model-path {model} --attention-backend pat")
     return 0
 

@@ -16,6 +16,7 @@ from sglang_engines import START_SECONDS, running_engine
 
 from sglang_pat.bench.http_server import HttpServer
 from sglang_pat.cli.demo.report import TIE_LOGPROB
+from sglang_pat.cli.tiny_model import TRAINED
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = [
@@ -81,7 +82,7 @@ def answer_of_default_backend(model: Path, question: str) -> str:
     arguments = {"skip_tokenizer_init": False, "dtype": "auto", "max_total_tokens": 8192}
     with running_engine(model, "torch_native", **arguments) as engine:
         answer = engine.generate(
-            f"user: {question}\nassistant:",
+            f"<s>{question}",
             {"temperature": 0, "max_new_tokens": 16},
             return_logprob=True,
             top_logprobs_num=2,
@@ -92,14 +93,14 @@ def answer_of_default_backend(model: Path, question: str) -> str:
     return text
 
 
-def test_the_guide_works_as_typed(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_guide_works_as_typed(tmp_path: Path) -> None:
     section = GUIDE.read_text().partition("## A server without a GPU\n")[2].partition("\n## ")[0]
     commands, logged, curl, client = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
     (question,) = set(re.findall(r'"content": "(.*?)"', section))
     terminal = Terminal(tmp_path)
     server = terminal.start(commands)
     try:
-        expected = answer_of_default_backend(tiny_model, question)  # meanwhile
+        expected = answer_of_default_backend(TRAINED, question)  # meanwhile
         server.wait_until_ready(START_SECONDS)
         answer = json.loads(terminal.ask("bash", "-ec", curl))["choices"][0]["message"]["content"]
         assert answer == expected
