@@ -67,11 +67,13 @@ def prompts_without_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- servers ---
 
-ARGUMENTS: dict[str, Any] = {"enable_streaming_session": True, "chunked_prefill_size": 512}
-if ON_GPU:
+ARGUMENTS: dict[str, Any] = {
+    "enable_streaming_session": True,
+    "chunked_prefill_size": 512,
     # Requests that are aborted half a second later must not have ended by themselves, as one of a
     # few has in so many tokens. What is asked by OpenAI's interface says itself where it ends.
-    ARGUMENTS["preferred_sampling_params"] = json.dumps({"ignore_eos": True})
+    "preferred_sampling_params": json.dumps({"ignore_eos": True}),
+}
 
 
 @pytest.fixture(scope="module")
