@@ -1,7 +1,8 @@
 """Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, FlashInfer's cascade.
 
-All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers with a cold L2;
-each is compared with float64 before it is timed. KV slots are scattered over the pool, as in a
+All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers behind an L2
+that holds other data: read (clean) and written (dirty). Each is compared with float64 before it is
+timed. KV slots are scattered over the pool, as in a
 server that has run for a while; with `--slots runs`, those of a node follow one another, as in one
 that has just started. Times are per layer. The suites are in workloads.py; what has to hold is in
 kernel_gates.py.
@@ -53,8 +54,10 @@ def pool_for(workloads: Iterable[Workload]) -> KvPool:
     return KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
 
 
-def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> dict[str, object]:
-    """Check and time one case."""
+def measure(
+    workload: Workload, pool: KvPool, names: list[str], rounds: int, *, dirty: bool
+) -> dict[str, object]:
+    """Check and time one case. dirty: also behind an L2 that was written to."""
     tensors = WorkloadTensors.make(workload)
     caches = pool.layers(workload)
     rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
@@ -80,11 +83,10 @@ def measure(workload: Workload, pool: KvPool, names: list[str], rounds: int) -> 
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             torch.cuda.synchronize()
-    us = timing.interleaved_us({n: g.replay for n, g in graphs.items()}, rounds=rounds)
-    us = {name: total / len(caches) for name, total in us.items()}
-    return {"layers": len(caches), "us": us, "error": errors, "mean_error": mean_errors} | {
-        "failed": failed
-    }
+    replays = {name: graph.replay for name, graph in graphs.items()}
+    times = timing.layer_us(replays, len(caches), rounds, dirty=dirty)
+    found = {"layers": len(caches), "error": errors, "mean_error": mean_errors, "failed": failed}
+    return found | times
 
 
 def _dense(
@@ -184,6 +186,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
     )
+    parser.add_argument(
+        "--no-dirty", action="store_true", help="only behind an L2 that was read to"
+    )
     parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
     add_option(parser, "--rounds", help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick")
     add_option(parser, "--json")
@@ -217,7 +222,8 @@ def run(args: argparse.Namespace) -> int:
         if not cases or cases[-1]["suite"] != workload.suite:
             print(f"{workload.suite:54}{header}")
         case = _described(workload, copy_bandwidth)
-        case |= measure(workload, pool, names, args.rounds or _ROUNDS[args.quick])
+        rounds = args.rounds or _ROUNDS[args.quick]
+        case |= measure(workload, pool, names, rounds, dirty=not args.no_dirty)
         cases.append(case)
         print(report_line(case, names), flush=True)
         for name, message in case["failed"].items():

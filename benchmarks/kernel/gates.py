@@ -11,6 +11,8 @@ Case = Mapping[str, Any]
 
 # Least time of the best peer over pat's where nothing is shared, by kind of case.
 UNSHARED_LIMITS = {"uniform": 0.99, "ragged": 0.97, "long": 0.97}
+# The same of any case, behind an L2 that was written to.
+DIRTY_LIMIT = 0.995
 RANK_CASE, RANK_US = "1,10_4096,416 8/1", 12.0
 
 
@@ -41,10 +43,11 @@ def is_peer(name: str) -> bool:
     return not name.startswith("pat")
 
 
-def versus_best(case: Case) -> float | None:
+def versus_best(case: Case, times: str = "us") -> float | None:
     """Time of the best peer over pat's; below 1 pat loses. None without both."""
-    peers = [us for name, us in case["us"].items() if is_peer(name)]
-    return min(peers) / case["us"]["pat"] if peers and "pat" in case["us"] else None
+    us = case.get(times, {})
+    peers = [time for name, time in us.items() if is_peer(name)]
+    return min(peers) / us["pat"] if peers and "pat" in us else None
 
 
 def summary(cases: Sequence[Case], names: Sequence[str]) -> list[str]:
@@ -94,6 +97,7 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
         _rank_case(of("rank")),
         _floor("random", of("random"), 1.50),
         *_fp8([case for case in cases if case["suite"] == "fp8"]),
+        *_dirty(cases),
         _bitwise(cases),
     ]
     return [gate for gate in found if gate is not None]
@@ -167,6 +171,12 @@ def _fp8(cases: Sequence[Case]) -> Iterable[Gate]:
     yield _error("mean", "mean_error", cases)
 
 
+def _dirty(cases: Sequence[Case]) -> Iterable[Gate]:
+    timed = [case for case in cases if "us_dirty_l2" in case]
+    if timed:
+        yield _least("all, dirty L2", timed, DIRTY_LIMIT, "us_dirty_l2")
+
+
 def as_json(found: Iterable[Gate]) -> list[dict[str, Any]]:
     return [asdict(gate) for gate in found]
 
@@ -189,8 +199,8 @@ def _floor(suite: str, cases: Sequence[Case], limit: float) -> Gate:
     return _judged(suite, rule, cases, f"{ratio:.3f} over {len(cases)}", ratio <= limit)
 
 
-def _versus(cases: Sequence[Case]) -> dict[str, float]:
-    ratios = {case["name"]: versus_best(case) for case in cases}
+def _versus(cases: Sequence[Case], times: str = "us") -> dict[str, float]:
+    ratios = {case["name"]: versus_best(case, times) for case in cases}
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
@@ -206,9 +216,9 @@ def _no_loss(suite: str, cases: Sequence[Case]) -> Gate:
     return _judged(suite, rule, cases, text, not losses)
 
 
-def _least(suite: str, cases: Sequence[Case], limit: float) -> Gate:
-    rule = f"best peer/pat >= {limit:.2f} in all cases"
-    versus = _versus(cases)
+def _least(suite: str, cases: Sequence[Case], limit: float, times: str = "us") -> Gate:
+    rule = f"best peer/pat >= {limit:.3g} in all cases"
+    versus = _versus(cases, times)
     if not versus:
         return Gate(suite, rule, "no peers", None)
     worst = min(versus, key=lambda name: versus[name])

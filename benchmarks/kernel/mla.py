@@ -174,12 +174,9 @@ def measure(
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             torch.cuda.synchronize()
 
-    def timed(dirty: bool) -> dict[str, float]:
-        us = timing.interleaved_us(graphs, rounds=rounds, dirty=dirty)
-        return {name: total / LAYERS for name, total in us.items()}
-
-    found = {"layers": LAYERS, "us": timed(False), "error": errors, "mean_error": mean_errors}
-    return found | ({"us_dirty_l2": timed(True)} if dirty else {}) | {"failed": failed}
+    times = timing.layer_us(graphs, LAYERS, rounds, dirty=dirty)
+    found = {"layers": LAYERS, "error": errors, "mean_error": mean_errors, "failed": failed}
+    return found | times
 
 
 def _dense(

@@ -57,6 +57,21 @@ def interleaved_us(
     }
 
 
+def layer_us(
+    graphs: Mapping[str, Callable[[], object]], layers: int, rounds: int, *, dirty: bool
+) -> dict[str, dict[str, float]]:
+    """Microseconds of a layer of graphs that hold so many, by name.
+
+    Returns `us`, and with dirty also `us_dirty_l2`: see interleaved_us().
+    """
+    found = {}
+    for key, is_dirty in {"us": False, "us_dirty_l2": True}.items():
+        if dirty or not is_dirty:
+            times = interleaved_us(graphs, rounds=rounds, dirty=is_dirty)
+            found[key] = {name: total / layers for name, total in times.items()}
+    return found
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 

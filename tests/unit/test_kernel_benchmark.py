@@ -231,6 +231,16 @@ def test_losses_where_nothing_is_shared_must_even_out() -> None:
     assert found == ["geomean best peer/pat >= 1.00"]
 
 
+def test_a_loss_behind_a_dirty_l2_fails_a_gate_of_its_own() -> None:
+    cases = _good()
+    cases[3]["us_dirty_l2"] = {"pat": 10.0, "fa3": 10.0, "cascade": 20.0}
+    assert all(gate.passed for gate in gates(cases))
+    cases[3]["us_dirty_l2"]["fa3"] = 9.9
+    found = [str(gate) for gate in gates(cases) if not gate.passed]
+    assert [line.split(":")[1] for line in found] == [" least 0.990 (d), 1 of 1 below"]
+    assert "all, dirty L2" in found[0]
+
+
 def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
     cases = _good()
     del cases[4]["us"]["pat"]
@@ -338,7 +348,7 @@ def test_latent_attention_has_gates_of_its_own() -> None:
     assert failed(slow) == {"1,64_2048,128 h16 at most 22 us"}
     assert failed(_latent_case("x", 19.1, 50.0)) == {"geomean time/floor <= 1.90"}
     assert failed(_latent_case("x", 18.0, 39.0)) == {"geomean best peer/pat >= 2.20"}
-    assert "best peer/pat >= 1.30 in all cases" in failed(_latent_case("x", 18.0, 23.0))
+    assert "best peer/pat >= 1.3 in all cases" in failed(_latent_case("x", 18.0, 23.0))
     assert failed(_latent_case("x", 18.0, 23.0, heads_q=32)) == set()
     slower = alone | {"us": {"pat": 10.0, "fa3": 10.4}}
     assert failed(slower) == {"geomean fa3/pat >= 1.05"}
