@@ -110,18 +110,16 @@ def kernel_suites(folder: Path | None = None) -> str:
 
 
 def kernel_gates() -> str:
-    return "\n".join([*_gate_lines(read("kernels.json")["gates"]), kernel_losses()])
+    return f"{_gates(read('kernels.json')['gates'])}\n\n{kernel_losses()}"
 
 
-def _gate_lines(gates: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for title, passed in (("What had to hold, and did:", True), ("What was **missed**:", False)):
-        found = [gate for gate in gates if gate["passed"] is passed]
-        if found:
-            lines += [title, ""]
-            lines += [f"- {gate['suite']}: {gate['rule']} ({gate['found']})" for gate in found]
-            lines.append("")
-    return lines
+def _gates(gates: list[dict[str, Any]]) -> str:
+    missed = [gate for gate in gates if not gate["passed"]]
+    held = f"{len(gates) - len(missed)} of {len(gates)} rules held (`gates` in the file)."
+    if not missed:
+        return held
+    lines = (f"- {gate['suite']}: {gate['rule']} ({gate['found']})" for gate in missed)
+    return "\n".join([f"{held} **Missed:**", "", *lines])
 
 
 def kernel_losses(folder: Path | None = None) -> str:
@@ -182,19 +180,23 @@ def other_gpu_servers() -> str:
 
 def latent_kernels() -> str:
     result = read("mla.json", OTHER_GPU)
+    cases = result["cases"]
     peers = {**PEERS, "flashmla": "FlashMLA", "triton": "Triton"}
-    peers = {name: title for name, title in peers.items() if name in result["cases"][0]["us"]}
+    peers = {name: title for name, title in peers.items() if name in cases[0]["us"]}
     rows = []
-    for case in result["cases"]:
-        times = [f"{case['us'][name]:.1f}" for name in ("pat", *peers)]
-        rows.append([f"`{case['tree']}`", str(case["heads_q"]), *times, f"{gain(case):.2f}"])
+    for alone, count in sorted({(not case["shared"], case["heads_q"]) for case in cases}):
+        found = [case for case in cases if (not case["shared"], case["heads_q"]) == (alone, count)]
+        ratios = (geomean(case["us"][name] / case["us"]["pat"] for case in found) for name in peers)
+        gains = [gain(case) for case in found]
+        title = f"{'nothing shared' if alone else 'shared'}, {count} heads"
+        cells = [*ratios, min(gains), max(gains)]
+        rows.append([title, str(len(found)), *(f"{value:.2f}" for value in cells)])
     source = wrapped(
-        f"Microseconds of a layer. Source: `{OTHER_GPU.name}/mla.json` (`benchmarks/kernel mla`, "
-        f"{len(rows)} cases, commit {result['meta']['commit']})."
+        f"Time of another kernel over pat's, geometric means. Source: `{OTHER_GPU.name}/mla.json` "
+        f"(`benchmarks/kernel mla`, {len(cases)} cases, commit {result['meta']['commit']})."
     )
-    columns = ["tree", "query heads", "pat", *peers.values(), "best other / pat"]
-    gates = "\n".join(_gate_lines(result["gates"])).strip()
-    return f"{source}\n\n{table(columns, rows)}\n\n{gates}"
+    columns = ["cases", "number", *peers.values(), "best other / pat: least", "most"]
+    return f"{source}\n\n{table(columns, rows)}\n\n{_gates(result['gates'])}"
 
 
 def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
@@ -413,12 +415,12 @@ def gains_by_workload() -> str:
             f"{job_gain(jobs['rollouts'])}: 48 prompts x 16 samples",
         ],
         [
-            "70B, TP 8: one rank, no communication",
+            "70B at TP 8: one GPU's share, communication left out",
             f"{over_pat(shard):.2f}x: 128 requests, 8,192 shared tokens",
             none,
         ],
         [
-            "DeepSeek, Kimi, GLM (MLA), H200",
+            "DeepSeek, Kimi, GLM (MLA), TPOT on an H200",
             f"{min(latent):.2f}x to {max(latent):.2f}x: 64 requests, 16,384 shared tokens",
             none,
         ],

@@ -61,12 +61,13 @@ ARCHITECTURES = {
     "12.0": ("RTX 5090", "RTX PRO 6000"),
 }
 
+_COLUMNS = ("File", "Made by", "Commit", "Rules that held")
 _HEAD = f"""\
 # Recorded runs
 
-Every file below `benchmarks/results/`: what made it, on what, and what had to hold. Generated from
-the files by `{COMMAND}`. [Results](results.md) says what the numbers
-mean. Files of one GPU may come from different commits.
+Every file below `benchmarks/results/`: what made it, on what, and how many of its rules held. A
+file has the whole command, clocks and every number. [Results](results.md) says what they mean.
+`{COMMAND}` generates this page.
 """
 
 
@@ -95,6 +96,11 @@ class Run:
             return EARLIER.get(found[1])
         found = re.search(r"\bbenchmarks/(\w+ [\w-]+)", self.command)
         return found[1] if found else None
+
+    @property
+    def made_by(self) -> str:
+        """Its suite, else the program of its command."""
+        return self.suite or " ".join(self.command.removeprefix("python ").split()[:2])
 
     @property
     def gpu(self) -> str:
@@ -193,24 +199,29 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _runs(runs: list[Run]) -> str:
-    rows = [
-        (f"`{run.name}`", f"`{run.command}`", run.gpu, run.versions, run.commit) for run in runs
-    ]
-    return _table(("File", "Command", "GPU", "Versions", "Commit"), rows)
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.gpu, run.versions), []).append(run)
+    parts = []
+    for (gpu, versions), group in groups.items():
+        rows = []
+        for run in group:
+            verdicts = [held for *_, held in run.gates if held is not None]
+            held = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else ""
+            rows.append((f"`{run.name}`", run.made_by, run.commit, held))
+        machine = "No GPU" if gpu == NO_GPU else gpu
+        parts.append(f"{machine}: {versions}.\n\n{_table(_COLUMNS, rows)}")
+    return "\n".join(parts)
 
 
 def _gates(runs: list[Run]) -> str:
     rows = [
-        (f"`{run.name}`", rule, found, "yes" if held else "**no**")
+        (f"`{run.name}`", rule, found)
         for run in runs
         for rule, found, held in run.gates
-        if held is not None
+        if held is False
     ]
-    return (
-        "## What had to hold\n\n"
-        "Rules that a run had nothing to judge by are left out.\n\n"
-        + _table(("File", "Rule", "Found", "Held"), rows)
-    )
+    return "## What did not hold\n\n" + _table(("File", "Rule", "Found"), rows)
 
 
 def _never_run(runs: list[Run]) -> str:

@@ -1,4 +1,4 @@
-"""The page of recorded runs is that of the files, and tells what is missing."""
+"""The page of recorded runs lists every file, and names what is missing."""
 
 from __future__ import annotations
 
@@ -42,18 +42,30 @@ def test_every_recorded_command_is_of_a_suite() -> None:
     [
         (
             {"gates": {"price": {"value": 1.2345678, "limit": 1.15, "met": False}}},
-            "1.235 (limit 1.15) | **no** |",
+            "| price | 1.235 (limit 1.15) |",
         ),
         (
-            {"gates": [{"suite": "a", "rule": "b", "found": "c", "passed": True}]},
-            "| a: b | c | yes |",
+            {"gates": [{"suite": "a", "rule": "b", "found": "c", "passed": False}]},
+            "| a: b | c |",
         ),
-        ({"failures": ["one", "two"]}, "| the check | one; two | **no** |"),
-        ({"passed": True}, "| the check |  | yes |"),
+        ({"failures": ["one", "two"]}, "| the check | one; two |"),
+        ({"passed": False}, "| the check |  |"),
     ],
 )
-def test_gates_of_all_kinds(result: dict[str, Any], expected: str) -> None:
+def test_what_did_not_hold_is_listed(result: dict[str, Any], expected: str) -> None:
     assert expected in recorded_runs_page._gates([made(**result)])
+
+
+def test_what_held_is_counted() -> None:
+    gates = [
+        {"suite": "a", "rule": "b", "found": "c", "passed": passed} for passed in (True, False)
+    ]
+    run = made(gates=[*gates, gates[0]])
+    assert "| `h100/x.json` | check soak | not recorded | 2 of 3 |" in recorded_runs_page._runs(
+        [run]
+    )
+    assert recorded_runs_page._gates([run]).count("a: b") == 1
+    assert "the check" not in recorded_runs_page._gates([made(passed=True)])
 
 
 def test_what_has_no_run_is_named() -> None:
