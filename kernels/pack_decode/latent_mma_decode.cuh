@@ -27,7 +27,6 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
       init(storage.kv_full[stage], kProducerWarps * 32 + 1);  // copies, record
       init(storage.kv_empty[stage], kLatentConsumerWarps * 32);
     }
-    for (uint64_t& barrier : storage.exchange_empty) init(barrier, LatentPart::kParts * 32);
     for (int i = 0; i < kDrawsAhead; ++i) {
       init(storage.drawn_full[i], 32);
       init(storage.drawn_empty[i], 32);

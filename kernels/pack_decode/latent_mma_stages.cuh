@@ -34,14 +34,14 @@ struct PassRecord {
 template <typename Dims>
   requires(kHasPasses<Dims>)
 struct SharedState<Dims> {
-  // Of every unit of rows the parts of four warps, as their lanes hold them.
+  // By unit of rows and warp: its part of the scores of the other warps' tokens, and the sums of its own, as lanes hold
+  // them.
   alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
   PassRecord records[kPassRecords];
   StageRecord stage_records[kMaxPassStages];
   int32_t drawn[kDrawsAhead];  // from the producer that draws to the other
   alignas(8) uint64_t kv_full[kMaxPassStages];
   uint64_t kv_empty[kMaxPassStages];
-  uint64_t exchange_empty[kPassUnits];
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
 };

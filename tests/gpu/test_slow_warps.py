@@ -31,8 +31,8 @@ LATENT = [
     *("queries", "first tokens", "second tokens"),
 ]
 LATENT_MMA = [
-    *("quarter that writes", "quarter that reads", "quarter at the end", "unit at the end"),
-    *("first panels", "last panels"),
+    *("quarter that writes", "quarter that reads", "quarter that reads sums"),
+    *("quarter at the end", "unit at the end", "first panels", "last panels"),
 ]
 
 

@@ -87,12 +87,17 @@ LATENT_DELAYS = {
 LATENT_MMA_DELAYS = {
     "quarter that writes": (
         "latent_mma_body.cuh",
-        "++num_exchanges;",
+        "auto& parts = storage.exchange[pass_unit];",
         "if (share.part == 2) __nanosleep(9000);",
     ),
     "quarter that reads": (
         "latent_mma_body.cuh",
-        "float4 sum = parts[0][tile][lane];",
+        "float (&sum)[4] = scores[tile];",
+        "if (share.part == 1) __nanosleep(9000);",
+    ),
+    "quarter that reads sums": (
+        "latent_mma_body.cuh",
+        "const float4 sum = parts[tile][tile][lane];",
         "if (share.part == 1 && tile == 0) __nanosleep(9000);",
     ),
     "unit at the end": (
