@@ -16,6 +16,7 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.nightly,
     pytest.mark.skipif(cuda_driver_is_present(), reason="there is a CUDA driver"),
 ]
 
@@ -52,7 +53,6 @@ def test_rollouts_follow_the_trainer_and_share_their_prompts(
     assert counted["kv_tokens_planned"] < 0.5 * counted["kv_tokens_query_centric"]
 
 
-@pytest.mark.nightly
 def test_a_skipped_sync_shows_in_the_mismatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
