@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_families import CPU_RUNS, FAMILIES, GPU_RUNS, Family, RecordedRun
+from model_families import CPU_RUNS, FAMILIES, GPU_RUNS, Family
 
 PAGE = Path(__file__).parents[2] / "docs/model-families.md"
 FAMILY_TESTS = "tests/engine/test_families.py::test_tokens_and_routes"
@@ -93,39 +93,34 @@ FEATURES = (
 
 def families_table() -> str:
     """One row per family."""
-    head = (
-        "Family",
-        "SGLang's class",
-        "pat decodes",
-        "Default backend decodes",
-        "Why",
-        "Test runs",
-        "Passed on a CPU",
-        "Passed on a GPU",
-    )
+    head = ("Family", "SGLang's class", "pat decodes", "Default backend decodes")
     return _table(head, [_family_row(family) for family in FAMILIES.values()])
 
 
 def _family_row(family: Family) -> tuple[str, ...]:
     reasons = "; ".join(_general(reason) for reason in family.default)
-    tested = "nightly" if family.nightly else "every change"
-    for version in family.refused:
-        tested += f"; SGLang {version} refuses on a CPU: see below"
-    return (
-        family.models,
-        f"`{family.architecture}`",
-        family.accelerated or "nothing",
-        family.delegated or "nothing",
-        reasons,
-        tested,
-        _passed(family, CPU_RUNS),
-        _passed(family, GPU_RUNS),
-    )
+    delegated = f"{family.delegated}: {reasons}" if family.delegated else "nothing"
+    name = f"`{family.architecture}`"
+    return (family.models, name, family.accelerated or "nothing", delegated)
 
 
-def _passed(family: Family, runs: Sequence[RecordedRun]) -> str:
-    of_family = [run for run in runs if family.name in run.families]
-    return ", ".join(f"SGLang {run.sglang} ({run.date})" for run in of_family) or "not run"
+def runs() -> str:
+    """Recorded runs of each place and version: the families that passed, and the dates."""
+    lines = []
+    for place, recorded in (("CPU", CPU_RUNS), ("GPU", GPU_RUNS)):
+        for version in dict.fromkeys(run.sglang for run in recorded):
+            of_version = [run for run in recorded if run.sglang == version]
+            passed = {name for run in of_version for name in run.families}
+            missing = [family.models for name, family in FAMILIES.items() if name not in passed]
+            shown = [family.models for name, family in FAMILIES.items() if name in passed]
+            named = "; ".join(shown) if len(shown) <= len(missing) else "all"
+            if named == "all" and missing:
+                named += f" except {'; '.join(missing)}"
+            dates = ", ".join(dict.fromkeys(run.date for run in of_version))
+            lines.append(f"- {place}, SGLang {version} ({dates}): {named}.")
+    often = [family.models for family in FAMILIES.values() if not family.nightly]
+    lines.append(f"- On every change: {'; '.join(often)}. The others run nightly.")
+    return "\n".join(lines)
 
 
 def _general(reason: str) -> str:
@@ -166,7 +161,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-SECTIONS = {"families": families_table, "refusals": refusals, "features": features_table}
+SECTIONS = {
+    "families": families_table,
+    "runs": runs,
+    "refusals": refusals,
+    "features": features_table,
+}
 
 
 def updated(page: str) -> str:

@@ -61,13 +61,13 @@ ARCHITECTURES = {
     "12.0": ("RTX 5090", "RTX PRO 6000"),
 }
 
-_COLUMNS = ("File", "Made by", "Commit", "Rules that held")
+_COLUMNS = ("File", "Made by", "Commit", "Held")
 _HEAD = f"""\
 # Recorded runs
 
-Every file below `benchmarks/results/`: what made it, on what, and how many of its rules held. A
-file has the whole command, clocks and every number. [Results](results.md) says what they mean.
-`{COMMAND}` generates this page.
+Every file below `benchmarks/results/`, with the number of its rules that held. A file has the whole
+command, clocks and every number. [Results](results.md) says what they mean. `{COMMAND}` generates
+this page.
 """
 
 
@@ -207,7 +207,7 @@ def _runs(runs: list[Run]) -> str:
         rows = []
         for run in group:
             verdicts = [held for *_, held in run.gates if held is not None]
-            held = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else ""
+            held = f"{sum(verdicts)}/{len(verdicts)}" if verdicts else ""
             rows.append((f"`{run.name}`", run.made_by, run.commit, held))
         machine = "No GPU" if gpu == NO_GPU else gpu
         parts.append(f"{machine}: {versions}.\n\n{_table(_COLUMNS, rows)}")

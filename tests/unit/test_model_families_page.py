@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from model_families import CPU_RUNS, FAMILIES, GPU_RUNS
-from model_families_page import FEATURES, PAGE, families_table, updated
+from model_families_page import FEATURES, PAGE, families_table, runs, updated
 
 from sglang_pat import support
 
@@ -29,7 +29,23 @@ def test_every_family_has_a_row() -> None:
     assert len(rows) == len(FAMILIES)
     for row, family in zip(rows, FAMILIES.values(), strict=True):
         assert f"| `{family.architecture}` |" in row
-        assert ("| nothing | all layers |" in row) == (not family.pat)
+        assert ("| nothing | all layers: " in row) == (not family.pat)
+
+
+def test_every_recorded_run_is_listed() -> None:
+    lines = runs().splitlines()
+    assert [line.partition(" (")[0] for line in lines[:-1]] == [
+        "- CPU, SGLang 0.5.23",
+        "- CPU, SGLang 0.5.17",
+        "- GPU, SGLang 0.5.17",
+    ]
+    often = lines[-1].removesuffix(". The others run nightly.").partition(": ")[2].split("; ")
+    assert often == [family.models for family in FAMILIES.values() if not family.nightly]
+    missing = lines[1].removesuffix(".").partition("all except ")[2].split("; ")
+    passed = {name for run in CPU_RUNS if run.sglang == "0.5.17" for name in run.families}
+    assert missing == [each.models for name, each in FAMILIES.items() if name not in passed]
+    assert lines[0].endswith("): all.")
+    assert all(FAMILIES[name].models in lines[2] for run in GPU_RUNS for name in run.families)
 
 
 def test_families_are_consistent() -> None:
