@@ -538,6 +538,9 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
         cells += [f"{times['fa3']:.2f}", f"{over_pat(case):.3f}", ratio]
         rows.append([f"{shape}: {case['question']}", *cells])
     columns = ["requests x tokens", "pat", "goal", "FA3", "FA3 / pat", "KV read, over one by one"]
+    if not any(goal for _, _, goal, *_ in rows):
+        for row in (columns, *rows):
+            del row[2]
     layers = {case["model"]: case["layers"] for case in cases}
     shapes = [f"{count} layers of {shape}" for shape, count in layers.items()]
     source = wrapped(
