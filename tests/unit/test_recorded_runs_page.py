@@ -61,9 +61,7 @@ def test_what_held_is_counted() -> None:
         {"suite": "a", "rule": "b", "found": "c", "passed": passed} for passed in (True, False)
     ]
     run = made(gates=[*gates, gates[0]])
-    assert "| `h100/x.json` | check soak | not recorded | 2/3 |" in recorded_runs_page._runs(
-        [run]
-    )
+    assert "| `h100/x.json` | check soak | not recorded | 2/3 |" in recorded_runs_page._runs([run])
     assert recorded_runs_page._gates([run]).count("a: b") == 1
     assert "the check" not in recorded_runs_page._gates([made(passed=True)])
 
