@@ -290,7 +290,9 @@ def loss_of(model: Llama, rows: torch.Tensor) -> torch.Tensor:
         return model(rows[:, :-1], rows[:, 1:])
 
 
-def train(folder: Path, output: Path, shape: Shape, seconds: float) -> float:
+def train(
+    folder: Path, output: Path, shape: Shape, *, seconds: float = 0.0, steps: int = 0
+) -> float:
     """Train on the tokens of `folder`, and write the model to `output`.
 
     Parameters
@@ -301,6 +303,8 @@ def train(folder: Path, output: Path, shape: Shape, seconds: float) -> float:
     shape : Shape
     seconds : float
         Wall time of training. Compiling counts.
+    steps : int
+        If not 0: so many steps, however long they take.
 
     Returns
     -------
@@ -352,8 +356,8 @@ def train(folder: Path, output: Path, shape: Shape, seconds: float) -> float:
             print(f"the first step took {start - begun:.0f} s", flush=True)
         elif step % 100 == 0:
             print(f"{step:6} {part:4.0%} {loss.item():.3f}", flush=True)
-        now = time.perf_counter()
-        step, part = step + 1, (now - start) / max(begun + seconds - start, 1e-9)
+        step, now = step + 1, time.perf_counter()
+        part = step / steps if steps else (now - start) / max(begun + seconds - start, 1e-9)
     with torch.no_grad():
         losses = [loss_of(model, some).item() for some in held_out.split(1)]
     loss_held_out = math.fsum(losses) / len(losses)
@@ -399,7 +403,7 @@ def main() -> int:
         texts = docstrings(packages) if arguments.shape == "tiny" else files()
         write_tokens(folder, [*texts], shape.vocab_size)
     else:
-        train(folder, arguments.output or folder, shape, arguments.seconds)
+        train(folder, arguments.output or folder, shape, seconds=arguments.seconds)
     return 0
 
 
