@@ -4,6 +4,7 @@ SUITES = (
     "gates",
     "traffic",
     "speculation",
+    "trained",
     "hybrids",
     "jobs",
     "planning",
