@@ -1,4 +1,4 @@
-"""What decode does with a trained model: pat, FA3 and FlashInfer against a third one's prefill.
+"""Decode with a trained model: pat, FA3 and FlashInfer against a third backend's prefill.
 
     python benchmarks/server trained --model BASE --draft SMALL --tokens FOLDER/tokens.npy
         [--parts distances speculation invariance command] [--json FILE]
@@ -11,8 +11,8 @@ log-probability in decode and there. pat may have 1.1 times the mean and the 99t
 FA3's distances.
 
 A largest value says little: of two equal backends either one has it in half of all runs. So
-answers whose worst token is beyond FA3's worst are counted. Among answers of equal backends that
-many are pat's with a chance of one half for each; more than 6 are no accident (less than 1%).
+answers whose worst token is beyond FA3's worst are counted. Of equal backends each has the next
+worst answer with a chance of one half; more than 6 in a row are no accident (less than 1%).
 
 Speculation: greedy answers with drafts of the small model, in chains (3 steps, 4 tokens) and in
 trees (3 steps, 4 branches, 8 tokens). Tokens per step may be 2% apart from FA3's.
