@@ -358,8 +358,6 @@ def _latent_refusal(
     if fills_tile(heads):
         words = f"latent attention with nothing to gain: {heads} heads on a GPU fill a tile"
         return Refusal("attention", words)
-    if has_float8_cache(config):
-        return Refusal("attention", "latent attention over an fp8 KV cache")
     return None
 
 

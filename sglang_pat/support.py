@@ -101,17 +101,12 @@ def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
     return MAX_LATENT_GROUP_SIZE // num_heads <= num_drafts
 
 
-def has_kernels(
-    head_dim: int, v_head_dim: int, capability: tuple[int, int], *, converts_kv: bool = False
-) -> bool:
-    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability.
-
-    converts_kv: over a KV cache of one of CONVERTED_KV_DTYPES.
-    """
+def has_kernels(head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> bool:
+    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability."""
     if capability < OLDEST_CAPABILITY or (head_dim, v_head_dim) not in HEAD_DIMS:
         return False
     if is_latent(head_dim, v_head_dim):
-        return capability in LATENT_CAPABILITIES and not converts_kv
+        return capability in LATENT_CAPABILITIES
     return True
 
 
@@ -150,8 +145,7 @@ _MATRIX = (
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
         "tanh soft-cap; attention sinks; latent attention (MLA) "
         f"{_latent_devices()}, whose query heads times draft tokens are less than "
-        f"{MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA), an fp8 KV cache and LoRA "
-        "on kv_b_proj",
+        f"{MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA) and LoRA on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),

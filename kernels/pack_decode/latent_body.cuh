@@ -256,7 +256,7 @@ struct LatentConsumer {
   }
 
   __device__ __forceinline__ void store(const Attention& part, const float (&total)[2]) const {
-    store_latent_unit<T, Dims>(params, record().targets + unit * kUnitRows, record().mixed_item,
+    store_latent_unit<T, Dims>(params, {}, record().targets + unit * kUnitRows, record().mixed_item,
                                unit * kUnitRows, kGroup * kColumns, part.out, part.maximum, total,
                                lane);
   }

@@ -8,6 +8,8 @@
 #include "pack_decode/latent_mma_stages.cuh"
 #include "pack_decode/row_output.cuh"
 #include "pack_decode/warp_attention.cuh"
+#include "ptx/fp8.cuh"
+#include "scales.cuh"
 
 namespace pat {
 
@@ -17,6 +19,7 @@ struct LatentMmaConsumer {
   static constexpr int kTokens = Dims::kTokens;
   static constexpr int kColumns = Dims::kValue / LatentPart::kParts;
   static constexpr int kUnitThreads = LatentPart::kParts * 32;
+  using Number = ComputeType<T, Dims>;
   using Attention = WarpAttention<T, Dims, false, kColumns>;
   using Scores = float[kTokens / 8][4];
   using Queries = ptx::Fragment[Dims::kQueryPanels];
@@ -50,11 +53,28 @@ struct LatentMmaConsumer {
 
   __device__ __forceinline__ void load_queries(Queries& queries, uint32_t stage,
                                                uint32_t lane) const {
-    const uint32_t first = stage + share.queries(pass_unit, lane);
+    if constexpr (Dims::kOneByte) {
+      const uint32_t first = stage + share.byte_queries(pass_unit, lane);
 #pragma unroll
-    for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
-      ptx::load_matrices(queries[panel], first + panel * LatentPart::kPanelBytes);
+      for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
+        const uint32_t address = first + panel * LatentPart::kPanelBytes;
+        const uint2 low = ptx::load_shared_8(address);
+        const uint2 high = ptx::load_shared_8(address + 8 * kPanelRowBytes);
+        queries[panel][0] = low.x, queries[panel][1] = high.x;
+        queries[panel][2] = low.y, queries[panel][3] = high.y;
+      }
+    } else {
+      const uint32_t first = stage + share.queries(pass_unit, lane);
+#pragma unroll
+      for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
+        ptx::load_matrices(queries[panel], first + panel * LatentPart::kPanelBytes);
+      }
     }
+  }
+
+  // This warp's, of its columns of the queries.
+  __device__ __forceinline__ float* query_factors() const {
+    return storage.query_factors[Dims::kOneByte ? pass_unit * LatentPart::kParts + share.part : 0];
   }
 
   // In this warp's columns.
@@ -64,6 +84,19 @@ struct LatentMmaConsumer {
     for (auto& tile : scores) {
 #pragma unroll
       for (float& score : tile) score = 0.f;
+    }
+    if constexpr (Dims::kOneByte) {
+#pragma unroll
+      for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
+        ptx::Fragment bytes;
+        ptx::load_matrices(bytes, stage + share.byte_keys(panel, lane));
+#pragma unroll
+        for (int tile = 0; tile < kTokens / 8; ++tile) {
+          const uint2 keys = fp8::convert<Dims::kKv>(bytes[tile]);
+          ptx::multiply_add<Number>(scores[tile], queries[panel], keys.x, keys.y);
+        }
+      }
+      return;
     }
     const uint32_t first = stage + share.keys(lane);
 #pragma unroll
@@ -124,7 +157,8 @@ struct LatentMmaConsumer {
   // This warp's.
   __device__ __forceinline__ void multiply_values(Attention& part, const Scores& weights,
                                                   uint32_t stage, uint32_t lane) const {
-    const uint32_t first = stage + share.values<Dims::kValue / kPanelColumns>(lane);
+    constexpr int kValuePanels = panels(Dims::kValue * Dims::kElementBytes);
+    const uint32_t first = stage + share.values<kValuePanels>(lane);
     ptx::Fragment packed[kTokens / 16];
 #pragma unroll
     for (int step = 0; step < kTokens / 16; ++step) {
@@ -133,12 +167,24 @@ struct LatentMmaConsumer {
 #pragma unroll
     for (int step = 0; step < kTokens / 16; ++step) {
 #pragma unroll
-      for (int pair = 0; pair < kColumns / 16; ++pair) {
+      for (int pair = 0; pair < kColumns * Dims::kElementBytes / 32; ++pair) {
         ptx::Fragment values;
         ptx::load_matrices_transposed(
             values, step_address(first, LatentPart::kRows, pair) + step * 16 * kPanelRowBytes);
-        ptx::multiply_add<T>(part.out[2 * pair], packed[step], values[0], values[1]);
-        ptx::multiply_add<T>(part.out[2 * pair + 1], packed[step], values[2], values[3]);
+        if constexpr (Dims::kOneByte) {
+          // As in mma_body.cuh: first the even columns of a chunk, then the odd ones.
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int tile = 4 * pair + 2 * half;
+            const uint2 low = fp8::convert<Dims::kKv>(fp8::transposed(values[2 * half]));
+            const uint2 high = fp8::convert<Dims::kKv>(fp8::transposed(values[2 * half + 1]));
+            ptx::multiply_add<Number>(part.out[tile], packed[step], low.x, high.x);
+            ptx::multiply_add<Number>(part.out[tile + 1], packed[step], low.y, high.y);
+          }
+        } else {
+          ptx::multiply_add<T>(part.out[2 * pair], packed[step], values[0], values[1]);
+          ptx::multiply_add<T>(part.out[2 * pair + 1], packed[step], values[2], values[3]);
+        }
       }
     }
   }
@@ -151,10 +197,17 @@ struct LatentMmaConsumer {
     Queries queries;
     load_queries(queries, query_stage, ptx::lane_id());
     release_stage();
+    bool has_factors = false;
+    if constexpr (Attention::kNarrowsQueries) {
+      has_factors = Attention::narrow_queries(queries, query_factors(), ptx::lane_id());
+    }
 
     const int unit = first_unit + pass_unit;  // of the item
     Attention part;
     part.begin_without_queries();
+    part.has_factors = has_factors;
+    const auto scales = KvScales<Dims::kOneByte>::load(params);
+    decltype(auto) scale = scales.template logit<false>(params);
     StageRecord stage_record;
     do {
       const uint32_t stage = wait_for_stage();
@@ -163,16 +216,18 @@ struct LatentMmaConsumer {
         const uint32_t lane = ptx::lane_id();  // read again: its addresses do not fit in registers
         Scores scores;
         multiply_keys(scores, queries, stage, lane);
+        part.template undo_factors<kTokens>(scores, query_factors(), lane);
         add_up(scores, lane);
-        part.rescale(part.template weigh<kTokens>(scores, stage_record, unit * kUnitRows, 0,
-                                                  params.logit_scale, lane));
+        part.rescale(
+            part.template weigh<kTokens>(scores, stage_record, unit * kUnitRows, 0, scale, lane));
         multiply_values(part, scores, stage, lane);
       }
       release_stage();
     } while (!stage_record.is_last());
 
+    if constexpr (Dims::kOneByte) part.order_columns();
     part.finish();
-    store_latent_unit<T, Dims>(params, record().targets + pass_unit * kUnitRows,
+    store_latent_unit<T, Dims>(params, scales, record().targets + pass_unit * kUnitRows,
                                record().mixed_item, unit * kUnitRows, share.part * kColumns,
                                part.out, part.maximum, part.sum, ptx::lane_id());
     ++num_passes;

@@ -44,6 +44,7 @@ struct SharedState<Dims> {
   uint64_t kv_empty[kMaxPassStages];
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
+  float query_factors[Dims::kOneByte ? kLatentConsumerWarps : 1][kUnitRows];  // WarpAttention
 };
 
 // Some panels of every stage, in the order of the stages.
@@ -52,9 +53,12 @@ template <typename Dims, bool kIsKey>
 class KvStages<Dims, kIsKey> {
  public:
   using Storage = SharedStorage<Dims>;
-  static constexpr int kShared = (Dims::kKeyPanels + 1) / 2;  // the first half
-  static constexpr int kBegin = kIsKey ? 0 : kShared, kEnd = kIsKey ? kShared : Dims::kKeyPanels;
-  static_assert(Dims::kTokens == LatentPart::kRows && Dims::kQueryPanels == Dims::kKeyPanels);
+  // The panels of this producer: the first half, or the others.
+  template <int kPanels>
+  static constexpr int kBegin = kIsKey ? 0 : (kPanels + 1) / 2;
+  template <int kPanels>
+  static constexpr int kEnd = kIsKey ? (kPanels + 1) / 2 : kPanels;
+  static_assert(Dims::kTokens == LatentPart::kRows);
 
   __device__ KvStages(const DecodeParams& params, Storage& storage, int lane)
       : params_(params), storage_(storage), copy_{lane} {}
@@ -104,9 +108,11 @@ class KvStages<Dims, kIsKey> {
     const auto chunk = [&](const QueryArray& queries) {
       return request.request * queries.row_chunks + head * queries.head_chunks;
     };
-    copy_queries<kBegin, std::min(kEnd, kRope)>(params_.q, chunk(params_.q), rows_left);
-    if constexpr (kEnd > kRope) {
-      copy_queries<kRope, kEnd>(params_.q_rope, chunk(params_.q_rope), rows_left);
+    constexpr int kPanels = Dims::kQueryPanels;
+    copy_queries<kBegin<kPanels>, std::min(kEnd<kPanels>, kRope)>(params_.q, chunk(params_.q),
+                                                                  rows_left);
+    if constexpr (kEnd<kPanels> > kRope) {
+      copy_queries<kRope, kPanels>(params_.q_rope, chunk(params_.q_rope), rows_left);
     }
     finish(full);
   }
@@ -155,8 +161,11 @@ class KvStages<Dims, kIsKey> {
       sources[i] = cache + static_cast<uint64_t>(slot) * params_.k_slot_bytes;
     }
     const uint32_t target = this->target();
+    constexpr int kPanels = Dims::kKeyPanels;
 #pragma unroll
-    for (int panel = kBegin; panel < kEnd; ++panel) {
+    for (int panel = kBegin<kPanels>; panel < kEnd<kPanels>; ++panel) {
+      const bool is_part = (panel + 1) * kPanelRowBytes > Dims::kTokenBytes;
+      if (is_part && panel * kPanelRowBytes + copy_.source() >= Dims::kTokenBytes) continue;
 #pragma unroll
       for (int i = 0; i < PanelCopy::kCopies; ++i) {
         const uint32_t to = target + panel * LatentPart::kPanelBytes + copy_.target(i);

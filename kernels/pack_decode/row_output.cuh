@@ -98,12 +98,10 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
 // Columns from `first_column` on of a unit of latent attention, whose first row is row first_row of the item. Where that
 // is 0, the rows' LSEs too. total: sums of exponentials relative to the scores `maximum`.
 template <typename T, typename Dims, int kTiles>
-__device__ __forceinline__ void store_latent_unit(const DecodeParams& params,
-                                                  const RowTarget* targets, int mixed_item,
-                                                  int first_row, int first_column,
-                                                  const float (&out)[kTiles][4],
-                                                  const float (&maximum)[2],
-                                                  const float (&total)[2], uint32_t lane) {
+__device__ __forceinline__ void store_latent_unit(
+    const DecodeParams& params, const KvScales<Dims::kOneByte>& scales, const RowTarget* targets,
+    int mixed_item, int first_row, int first_column, const float (&out)[kTiles][4],
+    const float (&maximum)[2], const float (&total)[2], uint32_t lane) {
   uint64_t rows_with_nan = 0;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -114,9 +112,15 @@ __device__ __forceinline__ void store_latent_unit(const DecodeParams& params,
     }
     if (mixed_item != kNotMixed) rows_with_nan |= find_nan(values) << 32 * h;
     const RowTarget row = targets[lane / 4 + 8 * h];
-    const auto [scale, log2_sum] = row_scale<Dims>(params, KvScales<false>{}, row,
-                                                   maximum[h] * params.logit_scale.outer, total[h]);
-    store_long_row<T, Dims>(params, row, first_column, values, scale, lane);
+    constexpr float kHeadroom = WarpAttention<T, Dims, false>::kHeadroom;
+    const float logit = maximum[h] * scales.template logit<false>(params).outer;
+    const auto [scale, log2_sum] =
+        row_scale<Dims>(params, scales, row, logit - kHeadroom, total[h]);
+    if constexpr (Dims::kOneByte) {
+      store_columns<T, Dims, false>(params, row, first_column, values, scale, lane);
+    } else {
+      store_long_row<T, Dims>(params, row, first_column, values, scale, lane);
+    }
     if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
   }
   if (rows_with_nan != 0) {

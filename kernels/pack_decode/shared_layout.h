@@ -48,7 +48,7 @@ struct HeadDims {
   static constexpr int kElementBytes = kOneByte ? 1 : 2;  // of the cache
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
   // Latent attention (MLA): values are the first columns of the keys. One load, one stage for both.
-  static constexpr bool kIsLatent = kKey == 576 && kValue == 512 && !kOneByte;
+  static constexpr bool kIsLatent = kKey == 576 && kValue == 512;
   static_assert(kIsLatent || (kKey <= 256 && kValue <= 256), "registers");
 
   using Converted = HeadDims<kKey, kValue>;  // to numbers of the queries' size
@@ -188,6 +188,17 @@ struct LatentPart {
     static_assert(kValuePanels % kParts == 0);
     return part * (kValuePanels / kParts) * kPanelBytes +
            swizzled_offset(kRows, lane % 16, lane / 16);
+  }
+
+  // With one-byte KV, whose 16 columns are a chunk. Of those of a query row, a lane has four that touch, and of 8 rows
+  // further the same.
+  PAT_ANYWHERE constexpr uint32_t byte_queries(uint32_t unit, uint32_t lane) const {
+    return swizzled_offset(kRows, unit * kUnitRows + lane / 4, 2 * part + lane / 2 % 2) +
+           lane % 2 * 8;
+  }
+  // Of all 32 tokens, the 16 columns that belong to a panel of the queries.
+  PAT_ANYWHERE constexpr uint32_t byte_keys(uint32_t query_panel, uint32_t lane) const {
+    return swizzled_offset(kRows, lane, 4 * query_panel + part);
   }
 };
 

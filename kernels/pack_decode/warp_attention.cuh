@@ -58,7 +58,6 @@ struct WarpAttention {
         queries[step][0] = low.x, queries[step][1] = high.x;
         queries[step][2] = low.y, queries[step][3] = high.y;
       }
-      if constexpr (kNarrowsQueries) narrow_queries(query_factors, lane);
     } else {
       const uint32_t first = tile + swizzled_offset(tile_rows, first_row + lane % 16, lane / 16);
 #pragma unroll
@@ -67,6 +66,7 @@ struct WarpAttention {
       }
     }
     clear();
+    if constexpr (kNarrowsQueries) has_factors = narrow_queries(queries, query_factors, lane);
   }
 
   // Where queries are elsewhere.
@@ -207,24 +207,26 @@ struct WarpAttention {
     }
   }
 
- private:
   // Makes bf16 queries fp16. Rows with numbers that are too large are divided by a power of 2, kept in query_factors.
   // A number that becomes subnormal, less than 2^-14, changes a score by less than any rounding of it.
-  __device__ __forceinline__ void narrow_queries(float* query_factors, uint32_t lane) {
+  // Returns whether there is any.
+  template <int kSteps>
+  __device__ __forceinline__ static bool narrow_queries(ptx::Fragment (&queries)[kSteps],
+                                                        float* query_factors, uint32_t lane) {
     uint32_t exceeds = 0;  // the upper bit of a half: whether its number is 2^15 or more
 #pragma unroll
-    for (int step = 0; step < kDepthSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) exceeds |= (queries[step][i] & 0x7fff7fff) + 0x39003900;
     }
-    has_factors = __any_sync(kFullWarp, (exceeds & 0x80008000) != 0);
+    const bool has_factors = __any_sync(kFullWarp, (exceeds & 0x80008000) != 0);
     float inverse[2] = {1.f, 1.f};
     if (has_factors) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         uint32_t highest = 142u << 7;  // as bf16 without sign: of 2^15
 #pragma unroll
-        for (int step = 0; step < kDepthSteps; ++step) {
+        for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
           for (int i = h; i < 4; i += 2) {
             const uint32_t numbers = queries[step][i] & 0x7fff7fff;
@@ -240,7 +242,7 @@ struct WarpAttention {
       __syncwarp();
     }
 #pragma unroll
-    for (int step = 0; step < kDepthSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 numbers = ptx::unpack<T>(queries[step][i]);
@@ -248,8 +250,10 @@ struct WarpAttention {
             ptx::pack<Number>(numbers.x * inverse[i % 2], numbers.y * inverse[i % 2]);
       }
     }
+    return has_factors;
   }
 
+ private:
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile) {

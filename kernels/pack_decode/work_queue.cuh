@@ -59,11 +59,18 @@ inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTok
 template <typename Dims>
 inline constexpr bool kHasLatentWgmma = Dims::kIsLatent && !kHasPasses<Dims>;
 inline constexpr int kPassRows = 32;
-inline constexpr int kLatentTokens = kHasWgmma ? 2 * kStageTokens : kStageTokens;  // of a stage
+// Of a stage. One-byte KV is multiplied by mma.sync alone.
+template <KvType kKv>
+inline constexpr int kLatentTokens =
+    kHasWgmma && kKv == KvType::kAsQueries ? 2 * kStageTokens : kStageTokens;
+// True if a kernel of latent attention has the body on wgmma, beside that on mma.sync.
+template <typename Dims>
+inline constexpr bool kHasBothLatentBodies = kHasWgmma && Dims::kIsLatent && !Dims::kOneByte;
 template <typename Dims>
 inline constexpr int kDecodeThreads =
     32 * (Dims::kIsLatent
-              ? kLatentConsumerWarps + kProducerWarps + (kHasWgmma ? kLatentQueryWarps : 0)
+              ? kLatentConsumerWarps + kProducerWarps +
+                    (kHasBothLatentBodies<Dims> ? kLatentQueryWarps : 0)
               : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
 // Registers of a thread, beside converters: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
@@ -80,8 +87,11 @@ inline constexpr int kValueRoom =
     kHasConverters<Dims> ? Dims::Converted::kValueBytes : Dims::kValueBytes;
 template <typename Dims>
 inline constexpr int kLandingOffset = Dims::kKeyBytes + kValueRoom<Dims> - Dims::kValueBytes;
+// With passes, a stage may also be the queries of one.
 template <typename Dims>
-inline constexpr int kStageBytes = Dims::kKeyBytes + kValueRoom<Dims>;
+inline constexpr int kStageBytes =
+    std::max(Dims::kKeyBytes + kValueRoom<Dims>,
+             kHasPasses<Dims> ? kPassRows* Dims::kQueryPanels* kPanelRowBytes : 0);
 
 inline constexpr bool kHas228Kb = PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 ||
                                   PAT_TARGET_ARCH == 103 || PAT_TARGET_ARCH == 110;

@@ -510,8 +510,7 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
         for dtype, kv_dtype, (head_dim, v_head_dim) in itertools.product(
             support.KERNEL_DTYPES, (None, *support.CONVERTED_KV_DTYPES), support.HEAD_DIMS
         ):
-            converts_kv = kv_dtype is not None
-            if not support.has_kernels(head_dim, v_head_dim, capability, converts_kv=converts_kv):
+            if not support.has_kernels(head_dim, v_head_dim, capability):
                 continue
             config = jit.KernelConfig(
                 getattr(torch, dtype),

@@ -93,13 +93,10 @@ class KernelConfig:
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"
             )
-        converts_kv = self.kv_dtype is not None
-        if not support.has_kernels(
-            self.head_dim, self.v_head_dim, self.arch, converts_kv=converts_kv
-        ):
+        if not support.has_kernels(self.head_dim, self.v_head_dim, self.arch):
             raise ValueError(
-                f"there are no CUDA kernels for head_dim {self._head_dim_name} over a KV cache of "
-                f"{self.cache_dtype} on compute capability {self.arch[0]}.{self.arch[1]}"
+                f"there are no CUDA kernels for head_dim {self._head_dim_name} "
+                f"on compute capability {self.arch[0]}.{self.arch[1]}"
             )
 
     @classmethod
@@ -147,14 +144,13 @@ class KernelConfig:
     def tiles_agree(self) -> bool:
         """True if a query row's result is bitwise the same in every tile: one body executes all.
 
-        Latent attention has two bodies on Hopper and one elsewhere. Other layers have one on
+        Over a cache of the queries' type, latent attention has two bodies on Hopper, and one
+        elsewhere. Over a cache of one-byte numbers it has one everywhere. Other layers have one on
         Hopper, except over a cache of one-byte numbers. Their bodies on mma.sync split KV over
         their warps in different ways.
         """
-        has_wgmma = self.arch == (9, 0) and not self.force_mma_sync
-        if self.is_latent:
-            return not has_wgmma
-        return has_wgmma and self.kv_dtype is None
+        has_wgmma = self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
+        return has_wgmma != self.is_latent
 
     @property
     def has_tensor_maps(self) -> bool:

@@ -29,7 +29,7 @@ def compiled_variants(request: pytest.FixtureRequest) -> None:
             for dtype in (torch.bfloat16, torch.float16)
             for kv_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2)
             if kv_dtype != torch.float8_e5m2 or head_dim == 128
-            if support.has_kernels(head_dim, v_head_dim, arch, converts_kv=kv_dtype is not None)
+            if support.has_kernels(head_dim, v_head_dim, arch)
             for force_mma_sync in bodies
         ]
     )

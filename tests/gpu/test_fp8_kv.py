@@ -24,9 +24,10 @@ from pack_decode_cases import (
 )
 
 from kernel.numerics import compare
-from sglang_pat import PackAttention
+from sglang_pat import PackAttention, support
 from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.support import GQA_HEAD_DIMS
 
@@ -43,9 +44,14 @@ LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 3
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """With caches of another type. What no request may read stays NaN."""
-    return dataclasses.replace(
-        tensors, k_cache=tensors.k_cache.to(dtype), v_cache=tensors.v_cache.to(dtype)
-    )
+    return with_caches(tensors, tensors.k_cache.to(dtype), tensors.v_cache.to(dtype))
+
+
+def with_caches(tensors: Tensors, k_cache: torch.Tensor, v_cache: torch.Tensor) -> Tensors:
+    """Replace the caches. In latent attention, values stay the first columns of the keys."""
+    if support.is_latent(k_cache.shape[-1], v_cache.shape[-1]):
+        v_cache = k_cache[..., : v_cache.shape[-1]]
+    return dataclasses.replace(tensors, k_cache=k_cache, v_cache=v_cache)
 
 
 def random_bytes(tensors: Tensors, kv_dtype: torch.dtype) -> Tensors:
@@ -59,7 +65,7 @@ def random_bytes(tensors: Tensors, kv_dtype: torch.dtype) -> Tensors:
         wide[~wide.isfinite()] = 1.0
         wide[cache.isnan()] = torch.nan
         caches.append(wide.to(kv_dtype))
-    return dataclasses.replace(tensors, k_cache=caches[0], v_cache=caches[1])
+    return with_caches(tensors, *caches)
 
 
 def run_case(
@@ -70,6 +76,8 @@ def run_case(
     if plan is None:
         step.write(case.batch(), *index)
     else:
+        is_latent = support.is_latent(heads.head_dim, heads.v_head_dim)
+        plan = plan.as_latent() if is_latent else plan
         step.executor.load_plan(plan, Step(*index, case.seq_lens))
     return run(step, tensors, **options)
 
@@ -425,3 +433,179 @@ def test_pack_attention() -> None:
 )
 def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers: int) -> None:
     check_near_exact(case, Heads(*geometry, kv_dtype=E4M3), workers={"num_workers": num_workers})
+
+
+# --- latent attention ---
+
+COLUMNS, ROPE = 512, 64
+needs_latent_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() not in support.LATENT_CAPABILITIES,
+    reason="has no kernels of latent attention on this GPU",
+)
+
+
+def latent(num_heads: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = E4M3) -> Heads:
+    return Heads(num_heads, 1, COLUMNS + ROPE, dtype, COLUMNS, kv_dtype)
+
+
+@needs_latent_kernels
+@both_types
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("group_size", [1, 5, 8, 16, 20, 33, 64])
+def test_latent_groups(group_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    check_near_exact(MIXED, latent(group_size, dtype, kv_dtype))
+
+
+@needs_latent_kernels
+@both_types
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_latent_number_is_converted_exactly(
+    dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    heads = latent(8, dtype, kv_dtype)
+    tensors = random_bytes(Tensors.make(MIXED, heads), kv_dtype)
+    check_near_exact(MIXED, heads, tensors, sm_scale=1e-4 if kv_dtype == E4M3 else 1e-9)
+
+
+@needs_latent_kernels
+def test_every_column_of_latent_keys_counts_once() -> None:
+    """Keys pick one column: all logits are the query's number there."""
+    heads = latent(8)
+    case = make_case([(-1, 127)], [(0, 1)] * 16)
+    tensors = converted(Tensors.make(case, heads), E4M3)
+    for column in (*range(0, COLUMNS + ROPE, 37), COLUMNS, COLUMNS + ROPE - 1):
+        tensors.k_cache.zero_()
+        tensors.k_cache[:, :, column] = 1
+        _, lse = run_case(case, heads, tensors, sm_scale=1.0)
+        expected = tensors.q[:, :, column].double() + math.log(128)
+        torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=5e-5)
+
+
+@needs_latent_kernels
+@both_types
+def test_latent_values_of_one_token_are_the_output(kv_dtype: torch.dtype) -> None:
+    """All 256 bytes in any column, infinity included; NaN would reach the weights."""
+    heads = latent(8, BF16, kv_dtype)
+    case = make_case([], [(-1, 1)])
+    tensors = converted(Tensors.make(case, heads), kv_dtype)
+    tensors.q.zero_()
+    numbers = torch.arange(2 * 256, device="cuda").remainder(256).to(torch.uint8).view(kv_dtype)
+    numbers = torch.where(numbers.float().isfinite(), numbers.float(), 3.0).to(kv_dtype)
+    slot = int(tensors.req_to_token[tensors.req_pool_indices[0], 0])
+    tensors.k_cache.view(torch.uint8)[slot, 0, :COLUMNS] = numbers.view(torch.uint8)
+    out, _ = run_case(case, heads, tensors)
+    assert torch.equal(out, numbers.to(BF16).expand_as(out))
+
+
+@needs_latent_kernels
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 129, 4096, 65536])
+def test_latent_lengths(length: int) -> None:
+    check_near_exact(make_case([], [(-1, length)] * 3), latent(16))
+    check_near_exact(make_case([(-1, length)], [(0, 7)] * 3), latent(8))
+
+
+@needs_latent_kernels
+@pytest.mark.parametrize("group_size", [1, 5, 8, 16, 20, 64])
+def test_latent_segments_that_count_for_some_rows(group_size: int) -> None:
+    heads = latent(group_size)
+    for seed in range(4):
+        case = random_case(100 * group_size + seed)
+        check_near_exact(case, heads, plan=random_plan(case, group_size, seed))
+    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
+    for reverse in (False, True):
+        plan: HandPlan = tails(lengths, group_size, reverse=reverse)
+        check_near_exact(tails_case(lengths), heads, plan=plan)
+
+
+@needs_latent_kernels
+@pytest.mark.parametrize("num_workers", [1, 2, 33, 1000])
+def test_latent_splits(num_workers: int) -> None:
+    workers = {"num_workers": num_workers, "min_piece_tokens": 64}
+    for group_size in (5, 16, 32):
+        check_near_exact(MIXED, latent(group_size), workers=workers)
+
+
+@needs_latent_kernels
+def test_latent_queries_that_float16_cannot_hold() -> None:
+    """Four warps share a row's columns: each scales its own."""
+    heads = latent(8)
+    tensors = converted(Tensors.make(MIXED, heads), E4M3)
+    factors = torch.tensor([1.0, 1e30, 3e4, 1e-30], device="cuda").repeat(2)
+    tensors.q *= factors.to(BF16)[:, None]
+    tensors.q[:, 1, 16:48] *= 2.0**-90  # a warp has small numbers only
+    for sm_scale in (1e-31, 1e-5):
+        picked = tensors.q.float().abs().amax(-1) * sm_scale < 10
+        some = dataclasses.replace(tensors, q=torch.where(picked[..., None], tensors.q, 0))
+        check_near_exact(MIXED, heads, some, sm_scale=sm_scale)
+
+
+@needs_latent_kernels
+def test_latent_scales_and_sinks() -> None:
+    heads = latent(16)
+    tensors, sinks = converted(Tensors.make(LONG, heads), E4M3), make_sinks(heads)
+    on_device = {
+        "k_scale": torch.tensor(0.37, device="cuda"),
+        "v_scale": torch.tensor(2.5, device="cuda"),
+    }
+    index = tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    caches = tensors.k_cache.double() * 0.37, tensors.v_cache.double() * 2.5
+    exact, exact_lse = dense_attention(tensors.q, *caches, *index, sinks=sinks)
+    for scales in ({"k_scale": 0.37, "v_scale": 2.5}, on_device):
+        out, lse = run_case(LONG, heads, tensors, sinks=sinks, **scales)
+        torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
+
+
+@needs_latent_kernels
+def test_a_latent_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
+    lengths = [40, 70, 3, 129, 64, 1, 90, 33]
+    case, plan, heads = tails_case(lengths), tails(lengths, 8), latent(8)
+    tensors = converted(Tensors.make(case, heads), E4M3)
+    expected, expected_lse = run_case(case, heads, tensors, plan=plan)
+    row = tensors.req_to_token[tensors.req_pool_indices[1]]
+    others = [request for request in range(len(lengths)) if request != 1]
+    for column in (3, 300, COLUMNS + 5):
+        kept = tensors.k_cache.view(torch.uint8).clone()
+        tensors.k_cache.view(torch.uint8)[int(row[117]), 0, column] = 0x7F
+        out, lse = run_case(case, heads, tensors, plan=plan)
+        torch.testing.assert_close(out[others], expected[others], rtol=1e-2, atol=1e-2)
+        assert torch.allclose(lse[others], expected_lse[others], atol=2e-5)
+        assert out[1].isnan().any()
+        tensors.k_cache.view(torch.uint8).copy_(kept)
+
+
+@needs_latent_kernels
+def test_a_latent_graph_has_the_bits_of_eager_steps() -> None:
+    heads = latent(16)
+    tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
+    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    expected, expected_lse = run(step, tensors)
+    nope, rope = (each.contiguous() for each in tensors.q.split([COLUMNS, ROPE], dim=-1))
+    out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.decode(nope, tensors.k_cache, tensors.v_cache, out, lse, q_rope=rope)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+
+
+@needs_latent_kernels
+@both_types
+def test_latent_rows_are_written_as_torch_converts_them(kv_dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = KernelConfig.for_device(BF16, COLUMNS + ROPE, device, COLUMNS, kv_dtype)
+    writer = KvWriter(config, device)
+    assert writer.agrees_with_torch()
+    k = torch.randn(300, 1, COLUMNS + ROPE, device="cuda").mul(200).to(BF16)
+    slots = torch.randperm(900, device="cuda")[:300]
+    expected = torch.zeros(900, 1, COLUMNS + ROPE, dtype=kv_dtype, device="cuda")
+    written = expected.clone()
+    kept = slots != 0
+    expected.view(torch.uint8)[slots[kept]] = k[kept].to(kv_dtype).view(torch.uint8)
+    rope = k[..., COLUMNS:].contiguous()
+    assert writer.write_latent(k[..., :COLUMNS], rope, slots, written)
+    assert torch.equal(written.view(torch.uint8), expected.view(torch.uint8))

@@ -49,7 +49,7 @@ def make_pool(
     pool = Pool(size, page_size, dtype, rank, KEYS - VALUES, 2, "cpu", enable_memory_saver=False)
     generator = torch.Generator().manual_seed(0)
     for each in pool.kv_buffer:
-        each.copy_(torch.randn(each.shape, generator=generator))
+        each.view(dtype).copy_(torch.randn(each.shape, generator=generator))
     pool.__class__ = MLATokenToKVPool
     return pool
 
@@ -76,6 +76,23 @@ def latent_runner(**change: Any) -> Any:
     return runner(**{"model": make_model(), "token_to_kv_pool": make_pool(), **change})
 
 
+def fp8_runner(*, scale: float | None = None, **change: Any) -> Any:
+    """scale: of the layers' keys."""
+    model = make_model()
+    for attention in model:
+        attention.attn_mqa.k_scale = None if scale is None else torch.tensor(scale)
+    fp8 = torch.float8_e4m3fn
+    return latent_runner(
+        **{
+            "model": model,
+            "kv_cache_dtype": fp8,
+            "kv_cache_dtype_str": "fp8_e4m3",
+            "token_to_kv_pool": make_pool(fp8),
+            **change,
+        }
+    )
+
+
 @pytest.fixture(autouse=True)
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the pool's write methods, as they are called."""
@@ -100,13 +117,13 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Step:
     """Three requests, of which two share their first tokens. Their last tokens are new."""
 
-    def __init__(self) -> None:
-        self.runner = latent_runner()
+    def __init__(self, model_runner: Any = None, *default: str) -> None:
+        self.runner = latent_runner() if model_runner is None else model_runner
         table = self.runner.req_to_token_pool.req_to_token
         table[1, :5] = torch.tensor([3, 4, 5, 6, 20])
         table[2, :5] = torch.tensor([3, 4, 5, 7, 21])
         table[3, :2] = torch.tensor([8, 22])
-        self.backend = pat_backend(self.runner)
+        self.backend = pat_backend(self.runner, *default)
         self.lens = torch.tensor([5, 5, 2])
         self.batch = decode_batch([1, 2, 3], self.lens.tolist(), [20, 21, 22])
         self.backend.init_forward_metadata(self.batch)
@@ -117,7 +134,7 @@ class Step:
         return layer
 
     def exact(self, layer_id: int = 0) -> torch.Tensor:
-        cache = self.runner.token_to_kv_pool.kv_buffer[layer_id]
+        cache = self.runner.token_to_kv_pool.get_key_buffer(layer_id).float()
         table, rows = self.runner.req_to_token_pool.req_to_token, torch.tensor([1, 2, 3])
         values = cache[..., :VALUES]
         out, _ = dense_attention(self.q, cache, values, table, rows, self.lens, sm_scale=SCALE)
@@ -339,9 +356,13 @@ DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: latent_runner(model=adapted_model()),
         "latent attention with LoRA on kv_b_proj",
     ),
-    "fp8": (
-        lambda: latent_runner(kv_cache_dtype=torch.float8_e4m3fn),
-        "latent attention over a KV cache of torch.float8_e4m3fn",
+    "another type of cache": (
+        lambda: latent_runner(kv_cache_dtype=torch.float16),
+        "dtype of queries and KV cache a KV cache of torch.float16",
+    ),
+    "blocks that are scaled": (
+        lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),
+        "dtype of queries and KV cache mxfp8",
     ),
     "a pool of another class": (
         lambda: latent_runner(token_to_kv_pool=other_pool()),
@@ -392,6 +413,30 @@ def test_models_that_pat_decodes(default: str, page_size: int) -> None:
     backend = pat_backend(model_runner, default)
     assert type(backend) is not DefaultBackend
     assert [*backend._pat.routes.shapes] == [0, 1]
+
+
+@pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])
+def test_models_over_an_fp8_cache(default: str) -> None:
+    """SGLang stores it without scales, and so it is read."""
+    backend = pat_backend(fp8_runner(scale=1.0), default)
+    assert [*backend._pat.routes.shapes] == [0, 1]
+
+
+@pytest.mark.parametrize("default", ["triton", "flashmla"])
+def test_backends_that_scale_latent_kv_keep_it(default: str) -> None:
+    routes = Routes.of_runner(fp8_runner(scale=0.5), default)
+    reason = f"KV pool latent KV scaled by 0.5, under {default}"
+    assert {str(each) for each in routes.delegated.values()} == {reason}
+
+
+@pytest.mark.parametrize("default", ["fa3", "flashinfer"])
+def test_scales_of_a_layer_do_not_count_over_an_fp8_cache(default: str) -> None:
+    step = Step(fp8_runner(scale=0.5), default)
+    layer = step.layer()
+    nope, k, rope = step.parts()
+    out = step.backend.forward(nope, k, k, layer, step.batch, save_kv_cache=False, **rope)
+    exact = step.exact()
+    torch.testing.assert_close(out.view(exact.shape).double(), exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("drafts", [2, 4, 7])

@@ -29,7 +29,7 @@ ALL = [
     for kv_dtype in (None, E4M3, E5M2)
     for head_dim, v_head_dim in HEAD_DIMS
     for arch in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-    if has_kernels(head_dim, v_head_dim, arch, converts_kv=kv_dtype is not None)
+    if has_kernels(head_dim, v_head_dim, arch)
 ]
 
 
@@ -115,10 +115,9 @@ def check_resources(config: KernelConfig) -> None:
         assert decoding == ["128", "128"], report
     if config.is_latent:
         # 12 warps: what they begin with, and what warpgroups then leave one another. The 10 warps
-        # on mma.sync are given as many.
-        assert re.findall(r"'pack_decode_kernel'(?:.*\n)+?.*Used (\d+) registers", report) == [
-            "168"
-        ]
+        # on mma.sync have as many at most.
+        found = re.findall(r"'pack_decode_kernel'(?:.*\n)+?.*Used (\d+) registers", report)
+        assert found == ["168"] if wgmma else int(found[0]) <= 168
     at_the_limit = {
         128: 16 if config.force_mma_sync or config.kv_dtype else 8,
         256: 16,

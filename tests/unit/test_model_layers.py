@@ -122,13 +122,11 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
         ({"v_head_dim": 64}, "head_dim 128/64"),
         ({"num_attention_heads": 128, "num_key_value_heads": 1}, "query heads per KV head 128"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
-        # Latent attention: of another size, sparse, of too many heads, over an fp8 cache.
+        # Latent attention: of another size, sparse, of too many heads.
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "head_dim 288/256"),
         ({**MLA, "index_topk": 2048}, "sparse latent attention (index_topk is set)"),
         ({**MLA, "num_attention_heads": 64},
          "latent attention with nothing to gain: 64 heads on a GPU fill a tile"),
-        ({**MLA, "quantization_config": {"kv_cache_quant_algo": "FP8"}},
-         "latent attention over an fp8 KV cache"),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_not_accelerated_says_why(changes: dict[str, Any], reason: str) -> None:

@@ -20,6 +20,8 @@ from sglang_pat.sglang.start.options import Reason
 _UNSCALED = ("torch_native",)
 # Scales in some versions of SGLang only.
 _UNCERTAIN = ("intel_amx",)
+# Multiply latent KV with the scales of its layer when they read it.
+_SCALES_LATENT = ("triton", "flashmla")
 # Values of --kv-cache-dtype that have more than one scale per layer.
 _BLOCK_SCALED = ("mxfp8",)
 
@@ -55,12 +57,30 @@ def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Rea
     return None
 
 
+def latent_scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
+    """Why pat does not decode a layer of latent attention for the sake of its scales.
+
+    SGLang stores latent KV without them. Most backends read it so; others multiply. Waits for the
+    device.
+    """
+    if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
+        return Reason("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
+    if not is_converted(model_runner) or default not in _SCALES_LATENT:
+        return None
+    for scale in (layer.k_scale, layer.v_scale):
+        if scale is not None and float(scale) != 1.0:
+            return Reason("KV pool", f"latent KV scaled by {float(scale)}, under {default}")
+    return None
+
+
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
-    """Return what the stored keys and values are multiplied with.
+    """Return what the stored keys and values are multiplied with: latent ones with 1.
 
     A tensor is the one that the pool divides by, not the number that SGLang keeps beside it:
     loading new weights overwrites the tensor alone.
     """
+    if support.is_latent(layer.qk_head_dim, layer.v_head_dim):
+        return 1.0, 1.0
     return (
         1.0 if layer.k_scale is None else layer.k_scale,
         1.0 if layer.v_scale is None else layer.v_scale,

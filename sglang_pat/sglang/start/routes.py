@@ -17,7 +17,12 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sglang_pat import support
 from sglang_pat.plan import Shape
-from sglang_pat.sglang.start.kv_scales import are_scaled, is_converted, scales_reason
+from sglang_pat.sglang.start.kv_scales import (
+    are_scaled,
+    is_converted,
+    latent_scales_reason,
+    scales_reason,
+)
 from sglang_pat.sglang.start.options import Reason, drafts_of, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
@@ -326,7 +331,11 @@ def layer_reason(
     chunk = getattr(model_runner, "attention_chunk_size", None)
     reason = shape_reason(layer, chunk, types)
     if reason is None and shape_of(layer).is_latent:
-        return _latent_reason(layer, model_runner) or _latent_pool_reason(layer, model_runner)
+        return (
+            _latent_reason(layer, model_runner)
+            or _latent_pool_reason(layer, model_runner)
+            or latent_scales_reason(layer, model_runner, default)
+        )
     reason = reason or _pool_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
 
@@ -342,11 +351,11 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
             return Reason("attention", "trees of drafts over latent attention on a GPU")
     if layer.layer_id in _with_lora_on_latent(model_runner.model):
         return Reason("attention", "latent attention with LoRA on kv_b_proj")
+    if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
+        return Reason("dtype of queries and KV cache", model_runner.dtype)
     dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype:
-        return Reason("attention", f"latent attention over a KV cache of {dtype}")
-    if str(dtype).removeprefix("torch.") not in support.DTYPES:
-        return Reason("dtype of queries and KV cache", dtype)
+    if dtype != model_runner.dtype and not is_converted(model_runner):
+        return Reason("dtype of queries and KV cache", f"a KV cache of {dtype}")
     if model_runner.device != "cpu":
         capability = torch.cuda.get_device_capability()
         if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
@@ -363,7 +372,7 @@ def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | No
         return Reason("KV pool", name)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     is_known = (
-        keys.dtype == values.dtype == model_runner.dtype
+        keys.dtype == values.dtype == model_runner.kv_cache_dtype
         and tuple(keys.shape[1:]) == (1, layer.qk_head_dim)
         and keys.is_contiguous()
         and tuple(values.shape[1:]) == (1, layer.v_head_dim)
