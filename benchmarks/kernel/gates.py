@@ -134,6 +134,17 @@ def latent_gates(cases: Sequence[Case]) -> list[Gate]:
     ]
 
 
+def fp8_latent_gates(cases: Sequence[Case]) -> list[Gate]:
+    """Limits for latent attention over an fp8 cache, which peers convert first."""
+    shared = [case for case in cases if case["shared"]]
+    return [
+        _gain("shared", shared, 2.0),
+        _least("shared", shared, 1.0),
+        _least("unshared, all", [case for case in cases if not case["shared"]], 1.0),
+        _bitwise(cases),
+    ]
+
+
 def _at_most(name: str, case: Case | None, limit: float) -> Gate:
     rule = f"{name} at most {limit:g} us"
     if case is None:

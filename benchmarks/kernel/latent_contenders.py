@@ -33,7 +33,9 @@ _TRITON_SPLITS = 16  # SGLang's default is 8; on long contexts it takes up to 16
 def pat(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
     """The package itself."""
     device = tensors.q.device
-    config = KernelConfig.for_device(workload.dtype, workload.head_dim, device, COLUMNS)
+    config = KernelConfig.for_device(
+        workload.dtype, workload.head_dim, device, COLUMNS, workload.cache_dtype
+    )
     step = PlannedStep(config, workload.num_qo_heads, 1, cost=costs_of(device, latent=True))
     step.write(
         workload.forest.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
@@ -214,11 +216,25 @@ def _workspace() -> torch.Tensor:
     return torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
+def _converted(contender: Contender) -> Contender:
+    """Convert the whole pool first, where it is of another type: so SGLang does in each layer."""
+
+    def converting(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
+        layer = contender(workload, tensors)
+        if workload.cache_dtype == workload.dtype:
+            return layer
+        return lambda kv: layer(kv.to(workload.dtype))
+
+    return converting
+
+
 CONTENDERS: dict[str, Contender] = {
     "pat": pat,
-    "fa3": fa3,
-    "flashinfer": flashinfer,
+    "fa3": _converted(fa3),
+    "flashinfer": _converted(flashinfer),
     "flashmla": flashmla,
     "triton": triton,
 }
+# Those that SGLang runs over an fp8 pool with queries of 16 bits.
+OVER_FP8 = ("pat", "fa3", "flashinfer", "triton")
 DEFAULT = "fa3"  # SGLang's on Hopper

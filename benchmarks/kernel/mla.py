@@ -27,11 +27,18 @@ from common.metadata import gpu_state, metadata
 from common.results import write
 from common.suites import add_option
 from kernel.attention import _tree
-from kernel.gates import as_json, is_peer, latent_gates, summary, versus_best
-from kernel.latent_contenders import COLUMNS, CONTENDERS, SM_SCALE, LatentLayer
+from kernel.gates import (
+    as_json,
+    fp8_latent_gates,
+    is_peer,
+    latent_gates,
+    summary,
+    versus_best,
+)
+from kernel.latent_contenders import COLUMNS, CONTENDERS, OVER_FP8, SM_SCALE, LatentLayer
 from kernel.numerics import compare
 from kernel.request_forests import SLOTS, Forest, lognormal_lengths
-from kernel.workloads import LAYERS, Workload, WorkloadTensors
+from kernel.workloads import E4M3, LAYERS, Workload, WorkloadTensors
 from sglang_pat.bench import timing
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.executors.reference import dense_attention
@@ -53,11 +60,12 @@ class LatentWorkload(Workload):
 
     @property
     def name(self) -> str:
-        return f"{self.forest.name} h{self.num_qo_heads}"
+        name = f"{self.forest.name} h{self.num_qo_heads}"
+        return name + " e4m3" * (self.kv_dtype == E4M3)
 
     @property
     def unique_kv_bytes(self) -> int:
-        return self.forest.num_tokens * self.head_dim * self.dtype.itemsize
+        return self.forest.num_tokens * self.head_dim * self.cache_dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -149,10 +157,12 @@ def measure(
     generator = torch.Generator("cuda").manual_seed(1)
     shape = LAYERS, workload.forest.num_tokens + 1, 1, workload.head_dim
     pool = torch.empty(shape, dtype=workload.dtype, device="cuda").normal_(generator=generator)
-    layers = list(pool)
+    layers = list(pool.to(workload.cache_dtype))
+    del pool
     rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
     exact, in_torch = (
-        _dense(tensors, layers[0], rows, dtype) for dtype in (torch.float64, workload.dtype)
+        _dense(tensors, layers[0].to(workload.dtype), rows, dtype)
+        for dtype in (torch.float64, workload.dtype)
     )
     kept: dict[str, LatentLayer] = {}
     graphs, errors, mean_errors, failed = {}, {}, {}, {}
@@ -232,6 +242,7 @@ def _described(workload: LatentWorkload, copy_bandwidth: float, flops: float) ->
         "tree": forest.name,
         "heads_q": workload.num_qo_heads,
         "dtype": str(workload.dtype).removeprefix("torch."),
+        "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
         "shared": forest.is_shared,
         "sharing": workload.sharing,
         "prefix": workload.prefix,
@@ -255,6 +266,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
+        "--kv-dtype",
+        choices=("float8_e4m3fn",),
+        help="of the KV, if not that of the queries; SGLang's FA3 and FlashInfer convert all of the"
+        " pool in every layer then: here it holds the KV of the case and nothing else",
+    )
+    parser.add_argument(
         "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
     )
     parser.add_argument(
@@ -266,7 +283,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    names = args.contenders or [*CONTENDERS]
+    names = args.contenders or [*(OVER_FP8 if args.kv_dtype else CONTENDERS)]
     copy_bandwidth, flops = timing.copy_bandwidth(), matmul_flops()
     info = metadata() | {
         "copy_gbps": copy_bandwidth / 1e9,
@@ -295,7 +312,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"    {name}: {message}", flush=True)
         info["seconds"] = time.perf_counter() - begin
         # Each time: a run that is ended early loses nothing.
-        found = latent_gates(cases) if "pat" in names else []
+        gates = fp8_latent_gates if args.kv_dtype else latent_gates
+        found = gates(cases) if "pat" in names else []
         write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
         torch.cuda.empty_cache()
     info["clocks"]["after"] = gpu_state()
@@ -310,4 +328,5 @@ def run(args: argparse.Namespace) -> int:
 def _workloads(args: argparse.Namespace) -> list[LatentWorkload]:
     chosen = [LatentWorkload(args.tree, args.heads)] if args.tree else workloads(quick=args.quick)
     dtype = getattr(torch, args.dtype)
-    return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]
+    kv_dtype = getattr(torch, args.kv_dtype) if args.kv_dtype else None
+    return [replace(case, dtype=dtype, slots=args.slots, kv_dtype=kv_dtype) for case in chosen]
