@@ -30,6 +30,12 @@ from sglang_engines import (
 from sglang_kv_files import ARGUMENTS, tokens_kept, transfer_by_files
 
 KEEPS_PREFIXES = {"disaggregation_decode_enable_radix_cache": True}
+# A pool that the answers outgrow together.
+IS_SMALL = {
+    "max_total_tokens": 600,
+    "schedule_conservativeness": 0.05,
+    "num_reserved_decode_tokens": 8,
+}
 # SGLang's default without a radix cache, a pool on the host, ends the engine on a CPU.
 KEEPS_NOTHING = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
 
@@ -96,7 +102,7 @@ def running_pair(
                 **common,
             ) as prefill,
             running_pat_engine(
-                model, folder, disaggregation_mode="decode", **common, **decode_arguments
+                model, folder, disaggregation_mode="decode", **(common | decode_arguments)
             ) as (decode, stats),
         ):
             yield Pair(prefill, decode, stats, folder)
@@ -118,6 +124,18 @@ def test_prefixes_are_read_once_with_a_radix_cache(
             assert counted["private_steps"] == {}
             assert counted["kv_tokens_planned"] < 0.55 * counted["kv_tokens_query_centric"]
             assert counted["plans_reused"] > counted["plans_built"] > 0
+
+
+def test_requests_are_retracted(
+    tiny_model: Path, tmp_path: Path, workload: Workload, expected: Expected
+) -> None:
+    asked = workload.long_answers
+    with running_pair(tiny_model, tmp_path, 1, **KEEPS_PREFIXES, **IS_SMALL) as pair:
+        assert pair.generate(asked) == [expected.of(request) for request in asked]
+        counted = pair.stats.new()
+        assert counted["private_steps"] == {}
+        assert counted["batch_changes"]["join"] > len(asked)  # some come back
+        assert counted["kv_tokens_planned"] < 0.6 * counted["kv_tokens_query_centric"]
 
 
 def test_nothing_is_shared_without_one(
