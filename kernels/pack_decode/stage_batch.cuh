@@ -1,4 +1,4 @@
-// What the walk of a producer warp (producer.cuh) reads and yields: work items, one per lane, and batches of stages.
+// Input and output of a producer warp's walk (producer.cuh): work items, one per lane, and batches of stages.
 #pragma once
 
 #include "decode_params.h"
