@@ -72,27 +72,9 @@ struct WarpAttention {
   __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
                                              const StageRecord& stage, int first_row,
                                              int first_token, const Scale& scale, uint32_t lane) {
-    if constexpr (kSoftCap) {
-#pragma unroll
-      for (int tile = 0; tile < kTokens / 8; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[tile][i] = ptx::tanh(scores[tile][i] * scale_of(scale, i / 2).inner);
-        }
-      }
-    }
+    if constexpr (kSoftCap) cap<kTokens>(scores, scale);
     if (!stage.is_whole(first_row / kUnitRows)) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = first_row + lane / 4 + i / 2 * 8;
-        const bool counts = row >= stage.first_row() && row < stage.end_row();
-        const int num_valid = counts ? stage.num_tokens() - first_token : 0;
-#pragma unroll
-        for (int tile = 0; tile < kTokens / 8; ++tile) {
-          const int column = tile * 8 + lane % 4 * 2 + i % 2;
-          if (column >= num_valid) scores[tile][i] = -INFINITY;
-        }
-      }
+      mask<kTokens>(scores, stage, first_row, first_token, lane);
     }
     const Rescaling rescaling = update_maximum<kTokens>(scores, scale);
 #pragma unroll
@@ -182,6 +164,35 @@ struct WarpAttention {
   }
 
  private:
+  template <int kTokens, typename Scale>
+  __device__ __forceinline__ static void cap(float (&scores)[kTokens / 8][4], const Scale& scale) {
+#pragma unroll
+    for (int tile = 0; tile < kTokens / 8; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[tile][i] = ptx::tanh(scores[tile][i] * scale_of(scale, i / 2).inner);
+      }
+    }
+  }
+
+  // Replaces scores that do not count: of rows and tokens that the stage does not have.
+  template <int kTokens>
+  __device__ __forceinline__ static void mask(float (&scores)[kTokens / 8][4],
+                                              const StageRecord& stage, int first_row,
+                                              int first_token, uint32_t lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + lane / 4 + i / 2 * 8;
+      const bool counts = row >= stage.first_row() && row < stage.end_row();
+      const int num_valid = counts ? stage.num_tokens() - first_token : 0;
+#pragma unroll
+      for (int tile = 0; tile < kTokens / 8; ++tile) {
+        const int column = tile * 8 + lane % 4 * 2 + i % 2;
+        if (column >= num_valid) scores[tile][i] = -INFINITY;
+      }
+    }
+  }
+
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile) {
