@@ -30,6 +30,22 @@ inline constexpr int kPartPartials = 6;
 template <int kFew>
 struct Few {};
 
+// Waits for pack_decode, and lets the successor start. false: the CTA has none of the rows.
+//
+// In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the
+// first one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor
+// waits for.
+__device__ __forceinline__ bool wait_for_partials(int num_rows) {
+  const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
+  if (!has_rows && blockIdx.x > 0) return false;
+  if (num_rows == 0) ptx::launch_dependents();
+  // Only now: the plan was there before pack_decode began, the partials are what it writes.
+  ptx::wait_for_dependencies();
+  if (!has_rows) return false;
+  ptx::launch_dependents();
+  return true;
+}
+
 // With kMergeWarps warps. T, Partial: of outputs and partials. kScales: the partials do not have the scale of the
 // values in them yet. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
@@ -49,16 +65,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   int own = blockIdx.x + warp * gridDim.x;
   int4 entry = own < num_rows ? entries[own / num_places] : int4{};
   int place = own % num_places;
-  const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
-  // In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the
-  // first one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor
-  // waits for.
-  if (!has_rows && blockIdx.x > 0) return;
-  if (num_rows == 0) ptx::launch_dependents();
-  // Only now: the plan was there before pack_decode began, the partials are what it writes.
-  ptx::wait_for_dependencies();
-  if (!has_rows) return;
-  ptx::launch_dependents();
+  if (!wait_for_partials(num_rows)) return;
   const float v_scale = KvScales<kScales>::load(params).value(params);
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read
@@ -98,6 +105,23 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     place = (own + row_step) % num_places;
     return true;
   };
+  // One of num_parts parts of a row, neighbouring partials. The sink counts in the first.
+  const auto sum_part = [&](const MergeRow& row, int part, int num_parts) {
+    const int count = row.num_partials;
+    Sum sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
+                      count * (part + 1) / num_parts, lane);
+    if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
+    return sum;
+  };
+  // Each warp's part becomes the row's sum in warp `combiner`.
+  const auto combine = [&](Sum& sum, int combiner, int num_parts) {
+#pragma unroll
+    for (int v = 0; v < Sum::kVectors; ++v) part_columns[warp][v][lane] = sum.columns[v];
+    if (lane == 0) part_states[warp] = make_float2(sum.maximum, sum.weight);
+    __syncthreads();
+    if (warp == combiner) sum = Sum::of_parts(part_states, part_columns, num_parts, lane);
+    __syncthreads();
+  };
   // Until the CTA's first warp has no row.
   for (; first_own < num_rows; first_own += row_step, own += row_step) {
     if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
@@ -127,18 +151,9 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
           is_shared ? min(kMergeWarps, (count + kPartPartials - 1) / kPartPartials) : 1;
       const int part = is_shared ? warp : 0;
       Sum sum;
-      if (part < num_parts) {
-        sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
-                      count * (part + 1) / num_parts, lane);
-        if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
-      }
+      if (part < num_parts) sum = sum_part(row, part, num_parts);
       if (is_shared) {
-#pragma unroll
-        for (int v = 0; v < Sum::kVectors; ++v) part_columns[warp][v][lane] = sum.columns[v];
-        if (lane == 0) part_states[warp] = make_float2(sum.maximum, sum.weight);
-        __syncthreads();
-        if (warp == turn) sum = Sum::of_parts(part_states, part_columns, num_parts, lane);
-        __syncthreads();
+        combine(sum, turn, num_parts);
         if (warp != turn) continue;
       }
       store_sum<T, kScales>(params, sum, row, v_scale, lane);
