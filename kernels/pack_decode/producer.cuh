@@ -35,6 +35,7 @@
 
 #include "decode_params.h"
 #include "pack_decode/kv_stages.cuh"
+#include "pack_decode/query_ring.cuh"
 #include "pack_decode/segment_source.cuh"
 #include "pack_decode/stage_batch.cuh"
 #include "pack_decode/ticket_queue.cuh"
@@ -51,7 +52,6 @@ template <typename Dims, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<Dims>;
-  using QueryCopy = RowCopy<Dims::kKey * 2>;
   static constexpr bool kPublishes = !kIsKey && !Dims::kIsLatent;
   static constexpr int kFirstToken = Dims::kTokens > kStageTokens && !kIsKey ? kStageTokens : 0;
   static constexpr int kBatchTokens = StageBatch::kStages * Dims::kTokens;
@@ -306,7 +306,7 @@ class Producer {
   __device__ __forceinline__ void publish() {
     const int units = tile_units(item_.tile);
     const int first_unit = queries_.first_unit(units);
-    wait_for_units(first_unit, first_unit + units);
+    wait_for_units(storage_, queries_, first_unit, first_unit + units);
 
     const int tile_rows = units * kUnitRows;
     const int num_rows = item_.num_requests * params_.rows.group_size;
@@ -323,18 +323,18 @@ class Producer {
     for (int i = 0; i < 2; ++i) {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
-      query_chunks[i] = requests_[i].x * params_.q.row_chunks + head * QueryCopy::kChunks;
+      query_chunks[i] = requests_[i].x * params_.q.row_chunks + head * QueryCopy<Dims>::kChunks;
       const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
       }
     }
     for (int unit = 0; unit < units; ++unit) {
-      copy_queries(first_unit, tile_rows, unit * kUnitRows, num_rows,
-                   unit < 2 ? query_chunks[0] : query_chunks[1]);
+      copy_queries<Dims>(params_, storage_, query_copy_, first_unit, tile_rows, unit * kUnitRows,
+                         num_rows, unit < 2 ? query_chunks[0] : query_chunks[1]);
     }
 
-    release_record();
+    release_record(storage_, queries_, lane_);
     queries_.advance(units);
   }
 
@@ -350,60 +350,16 @@ class Producer {
   }
 
   __device__ __forceinline__ void publish_end() {
-    wait_for_unit(queries_.next_unit);
+    wait_for_unit(storage_, queries_.next_unit);
     if (lane_ == 0) storage_.records[queries_.record()].tile = kNoMoreItems;
-    release_record();
-  }
-
-  // From the next unit on. A unit before first_unit is skipped, and handed back at once, in the consumers' place: the
-  // item's own last units may be the next lap of it.
-  __device__ __forceinline__ void wait_for_units(int first_unit, int end_unit) const {
-    for (int unit = queries_.next_unit; unit < end_unit; ++unit) {
-      const uint32_t empty = wait_for_unit(unit);
-      for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
-        ptx::barrier_arrive(empty);
-      }
-    }
-  }
-
-  // Returns the barrier by which the unit is handed back.
-  __device__ __forceinline__ uint32_t wait_for_unit(int unit) const {
-    const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
-    ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
-    return empty;
-  }
-
-  // All lanes, once a record is written and its copies are issued.
-  __device__ __forceinline__ void release_record() {
-    const uint32_t full = ptx::shared_address(&storage_.queries_full[queries_.record()]);
-    ptx::barrier_arrive_after_copies(full);
-    __syncwarp();
-    if (lane_ == 0) ptx::barrier_arrive(full);
-  }
-
-  // 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
-  __device__ __forceinline__ void copy_queries(int first_unit, int tile_rows, int first_row,
-                                               int num_rows, uint32_t lane_chunk) {
-    const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
-    const char* queries = static_cast<const char*>(params_.q.data);
-    if constexpr (QueryCopy::kWholeRows) queries += query_copy_.chunk(0) * kChunkBytes;
-#pragma unroll
-    for (int i = 0; i < QueryCopy::copies(kUnitRows); ++i) {
-      const int row = first_row + query_copy_.row(i);
-      const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
-      const bool valid = row < num_rows;
-      const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
-      if constexpr (!QueryCopy::kWholeRows) source += query_copy_.chunk(i) * kChunkBytes;
-      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, query_copy_.chunk(i)),
-                                 source, valid);
-    }
+    release_record(storage_, queries_, lane_);
   }
 
   const DecodeParams& params_;
   Storage& storage_;
   const int lane_;
   const int num_q_heads_;
-  const QueryCopy query_copy_;
+  const QueryCopy<Dims> query_copy_;
   TicketQueue<Storage, kIsKey> tickets_;
   KvStages<Dims, kIsKey> stages_;
 
