@@ -4,13 +4,14 @@
 // Latency is hidden three times: descriptors are read for up to 32 items and segments at once (one per lane), slots
 // four stages ahead, whatever segments these belong to, and KV as far ahead as the ring is long.
 //
-// The walk. Each step of look_ahead() leaves the first state of this list that holds, until a batch of stages is there.
-// Latent attention on mma.sync goes through an item's segments in passes of its rows; elsewhere an item is one pass.
+// The walk is in the first state of this list that holds. look_ahead() leaves one after the other, until it has a batch
+// of stages, or there are no more items. Latent attention on mma.sync goes through an item's
+// segments in passes of its rows; elsewhere an item is one pass.
 //
 //   state        holds if                               left by
 //   in segment   left_ > 0                              take_whole_stages(), take_last_stages(): a batch
 //   listed       listed_ != 0                           begin_segment() -> in segment
-//   unlisted     next_segment_ < end_segment_           list_segments() -> listed, or again none of the two above
+//   unlisted     next_segment_ < end_segment_           list_segments() -> listed; none is: the next that holds
 //   unclosed     !is_closed_: no stage was the last     take_empty_stage(): a batch
 //   pass ended   has_pass()                             begin_pass() -> unlisted
 //   item ended   next_item_ < ticket_.end_item          begin_item() -> unlisted
@@ -30,7 +31,7 @@
 //   drawn_full      K producer                                            V producer (ticket_queue.cuh)
 //   drawn_empty     V producer                                            K producer
 //
-// In a stage of latent attention, kv_full and kv_empty are per part (latent_storage.cuh).
+// In latent attention on wgmma, other warps load the queries, and kv_full and kv_empty are per part (latent_storage.cuh).
 #pragma once
 
 #include "decode_params.h"
@@ -75,7 +76,8 @@ class Producer {
         if constexpr (kPublishes) publish();
         if constexpr (kHasPasses<Dims>) publish_pass();
       }
-      // Behind the first copies of an item: they are what the consumers wait for. Else before all.
+      // Looks ahead once: behind the first copies of a pass, which are what the consumers wait for, else before all.
+      // One loop for both, so that there is one copy of the code.
       const int turn = batch.begins_pass ? 0 : -1;
       int i = turn;
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
@@ -193,7 +195,7 @@ class Producer {
     next_segment_ = first_lane_segment_ + end;
   }
 
-  // True in state kSegment. Goes there from kListed.
+  // True if in a segment; goes on to the first listed one.
   __device__ __forceinline__ bool has_stage() {
     if (left_ > 0) return true;
     if (listed_ == 0) return false;
@@ -342,7 +344,7 @@ class Producer {
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
-    // As in publish(). A function of both changes the machine code.
+    // As in publish().
     const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
     stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
                          item_.num_requests * params_.rows.group_size,

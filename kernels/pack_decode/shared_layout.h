@@ -167,7 +167,8 @@ struct LatentOperand {
 };
 
 // A warp's share of 16 query rows of latent attention on mma.sync, which four warps share, over matrices of 32 rows:
-// queries, or the tokens of a stage. Of every panel of queries and keys, a warp has 16 columns; of the values, two panels.
+// queries, or the tokens of a stage. Of every panel of queries and keys, a warp has 16 columns; of the values, two
+// panels.
 struct LatentPart {
   static constexpr int kParts = kPanelColumns / 16;
   static constexpr int kRows = kStageTokens;

@@ -21,8 +21,8 @@ template <typename T, typename Dims>
 using WarpQueries = ptx::Fragment[kDepthSteps<Dims>];
 
 // Makes bf16 queries fp16. Rows with numbers that are too large are divided by a power of 2, kept in query_factors.
-// A number that becomes subnormal, less than 2^-14, changes a score by less than any rounding of it. Returns true if the
-// scores of some row of the warp have such a factor.
+// A number that becomes subnormal, less than 2^-14, changes a score by less than any rounding of it. Returns true if
+// the scores of some row of the warp have such a factor.
 template <typename T, typename Dims>
 __device__ __forceinline__ bool narrow_queries(WarpQueries<T, Dims>& queries, float* query_factors,
                                                uint32_t lane) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ bool narrow_queries(WarpQueries<T, Dims>& queries, fl
   return has_factors;
 }
 
-// `tile` holds tile_rows query rows; this warp's are the 16 from first_row. has_factors is written only where queries are
-// narrowed.
+// `tile` holds tile_rows query rows; this warp's are the 16 from first_row. has_factors is written only where
+// queries are narrowed.
 template <typename T, typename Dims>
 __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool& has_factors,
                                              uint32_t tile, int tile_rows, int first_row,
