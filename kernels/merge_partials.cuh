@@ -106,12 +106,11 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     return true;
   };
   // One of num_parts parts of a row, neighbouring partials. The sink counts in the first.
-  const auto sum_part = [&](const MergeRow& row, int part, int num_parts) {
+  const auto sum_part = [&](Sum& sum, const MergeRow& row, int part, int num_parts) {
     const int count = row.num_partials;
-    Sum sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
-                      count * (part + 1) / num_parts, lane);
+    sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
+                  count * (part + 1) / num_parts, lane);
     if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
-    return sum;
   };
   // Each warp's part becomes the row's sum in warp `combiner`.
   const auto combine = [&](Sum& sum, int combiner, int num_parts) {
@@ -151,7 +150,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
           is_shared ? min(kMergeWarps, (count + kPartPartials - 1) / kPartPartials) : 1;
       const int part = is_shared ? warp : 0;
       Sum sum;
-      if (part < num_parts) sum = sum_part(row, part, num_parts);
+      if (part < num_parts) sum_part(sum, row, part, num_parts);
       if (is_shared) {
         combine(sum, turn, num_parts);
         if (warp != turn) continue;

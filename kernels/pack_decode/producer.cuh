@@ -31,7 +31,7 @@
 //   drawn_full      K producer                                            V producer (ticket_queue.cuh)
 //   drawn_empty     V producer                                            K producer
 //
-// In latent attention on wgmma, other warps load the queries, and kv_full and kv_empty are per part (latent_storage.cuh).
+// In latent attention on wgmma, other warps load the queries; kv_full and kv_empty are per part (latent_storage.cuh).
 #pragma once
 
 #include "decode_params.h"
