@@ -198,8 +198,8 @@ struct LatentMmaConsumer {
     load_queries(queries, query_stage, ptx::lane_id());
     release_stage();
     bool has_factors = false;
-    if constexpr (Attention::kNarrowsQueries) {
-      has_factors = Attention::narrow_queries(queries, query_factors(), ptx::lane_id());
+    if constexpr (kNarrowsQueries<T, Dims>) {
+      has_factors = narrow_queries<T, Number>(queries, query_factors(), ptx::lane_id());
     }
 
     const int unit = first_unit + pass_unit;  // of the item

@@ -3,56 +3,46 @@
 //
 // Latency is hidden three times: descriptors are read for up to 32 items and segments at once (one per lane), slots
 // four stages ahead, whatever segments these belong to, and KV as far ahead as the ring is long.
+//
+// The walk is in the first state of this list that holds. look_ahead() leaves one after the other, until it has a batch
+// of stages, or there are no more items. Latent attention on mma.sync goes through an item's
+// segments in passes of its rows; elsewhere an item is one pass.
+//
+//   state        holds if                               left by
+//   in segment   left_ > 0                              take_whole_stages(), take_last_stages(): a batch
+//   listed       listed_ != 0                           begin_segment() -> in segment
+//   unlisted     next_segment_ < end_segment_           list_segments() -> listed; none is: the next that holds
+//   unclosed     !is_closed_: no stage was the last     take_empty_stage(): a batch
+//   pass ended   has_pass()                             begin_pass() -> unlisted
+//   item ended   next_item_ < ticket_.end_item          begin_item() -> unlisted
+//   ticket ended else                                   begin_ticket() -> unlisted; no ticket: the end
+//
+// The rings. Parities are those of the lap: full barriers complete with the parity of their lap (0 first); who fills
+// waits for an empty barrier with the other one, so that the first lap passes at once.
+//
+//   barrier         arrivals                                              waited for by
+//   kv_full         both producers' lanes behind their copies, and the    consumers, converters
+//                   K producer's lane 0 behind the stage's record
+//   kv_ready        converter warps (one-byte KV on Hopper)               consumers of tiles for wgmma
+//   kv_empty        consumers, converters                                 both producers
+//   queries_full    V producer's lanes behind their copies, and its       consumers
+//                   lane 0 behind the item's record; per item
+//   queries_empty   consumers; of a skipped unit, the V producer          V producer
+//   drawn_full      K producer                                            V producer (ticket_queue.cuh)
+//   drawn_empty     V producer                                            K producer
+//
+// In latent attention on wgmma, other warps load the queries; kv_full and kv_empty are per part (latent_storage.cuh).
 #pragma once
 
 #include "decode_params.h"
 #include "pack_decode/kv_stages.cuh"
+#include "pack_decode/query_ring.cuh"
 #include "pack_decode/segment_source.cuh"
+#include "pack_decode/stage_batch.cuh"
 #include "pack_decode/ticket_queue.cuh"
 #include "pack_decode/work_queue.cuh"
 
 namespace pat {
-
-// A producer's facts about a work item. Each lane holds one.
-struct ItemSource {
-  int32_t tile;
-  int32_t num_requests;
-  int32_t request_begin;
-  int32_t num_segments;
-
-  __device__ static ItemSource load(const DecodeParams& params, int index) {
-    const WorkItem& item = params.plan.work_items[index];
-    const int4 head = reinterpret_cast<const int4*>(&item)[0];
-    return {head.x, head.y, head.z, item.num_segments};
-  }
-
-  __device__ __forceinline__ ItemSource of_lane(int lane) const {
-    return {.tile = __shfl_sync(kFullWarp, tile, lane),
-            .num_requests = __shfl_sync(kFullWarp, num_requests, lane),
-            .request_begin = __shfl_sync(kFullWarp, request_begin, lane),
-            .num_segments = __shfl_sync(kFullWarp, num_segments, lane)};
-  }
-};
-
-// Up to 4 stages of one item, which may be of several segments.
-struct StageBatch {
-  static constexpr int kStages = 4;
-
-  int32_t slots[kStages];        // lane l holds that of token l of each stage
-  StageRecord records[kStages];  // of the stages
-  int count = 0;                 // 0: there are no more items
-  bool begins_item = false;
-
-  __device__ __forceinline__ int32_t pop_front() {
-    const int32_t front = slots[0];
-#pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) {
-      slots[i] = slots[i + 1];
-      records[i] = records[i + 1];
-    }
-    return front;
-  }
-};
 
 // Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
 // needed later, also loads queries and writes the records.
@@ -63,9 +53,9 @@ template <typename Dims, bool kIsKey>
 class Producer {
  public:
   using Storage = SharedStorage<Dims>;
-  using QueryCopy = RowCopy<Dims::kKey * 2>;
   static constexpr bool kPublishes = !kIsKey && !Dims::kIsLatent;
   static constexpr int kFirstToken = Dims::kTokens > kStageTokens && !kIsKey ? kStageTokens : 0;
+  static constexpr int kBatchTokens = StageBatch::kStages * Dims::kTokens;
 
   __device__ Producer(const DecodeParams& params, Storage& storage, int lane)
       : params_(params),
@@ -81,13 +71,14 @@ class Producer {
     stages_.set_streams(exceeds_l2(tickets_.num_kv_tokens()));
     while (has_stages) {
       StageBatch batch = next_;  // none in the first round
-      if (batch.begins_item) {
+      if (batch.begins_pass) {
         set_head(ticket_.kv_head);
         if constexpr (kPublishes) publish();
         if constexpr (kHasPasses<Dims>) publish_pass();
       }
-      // Behind the first copies of an item: they are what the consumers wait for. Else before all.
-      const int turn = batch.begins_item ? 0 : -1;
+      // Looks ahead once: behind the first copies of a pass, which are what the consumers wait for, else before all.
+      // One loop for both, so that there is one copy of the code.
+      const int turn = batch.begins_pass ? 0 : -1;
       int i = turn;
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
       do {
@@ -96,10 +87,10 @@ class Producer {
           stages_.fill(batch.pop_front(), record);
         }
         if (i > turn) continue;
-        if (tokens_left_ <= StageBatch::kStages * Dims::kTokens && !has_pass()) {
+        if (tokens_left_ <= kBatchTokens && !has_pass()) {
           tickets_.draw_ahead();
         }
-        prefetch();
+        look_ahead();
       } while (++i < batch.count);
       has_stages = next_.count > 0;
     }
@@ -165,7 +156,7 @@ class Producer {
     item_ = lane_item_.of_lane(next_item_ - first_lane_item_);
     ++next_item_;
     end_segment_ = next_segment_ + item_.num_segments;
-    is_complete_ = false;
+    is_closed_ = false;
     is_new_ = true;
     first_row_ = 0;
     load_requests();
@@ -183,7 +174,7 @@ class Producer {
     first_row_ += kPassRows;
     next_segment_ = end_segment_ - item_.num_segments;
     load_segments();
-    is_complete_ = false;
+    is_closed_ = false;
     is_new_ = true;
     return true;
   }
@@ -193,23 +184,29 @@ class Producer {
     if (next_segment_ == first_lane_segment_ + 32) load_segments();
     const int first = next_segment_ - first_lane_segment_;
     const int end = min(end_segment_ - first_lane_segment_, 32);
-    pending_ = not_empty_ & (kFullWarp << first) & (kFullWarp >> (32 - end));
+    listed_ = not_empty_ & (kFullWarp << first) & (kFullWarp >> (32 - end));
     if constexpr (kHasPasses<Dims>) {
       // Those that count for a row of the pass.
       const int group_size = params_.rows.group_size;
-      pending_ &= __ballot_sync(
+      listed_ &= __ballot_sync(
           kFullWarp, lane_segment_.first_request() * group_size < first_row_ + kPassRows &&
                          lane_segment_.end_request() * group_size > first_row_);
     }
     next_segment_ = first_lane_segment_ + end;
   }
 
-  // True if a listed segment has another stage. Goes on to the next one where the last has ended.
+  // True if in a segment; goes on to the first listed one.
   __device__ __forceinline__ bool has_stage() {
     if (left_ > 0) return true;
-    if (pending_ == 0) return false;
-    const SegmentSource segment = lane_segment_.of_lane(__ffs(pending_) - 1);
-    pending_ &= pending_ - 1;
+    if (listed_ == 0) return false;
+    begin_segment();
+    return true;
+  }
+
+  // The first one listed.
+  __device__ __forceinline__ void begin_segment() {
+    const SegmentSource segment = lane_segment_.of_lane(__ffs(listed_) - 1);
+    listed_ &= listed_ - 1;
     slots_ = segment.slots;
     left_ = segment.num_tokens;
     const int group_size = params_.rows.group_size;
@@ -218,43 +215,59 @@ class Producer {
                                    item_.num_requests * group_size, Dims::kTokens)
                   .template of_tile<Dims>(item_.tile)
                   .as_read_once(segment.is_read_once());
-    return true;
   }
 
-  // Has the slots of the next stages on their way, and the requests of an item that begins with them. The present
-  // one's last stages may still be to fill.
-  __device__ __forceinline__ void prefetch() {
+  // Takes the next step of the walk that yields stages, and has their slots on their way, and the requests of an item
+  // that begins with them. The latest batch's stages may still be to fill.
+  __device__ __forceinline__ void look_ahead() {
     while (!has_stage()) {
       if (next_segment_ < end_segment_) {
         list_segments();
-      } else if (!is_complete_) {
-        // Without any KV, or what follows after the lanes' last segments is empty.
-        next_.slots[0] = 0;
-        next_.records[0] = StageRecord::empty().template of_tile<Dims>(item_.tile);
-        next_.count = 1;
-        next_.begins_item = is_new_;
-        is_new_ = false;
-        is_complete_ = true;
+      } else if (!is_closed_) {
+        take_empty_stage();
         return;
       } else if (!begin_pass() && !begin_item()) {
         next_.count = 0;
         return;
       }
     }
-    next_.begins_item = is_new_;
-    is_new_ = false;
-    if (left_ > StageBatch::kStages * Dims::kTokens) {
-#pragma unroll
-      for (int i = 0; i < StageBatch::kStages; ++i) {
-        next_.slots[i] = slots_[i * Dims::kTokens + kFirstToken + lane_];
-        next_.records[i] = record_;
-      }
-      next_.count = StageBatch::kStages;
-      slots_ += StageBatch::kStages * Dims::kTokens;
-      left_ -= StageBatch::kStages * Dims::kTokens;
-      if constexpr (kIsKey) tokens_left_ -= StageBatch::kStages * Dims::kTokens;
-      return;
+    begin_batch();
+    if (left_ > kBatchTokens) {
+      take_whole_stages();
+    } else {
+      take_last_stages();
     }
+  }
+
+  __device__ __forceinline__ void begin_batch() {
+    next_.begins_pass = is_new_;
+    is_new_ = false;
+  }
+
+  // The only one of an item without KV, or the last one where what follows the lanes' last segments is empty.
+  __device__ __forceinline__ void take_empty_stage() {
+    next_.slots[0] = 0;
+    next_.records[0] = StageRecord::empty().template of_tile<Dims>(item_.tile);
+    next_.count = 1;
+    begin_batch();
+    is_closed_ = true;
+  }
+
+  // A batch of one segment, which goes on behind it.
+  __device__ __forceinline__ void take_whole_stages() {
+#pragma unroll
+    for (int i = 0; i < StageBatch::kStages; ++i) {
+      next_.slots[i] = slots_[i * Dims::kTokens + kFirstToken + lane_];
+      next_.records[i] = record_;
+    }
+    next_.count = StageBatch::kStages;
+    slots_ += kBatchTokens;
+    left_ -= kBatchTokens;
+    if constexpr (kIsKey) tokens_left_ -= kBatchTokens;
+  }
+
+  // The segment's last stages, and those of the segments listed behind it.
+  __device__ __forceinline__ void take_last_stages() {
     next_.count = 0;
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
@@ -266,8 +279,8 @@ class Producer {
       slots_ += Dims::kTokens;
       left_ -= Dims::kTokens;
       if constexpr (kIsKey) tokens_left_ -= num_tokens;
-      is_complete_ = left_ <= 0 && pending_ == 0 && next_segment_ == end_segment_;
-      next_.records[i] = record_.with_tokens(num_tokens).as_last(is_complete_);
+      is_closed_ = left_ <= 0 && listed_ == 0 && next_segment_ == end_segment_;
+      next_.records[i] = record_.with_tokens(num_tokens).as_last(is_closed_);
       ++next_.count;
     }
   }
@@ -295,15 +308,7 @@ class Producer {
   __device__ __forceinline__ void publish() {
     const int units = tile_units(item_.tile);
     const int first_unit = queries_.first_unit(units);
-    for (int unit = queries_.next_unit; unit < first_unit + units; ++unit) {
-      const uint32_t empty = ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]);
-      ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
-      // A skipped unit is handed back at once, in the consumers' place: the item's own last units may be the
-      // next lap of it.
-      for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
-        ptx::barrier_arrive(empty);
-      }
-    }
+    wait_for_units(storage_, queries_, first_unit, first_unit + units);
 
     const int tile_rows = units * kUnitRows;
     const int num_rows = item_.num_requests * params_.rows.group_size;
@@ -320,18 +325,18 @@ class Producer {
     for (int i = 0; i < 2; ++i) {
       const int row = 32 * i + lane_;
       const int head = first_head_ + head_of_row(params_.rows, row);
-      query_chunks[i] = requests_[i].x * params_.q.row_chunks + head * QueryCopy::kChunks;
+      query_chunks[i] = requests_[i].x * params_.q.row_chunks + head * QueryCopy<Dims>::kChunks;
       const ItemRequest request{.request = requests_[i].x, .partial_slot = requests_[i].y};
       if (row < tile_rows) {
         record.targets[row] = row < num_rows ? row_target(request, num_q_heads_, head) : kNoTarget;
       }
     }
     for (int unit = 0; unit < units; ++unit) {
-      copy_queries(first_unit, tile_rows, unit * kUnitRows, num_rows,
-                   unit < 2 ? query_chunks[0] : query_chunks[1]);
+      copy_queries<Dims>(params_, storage_, query_copy_, first_unit, tile_rows, unit * kUnitRows,
+                         num_rows, unit < 2 ? query_chunks[0] : query_chunks[1]);
     }
 
-    release_record();
+    release_record(storage_, queries_, lane_);
     queries_.advance(units);
   }
 
@@ -339,7 +344,7 @@ class Producer {
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
-    // For an item without KV, record_ is an earlier one's: then either answer is right.
+    // As in publish().
     const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
     stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
                          item_.num_requests * params_.rows.group_size,
@@ -347,48 +352,20 @@ class Producer {
   }
 
   __device__ __forceinline__ void publish_end() {
-    const int unit = queries_.next_unit;
-    ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty[unit % kQueryUnits]),
-                      ((unit / kQueryUnits) & 1) ^ 1);
+    wait_for_unit(storage_, queries_.next_unit);
     if (lane_ == 0) storage_.records[queries_.record()].tile = kNoMoreItems;
-    release_record();
-  }
-
-  // All lanes, once a record is written and its copies are issued.
-  __device__ __forceinline__ void release_record() {
-    const uint32_t full = ptx::shared_address(&storage_.queries_full[queries_.record()]);
-    ptx::barrier_arrive_after_copies(full);
-    __syncwarp();
-    if (lane_ == 0) ptx::barrier_arrive(full);
-  }
-
-  // 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
-  __device__ __forceinline__ void copy_queries(int first_unit, int tile_rows, int first_row,
-                                               int num_rows, uint32_t lane_chunk) {
-    const uint32_t target = ptx::shared_address(storage_.queries[first_unit % kQueryUnits]);
-    const char* queries = static_cast<const char*>(params_.q.data);
-    if constexpr (QueryCopy::kWholeRows) queries += query_copy_.chunk(0) * kChunkBytes;
-#pragma unroll
-    for (int i = 0; i < QueryCopy::copies(kUnitRows); ++i) {
-      const int row = first_row + query_copy_.row(i);
-      const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
-      const bool valid = row < num_rows;
-      const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
-      if constexpr (!QueryCopy::kWholeRows) source += query_copy_.chunk(i) * kChunkBytes;
-      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, query_copy_.chunk(i)),
-                                 source, valid);
-    }
+    release_record(storage_, queries_, lane_);
   }
 
   const DecodeParams& params_;
   Storage& storage_;
   const int lane_;
   const int num_q_heads_;
-  const QueryCopy query_copy_;
+  const QueryCopy<Dims> query_copy_;
   TicketQueue<Storage, kIsKey> tickets_;
   KvStages<Dims, kIsKey> stages_;
 
-  // Where prefetch() is: up to four stages ahead of what is filled.
+  // The walk: up to four stages ahead of what is filled.
   TicketRange ticket_;
   ItemSource lane_item_;        // first_lane_item_ + lane
   SegmentSource lane_segment_;  // first_lane_segment_ + lane
@@ -397,16 +374,16 @@ class Producer {
   uint32_t not_empty_;           // lanes whose segment has KV
   int tokens_left_ = INT32_MAX;  // in the ticket, once the lanes hold its last segment
   int next_item_;
-  int next_segment_ = 0;     // first of the item that is not listed
-  ItemSource item_;          // the present item
-  int end_segment_ = 0;      // its segments' end
-  int first_row_ = 0;        // of the present pass
-  bool is_complete_ = true;  // its last stage has been prefetched
-  bool is_new_ = false;      // none of its stages has been
-  uint32_t pending_ = 0;     // lanes whose segments of the item are to come
-  const int32_t* slots_;     // of the present segment's next stage
-  int left_ = 0;             // its tokens from there on
-  StageRecord record_;       // of its whole stages
+  int next_segment_ = 0;   // first of the item that is not listed
+  ItemSource item_;        // the present item
+  int end_segment_ = 0;    // its segments' end
+  int first_row_ = 0;      // of the present pass
+  bool is_closed_ = true;  // the last stage of the pass is in a batch
+  bool is_new_ = false;    // none of its stages is
+  uint32_t listed_ = 0;    // lanes whose segments of the item are to come
+  const int32_t* slots_;   // of the present segment's next stage
+  int left_ = 0;           // its tokens from there on
+  StageRecord record_;     // of its whole stages
   StageBatch next_;
 
   int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size

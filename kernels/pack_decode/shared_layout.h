@@ -88,7 +88,7 @@ struct RowCopy {
   }
 };
 
-// How a warp copies 32 rows of a matrix panel by panel: every copy is 4 rows of a panel. Of a lane's rows, the chunk
+// Copies of 32 rows of a matrix by a warp, panel by panel: each is of 4 rows of a panel. Of a lane's rows, the chunk
 // alternates between two places.
 struct PanelCopy {
   static constexpr int kCopies = 8;  // of a panel
@@ -105,7 +105,7 @@ struct PanelCopy {
   }
 };
 
-// How warps make the one-byte values of a stage fp16, in place. A value lands at the end of what it becomes, so that a
+// Conversion of a stage's one-byte values to fp16, in place. A value lands at the end of what it becomes, so that a
 // token's numbers lie where its bytes did, and in the panels before. A warp reads all of its tokens before it writes.
 //
 // The columns of every 16 change places, so that a lane of an accumulator has four that touch, as in mma_body.cuh: the
@@ -166,8 +166,9 @@ struct LatentOperand {
   }
 };
 
-// How four warps share 16 query rows of latent attention on mma.sync, over matrices of 32 rows: queries, or the tokens of
-// a stage. Of every panel of queries and keys, a warp has 16 columns; of the values, two panels.
+// A warp's share of 16 query rows of latent attention on mma.sync, which four warps share, over matrices of 32 rows:
+// queries, or the tokens of a stage. Of every panel of queries and keys, a warp has 16 columns; of the values, two
+// panels.
 struct LatentPart {
   static constexpr int kParts = kPanelColumns / 16;
   static constexpr int kRows = kStageTokens;

@@ -4,16 +4,11 @@
 #pragma once
 
 #include <cmath>
-#include <type_traits>
 
+#include "pack_decode/warp_queries.cuh"
 #include "pack_decode/work_queue.cuh"
 
 namespace pat {
-
-// Type in which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one
-// instruction to get there. Probabilities in fp16 are eight times as exact as in bf16.
-template <typename T, typename Dims>
-using ComputeType = std::conditional_t<Dims::kOneByte, __half, T>;
 
 // The scale of a lane's row, where all have the same, and where each has its own.
 __device__ __forceinline__ const LogitScale& scale_of(const LogitScale& scale, int) {
@@ -27,9 +22,7 @@ __device__ __forceinline__ const LogitScale& scale_of(const LogitScale (&scales)
 template <typename T, typename Dims, bool kSoftCap, int kColumns = kOutColumns<Dims>>
 struct WarpAttention {
   using Number = ComputeType<T, Dims>;
-  static constexpr bool kNarrowsQueries = !std::is_same_v<T, Number>;
   static constexpr int kColumnTiles = kColumns / 8;
-  static constexpr int kDepthSteps = Dims::kKey / 16;
   // Probabilities are relative to exp2(maximum) and may exceed 1: as long as they stay below 2 to this power, what has
   // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
   static constexpr float kSlack = 8.f;
@@ -37,7 +30,7 @@ struct WarpAttention {
   // less exact, and a million of them may count.
   static constexpr float kHeadroom = Dims::kOneByte ? 6.f : 0.f;
 
-  ptx::Fragment queries[kDepthSteps];
+  WarpQueries<T, Dims> queries;
   float out[kColumnTiles][4];  // those beyond Dims::kValue hold whatever lies behind the values
   float maximum[2];  // of a row's scores, or lower by at most kSlack; -inf before the first
   float sum[2];      // of this lane's columns only, until finish()
@@ -46,27 +39,8 @@ struct WarpAttention {
   // `tile` holds tile_rows query rows; this warp's are the 16 from first_row.
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
                                         float* query_factors, uint32_t lane) {
-    if constexpr (Dims::kOneByte) {
-      // A lane has four neighbours of every 16 columns, as in the keys: the order in a sum does not matter.
-      const uint32_t first =
-          tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
-#pragma unroll
-      for (int step = 0; step < kDepthSteps; ++step) {
-        const uint32_t address = step_address(first, tile_rows, step);
-        const uint2 low = ptx::load_shared_8(address);
-        const uint2 high = ptx::load_shared_8(address + 8 * kPanelRowBytes);
-        queries[step][0] = low.x, queries[step][1] = high.x;
-        queries[step][2] = low.y, queries[step][3] = high.y;
-      }
-    } else {
-      const uint32_t first = tile + swizzled_offset(tile_rows, first_row + lane % 16, lane / 16);
-#pragma unroll
-      for (int step = 0; step < kDepthSteps; ++step) {
-        ptx::load_matrices(queries[step], step_address(first, tile_rows, step));
-      }
-    }
+    load_queries<T, Dims>(queries, has_factors, tile, tile_rows, first_row, query_factors, lane);
     clear();
-    if constexpr (kNarrowsQueries) has_factors = narrow_queries(queries, query_factors, lane);
   }
 
   // Where queries are elsewhere.
@@ -78,7 +52,7 @@ struct WarpAttention {
   // For a warp that only takes part in its warpgroup's multiplications.
   __device__ __forceinline__ void begin_without_rows() {
 #pragma unroll
-    for (int step = 0; step < kDepthSteps; ++step) {
+    for (int step = 0; step < kDepthSteps<Dims>; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) queries[step][i] = 0;
     }
@@ -98,27 +72,9 @@ struct WarpAttention {
   __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
                                              const StageRecord& stage, int first_row,
                                              int first_token, const Scale& scale, uint32_t lane) {
-    if constexpr (kSoftCap) {
-#pragma unroll
-      for (int tile = 0; tile < kTokens / 8; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[tile][i] = ptx::tanh(scores[tile][i] * scale_of(scale, i / 2).inner);
-        }
-      }
-    }
+    if constexpr (kSoftCap) cap<kTokens>(scores, scale);
     if (!stage.is_whole(first_row / kUnitRows)) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = first_row + lane / 4 + i / 2 * 8;
-        const bool counts = row >= stage.first_row() && row < stage.end_row();
-        const int num_valid = counts ? stage.num_tokens() - first_token : 0;
-#pragma unroll
-        for (int tile = 0; tile < kTokens / 8; ++tile) {
-          const int column = tile * 8 + lane % 4 * 2 + i % 2;
-          if (column >= num_valid) scores[tile][i] = -INFINITY;
-        }
-      }
+      mask<kTokens>(scores, stage, first_row, first_token, lane);
     }
     const Rescaling rescaling = update_maximum<kTokens>(scores, scale);
 #pragma unroll
@@ -172,7 +128,7 @@ struct WarpAttention {
   template <int kTokens>
   __device__ __forceinline__ void undo_factors(float (&scores)[kTokens / 8][4],
                                                const float* query_factors, uint32_t lane) const {
-    if constexpr (kNarrowsQueries) {
+    if constexpr (kNarrowsQueries<T, Dims>) {
       if (!has_factors) return;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -207,53 +163,36 @@ struct WarpAttention {
     }
   }
 
-  // Makes bf16 queries fp16. Rows with numbers that are too large are divided by a power of 2, kept in query_factors.
-  // A number that becomes subnormal, less than 2^-14, changes a score by less than any rounding of it.
-  // Returns whether there is any.
-  template <int kSteps>
-  __device__ __forceinline__ static bool narrow_queries(ptx::Fragment (&queries)[kSteps],
-                                                        float* query_factors, uint32_t lane) {
-    uint32_t exceeds = 0;  // the upper bit of a half: whether its number is 2^15 or more
+ private:
+  template <int kTokens, typename Scale>
+  __device__ __forceinline__ static void cap(float (&scores)[kTokens / 8][4], const Scale& scale) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) exceeds |= (queries[step][i] & 0x7fff7fff) + 0x39003900;
-    }
-    const bool has_factors = __any_sync(kFullWarp, (exceeds & 0x80008000) != 0);
-    float inverse[2] = {1.f, 1.f};
-    if (has_factors) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint32_t highest = 142u << 7;  // as bf16 without sign: of 2^15
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-          for (int i = h; i < 4; i += 2) {
-            const uint32_t numbers = queries[step][i] & 0x7fff7fff;
-            highest = max(highest, max(numbers & 0xffff, numbers >> 16));
-          }
-        }
-        highest = max(highest, __shfl_xor_sync(kFullWarp, highest, 1));
-        highest = max(highest, __shfl_xor_sync(kFullWarp, highest, 2));
-        const uint32_t excess = (highest >> 7) - 141;  // as an exponent
-        inverse[h] = __uint_as_float((127 - excess) << 23);
-        if (lane % 4 == 0) query_factors[lane / 4 + 8 * h] = __uint_as_float((127 + excess) << 23);
-      }
-      __syncwarp();
-    }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int tile = 0; tile < kTokens / 8; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 numbers = ptx::unpack<T>(queries[step][i]);
-        queries[step][i] =
-            ptx::pack<Number>(numbers.x * inverse[i % 2], numbers.y * inverse[i % 2]);
+        scores[tile][i] = ptx::tanh(scores[tile][i] * scale_of(scale, i / 2).inner);
       }
     }
-    return has_factors;
   }
 
- private:
+  // Replaces scores that do not count: of rows and tokens that the stage does not have.
+  template <int kTokens>
+  __device__ __forceinline__ static void mask(float (&scores)[kTokens / 8][4],
+                                              const StageRecord& stage, int first_row,
+                                              int first_token, uint32_t lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + lane / 4 + i / 2 * 8;
+      const bool counts = row >= stage.first_row() && row < stage.end_row();
+      const int num_valid = counts ? stage.num_tokens() - first_token : 0;
+#pragma unroll
+      for (int tile = 0; tile < kTokens / 8; ++tile) {
+        const int column = tile * 8 + lane % 4 * 2 + i % 2;
+        if (column >= num_valid) scores[tile][i] = -INFINITY;
+      }
+    }
+  }
+
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile) {

@@ -141,7 +141,7 @@ struct ItemRecord {
   RowTarget targets[kMaxTileRows];
 };
 
-// What the consumers must know of a stage, written by the K producer. A unit of 16 rows, which is a warp's, learns from
+// The K producer's message to the consumers about a stage. A unit of 16 rows, which is a warp's, learns from
 // two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage:
 // the only one of an item without KV is empty.
 struct StageRecord {
@@ -209,7 +209,7 @@ struct StageRecord {
 // The swizzle is one of addresses: its pattern repeats after this many bytes.
 inline constexpr int kSharedAlignment = 1024;
 
-// How many columns, in tiles of 8, each of `warps` warps gathers when they combine their parts of a row. The last warp
+// Columns, in tiles of 8, that each of `warps` warps gathers when they combine their parts of a row. The last warp
 // may have fewer.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {

@@ -1,0 +1,67 @@
+// The rows of merge_partials: where their partials lie, and where their sums go.
+#pragma once
+
+#include <cmath>
+
+#include "decode_params.h"
+#include "partial_sum.cuh"
+
+namespace pat {
+
+// Columns of a row, of outputs of so many.
+template <int kColumns>
+inline constexpr int kMergeColumns = kColumns > 256 ? 128 : kColumns;
+template <int kColumns>
+inline constexpr int kMergeSlices = kColumns / kMergeColumns<kColumns>;
+
+// A row of the output and its partials. kColumns: of the output.
+template <int kColumns>
+struct MergeRow {
+  static constexpr int kSlices = kMergeSlices<kColumns>;
+
+  int request;
+  int place;  // slice of a query head of the request
+  int first_partial;
+  int num_partials;
+
+  __device__ __forceinline__ int head() const { return place / kSlices; }
+  __device__ __forceinline__ int slice() const { return place % kSlices; }
+  __device__ __forceinline__ int first_column() const { return slice() * kMergeColumns<kColumns>; }
+
+  template <typename T>
+  __device__ __forceinline__ PartialRow<T> partials(const DecodeParams& params) const {
+    const int num_heads = params.num_q_heads;
+    const int64_t first = int64_t{first_partial} * num_heads + head();
+    return {static_cast<const T*>(params.partial_out) + first * kColumns + first_column(),
+            params.partial_lse + first, num_heads};
+  }
+
+  __device__ __forceinline__ int64_t out_row(const DecodeParams& params) const {
+    return int64_t{request} * params.num_q_heads + head();
+  }
+};
+
+// A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is. T: of the output.
+template <typename T, bool kScales, int kColumns, typename Sum>
+__device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum& sum,
+                                          const MergeRow<kColumns>& row, float v_scale, int lane) {
+  const int64_t out_row = row.out_row(params);
+  const bool empty = sum.weight == 0.f;
+  float inverse = empty ? 0.f : 1.f / sum.weight;
+  if constexpr (kScales) inverse *= v_scale;
+  if (lane < Sum::kLanes) {
+    T* target = static_cast<T*>(params.out) + out_row * kColumns + row.first_column() + lane * 4;
+#pragma unroll
+    for (int v = 0; v < Sum::kVectors; ++v) {
+      const float4& columns = sum.columns[v];
+      *reinterpret_cast<uint2*>(target + v * Sum::kLanes * 4) =
+          make_uint2(ptx::pack<T>(columns.x * inverse, columns.y * inverse),
+                     ptx::pack<T>(columns.z * inverse, columns.w * inverse));
+    }
+  }
+  if (params.out_lse != nullptr && lane == 0 && row.slice() == 0) {
+    params.out_lse[out_row] = empty ? -INFINITY : sum.maximum + logf(sum.weight);
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,66 @@
+// The query ring, as the V producer fills it. It waits for units, copies queries into them, and releases them with the
+// item's record.
+#pragma once
+
+#include "decode_params.h"
+#include "pack_decode/work_queue.cuh"
+
+namespace pat {
+
+template <typename Dims>
+using QueryCopy = RowCopy<Dims::kKey * 2>;
+
+// Returns the barrier by which the unit is handed back.
+template <typename Storage>
+__device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
+  const uint32_t empty = ptx::shared_address(&storage.queries_empty[unit % kQueryUnits]);
+  ptx::barrier_wait(empty, ((unit / kQueryUnits) & 1) ^ 1);
+  return empty;
+}
+
+// From the next unit on. A unit before first_unit is skipped, and handed back at once, in the consumers' place: the
+// item's own last units may be the next lap of it.
+template <typename Storage>
+__device__ __forceinline__ void wait_for_units(Storage& storage, const QueryPosition& position,
+                                               int first_unit, int end_unit) {
+  for (int unit = position.next_unit; unit < end_unit; ++unit) {
+    const uint32_t empty = wait_for_unit(storage, unit);
+    for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
+      ptx::barrier_arrive(empty);
+    }
+  }
+}
+
+// 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
+template <typename Dims>
+__device__ __forceinline__ void copy_queries(const DecodeParams& params,
+                                             SharedStorage<Dims>& storage,
+                                             const QueryCopy<Dims>& copy, int first_unit,
+                                             int tile_rows, int first_row, int num_rows,
+                                             uint32_t lane_chunk) {
+  const uint32_t target = ptx::shared_address(storage.queries[first_unit % kQueryUnits]);
+  const char* queries = static_cast<const char*>(params.q.data);
+  if constexpr (QueryCopy<Dims>::kWholeRows) queries += copy.chunk(0) * kChunkBytes;
+#pragma unroll
+  for (int i = 0; i < QueryCopy<Dims>::copies(kUnitRows); ++i) {
+    const int row = first_row + copy.row(i);
+    const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
+    const bool valid = row < num_rows;
+    const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
+    if constexpr (!QueryCopy<Dims>::kWholeRows) source += copy.chunk(i) * kChunkBytes;
+    ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy.chunk(i)), source,
+                               valid);
+  }
+}
+
+// All lanes call it, once a record is written and its copies are issued.
+template <typename Storage>
+__device__ __forceinline__ void release_record(Storage& storage, const QueryPosition& position,
+                                               int lane) {
+  const uint32_t full = ptx::shared_address(&storage.queries_full[position.record()]);
+  ptx::barrier_arrive_after_copies(full);
+  __syncwarp();
+  if (lane == 0) ptx::barrier_arrive(full);
+}
+
+}  // namespace pat
