@@ -346,14 +346,14 @@ PYBIND11_MODULE(_scheduler, m) {
 
   m.def(
       "plan_bounds",
-      [](int32_t max_requests, int32_t num_workers, int32_t group_size, bool latent) {
-        const pat::TileTable& table = pat::tiles_of(latent);
+      [](int32_t max_requests, int32_t num_workers, int32_t group_size, int32_t max_block_q,
+         bool latent) {
         const pat::PlanBounds bounds = pat::plan_bounds(
-            max_requests, num_workers, {table, group_size, table.largest_block_q()});
+            max_requests, num_workers, {pat::tiles_of(latent), group_size, max_block_q});
         return py::make_tuple(bounds.capacity, bounds.num_partials);
       },
-      py::arg("max_requests"), py::arg("num_workers"), py::arg("group_size"), py::kw_only(),
-      py::arg("latent") = false);
+      py::arg("max_requests"), py::arg("num_workers"), py::arg("group_size"),
+      py::arg("max_block_q"), py::kw_only(), py::arg("latent") = false);
 
   py::class_<pat::CostModel>(m, "CostModel")
       .def(py::init(&cost_model_from_kwargs))

@@ -59,7 +59,12 @@ class PlanCapacity:
         """Offset of `header` and of every section, and `size` of the buffer, in int32 units."""
 
 def plan_bounds(
-    max_requests: int, num_workers: int, group_size: int, *, latent: bool = False
+    max_requests: int,
+    num_workers: int,
+    group_size: int,
+    max_block_q: int,
+    *,
+    latent: bool = False,
 ) -> tuple[PlanCapacity, int]:
     """Give what the plan of any batch of up to `max_requests` requests needs.
 

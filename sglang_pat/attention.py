@@ -176,6 +176,7 @@ class PackAttention:
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
             by_time=kernels is not None,
             latent=shape.is_latent,
+            one_byte=self.kv_dtype.itemsize == 1,
             cost=CostModel() if kernels is None else costs_of(self.device, latent=shape.is_latent),
         )
         sizes = None
@@ -189,6 +190,7 @@ class PackAttention:
                     num_workers,
                     shape.group_size,
                     latent=shape.is_latent,
+                    one_byte=self.kv_dtype.itemsize == 1,
                 )
             elif max_seq_len is None:
                 raise ValueError("batch_invariant with max_requests needs max_seq_len")

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat._scheduler import (
-    LATENT_TILE_TABLE,
-    TILE_TABLE,
-    CostModel,
-    PackScheduler,
-    PlanCapacity,
-)
+from sglang_pat._scheduler import CostModel, PackScheduler, PlanCapacity
 from sglang_pat.attention import GROWTH_TOKENS, default_workers
 from sglang_pat.batch import DecodeBatch, Step
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import load_kernels
-from sglang_pat.plan import MIN_PIECE_TOKENS, BufferSizes, DecodePlan
+from sglang_pat.plan import MIN_PIECE_TOKENS, BufferSizes, DecodePlan, largest_tile
 
 
 class PlannedStep:
@@ -48,11 +42,14 @@ class PlannedStep:
         kernels = load_kernels(config, torch.cuda.current_device())
         if num_workers is None:
             num_workers = default_workers(kernels, num_kv_heads)
-        tiles = LATENT_TILE_TABLE if config.is_latent else TILE_TABLE
+        group_size = num_qo_heads // num_kv_heads
         self.scheduler = PackScheduler(
-            group_size=num_qo_heads // num_kv_heads,
+            group_size=group_size,
             num_workers=num_workers,
-            max_block_q=max_block_q or tiles[-1][0],
+            max_block_q=max_block_q
+            or largest_tile(
+                group_size, latent=config.is_latent, one_byte=config.cache_dtype.itemsize == 1
+            ),
             policy=policy,
             min_piece_tokens=min_piece_tokens,
             growth_tokens=GROWTH_TOKENS,

@@ -59,8 +59,7 @@ __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 numbers = ptx::unpack<T>(queries[step][i]);
-      queries[step][i] =
-          ptx::pack<Number>(numbers.x * inverse[i % 2], numbers.y * inverse[i % 2]);
+      queries[step][i] = ptx::pack<Number>(numbers.x * inverse[i % 2], numbers.y * inverse[i % 2]);
     }
   }
   return has_factors;

@@ -86,6 +86,7 @@ class Planner:
                     num_workers=workers,
                     policy=policy,
                     latent=is_latent,
+                    one_byte=time.kv_bytes < 2,
                     cost=shipped_latent_costs(time.gpu.name) if is_latent else None,
                 )
                 for policy in self.policies

@@ -9,6 +9,7 @@ import pytest
 from forests import make_case, make_scheduler, plan_case, three_level_case
 
 from sglang_pat._scheduler import (
+    LATENT_TILE_TABLE,
     PLAN_MAGIC,
     PLAN_SECTIONS,
     PLAN_VERSION,
@@ -146,6 +147,16 @@ def test_a_reservation_stays_small() -> None:
 def test_bad_reservations(arguments: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BufferSizes.for_requests(*arguments)
+
+
+@pytest.mark.parametrize(("heads", "one_byte", "rows"), [(16, True, 32), (8, True, 32), (20, True, 64), (8, False, 64)])
+def test_tiles_of_latent_attention_over_fp8_kv(heads: int, one_byte: bool, rows: int) -> None:
+    kind = {"latent": True, "one_byte": one_byte}
+    scheduler = new_scheduler(group_size=heads, num_workers=33, **kind)
+    plan = plan_case(scheduler, make_case([(-1, 9000)], [(0, 9)] * 64))
+    assert max(LATENT_TILE_TABLE[tile][0] for tile in plan.work_items[:, 0]) == rows
+    sizes = BufferSizes.for_requests(64, 9000, num_workers=33, group_size=heads, **kind)
+    assert write_plan(scheduler, sizes, np.zeros(sizes.plan.layout()["size"], np.int32))
 
 
 def test_a_plan_serves_256_more_tokens() -> None:
