@@ -149,7 +149,9 @@ def test_bad_reservations(arguments: tuple[int, int, int, int], message: str) ->
         BufferSizes.for_requests(*arguments)
 
 
-@pytest.mark.parametrize(("heads", "one_byte", "rows"), [(16, True, 32), (8, True, 32), (20, True, 64), (8, False, 64)])
+@pytest.mark.parametrize(
+    ("heads", "one_byte", "rows"), [(16, True, 32), (8, True, 32), (20, True, 64), (8, False, 64)]
+)
 def test_tiles_of_latent_attention_over_fp8_kv(heads: int, one_byte: bool, rows: int) -> None:
     kind = {"latent": True, "one_byte": one_byte}
     scheduler = new_scheduler(group_size=heads, num_workers=33, **kind)
