@@ -179,24 +179,70 @@ def other_gpu_servers() -> str:
 
 
 def latent_kernels() -> str:
-    result = read("mla.json", OTHER_GPU)
+    return _latent_kernels("mla.json")
+
+
+def latent_one_byte_kernels() -> str:
+    return _latent_kernels("mla-fp8.json")
+
+
+def _latent_kernels(name: str) -> str:
+    result = read(name, OTHER_GPU)
     cases = result["cases"]
     peers = {**PEERS, "flashmla": "FlashMLA", "triton": "Triton"}
-    peers = {name: title for name, title in peers.items() if name in cases[0]["us"]}
+    timed = cases[0]["us"]
+    peers = {name: title for name, title in peers.items() if name in timed}
     rows = []
     for alone, count in sorted({(not case["shared"], case["heads_q"]) for case in cases}):
         found = [case for case in cases if (not case["shared"], case["heads_q"]) == (alone, count)]
-        ratios = (geomean(case["us"][name] / case["us"]["pat"] for case in found) for name in peers)
+        ratios = (
+            geomean(case["us"][peer] / case["us"]["pat"] for case in found if peer in case["us"])
+            for peer in peers
+        )
         gains = [gain(case) for case in found]
         title = f"{'nothing shared' if alone else 'shared'}, {count} heads"
         cells = [*ratios, min(gains), max(gains)]
         rows.append([title, str(len(found)), *(f"{value:.2f}" for value in cells)])
     source = wrapped(
-        f"Time of another kernel over pat's, geometric means. Source: `{OTHER_GPU.name}/mla.json` "
+        f"Time of another kernel over pat's, geometric means. Source: `{OTHER_GPU.name}/{name}` "
         f"(`benchmarks/kernel mla`, {len(cases)} cases, commit {result['meta']['commit']})."
     )
     columns = ["cases", "number", *peers.values(), "best other / pat: least", "most"]
     return f"{source}\n\n{table(columns, rows)}\n\n{_gates(result['gates'])}"
+
+
+def trained_model() -> str:
+    """Distances of decode from a prefill, and accepted drafts, of the model that was trained."""
+    result, answers = read("trained-model.json", OTHER_GPU), read("trained-answers.json", OTHER_GPU)
+    names = {"pat": "pat", "fa3": "FA3", "flashinfer": "FlashInfer"}
+    caches = {"bfloat16": "bfloat16 KV", "fp8": "fp8 KV"}
+    rows = [
+        [
+            f"{title}, {names[name]}",
+            *(f"{1000 * each[key]:.2f}" for key in ("mean", "p99", "worst")),
+            f"{1e5 * each['kl']:.1f}",
+        ]
+        for cache, title in caches.items()
+        for name, each in result["distances"][cache]["backends"].items()
+    ]
+    columns = ["", "mean", "99th percentile", "largest", "mean KL, 10^-5"]
+    tokens = result["distances"]["bfloat16"]["backends"]["pat"]["tokens"]
+    meta, drafts = result["meta"], answers["speculation"]
+    source = wrapped(
+        f"Distance of a token's log-probability in decode from the one in a prefill by Triton, in "
+        f"thousandths, {tokens:,} tokens each. Sources: `{OTHER_GPU.name}/trained-model.json` and "
+        f"`trained-answers.json` (`benchmarks/server trained`, commit {meta['commit']})."
+    )
+    rates = " and ".join(
+        f"{found['accepted_per_step']['pat']:.3f} ({title}; FA3 "
+        f"{found['accepted_per_step']['fa3']:.3f})"
+        for title, found in (("chains", drafts["small"]), ("trees", drafts["trees"]))
+    )
+    accepted = wrapped(f"Tokens per verify step with a trained draft model: {rates}.")
+    gates = {**result["gates"], **answers["gates"]}
+    held = sum(gate["met"] for gate in gates.values())
+    verdict = f"{held} of {len(gates)} rules held (`gates` in the files)."
+    return "\n\n".join((source, table(columns, rows), accepted, verdict))
 
 
 def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
@@ -681,6 +727,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         other_gpu_kernels,
         other_gpu_servers,
         latent_kernels,
+        latent_one_byte_kernels,
+        trained_model,
         latent_servers,
         gains_by_sharing,
         gains_without_sharing,
