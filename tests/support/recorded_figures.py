@@ -25,6 +25,7 @@ ON_CPU = ROOT / "benchmarks/results/cpu"
 COMMAND = "python tests/support/recorded_figures.py"
 PAGES = (
     "README.md",
+    "docs/bench.md",
     "docs/index.md",
     "docs/kernels.md",
     "docs/numerics.md",
@@ -497,6 +498,23 @@ def job_gain(job: dict[str, Any]) -> str:
     )
 
 
+def bench_run() -> str:
+    """Answer of `sglang-pat bench` with the 8B shape."""
+    result = read("bench.json")
+    meta, (pat, default) = result["meta"], ("pat", "default")
+    rows = []
+    for case in result["cases"]:
+        times = (case["tpot_ms"][pat], case["tpot_ms"][default], case["gain"])
+        cells = (f"{t['median']:.3f} ({t['low']:.3f} to {t['high']:.3f})" for t in times)
+        count = f"{case['requests']} request{'s' * (case['requests'] > 1)}"
+        rows.append([f"{count}, {case['prefix']:,} shared + {case['private']:,} private", *cells])
+    source = wrapped(
+        f"Llama-3-8B's shape on an H100 with SGLang {meta['versions']['sglang']} "
+        f"(`h100/bench.json`, commit {meta['commit']}), ms per output token with quartiles:"
+    )
+    return f"{source}\n\n{table(['batch', 'pat', 'FA3', 'gain'], rows)}"
+
+
 def gains_in_server() -> str:
     result = first_server()
     cases = [case for case in result["cases"] if case["model"] == MODEL]
@@ -705,6 +723,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for function in (
         headline,
         gains_by_workload,
+        bench_run,
         gains_in_server,
         rollout,
         agents,
