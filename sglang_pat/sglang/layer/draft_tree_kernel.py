@@ -19,7 +19,7 @@ _STEPS_AT_ONCE = 4
 # Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
 _NUMBERS_PER_WARP = 1024
 # Keys of a group from which they are multiplied as tiles, and the sizes of these.
-_FIRST_TILED = 16
+FIRST_TILED = 16
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
@@ -215,7 +215,7 @@ def merge_drafts(
         "K_SCALE_ON_DEVICE": isinstance(scales[0], torch.Tensor),
         "V_SCALE_ON_DEVICE": isinstance(scales[1], torch.Tensor),
     }
-    if tiled if tiled is not None else keys >= _FIRST_TILED:
+    if tiled if tiled is not None else keys >= FIRST_TILED:
         lines = rows * group
         # A row of 256 numbers takes the registers of two rows of 128.
         tile = min(
