@@ -47,7 +47,7 @@ def test_eager(case: DenseAttentionCase, head_dim: int, server_context: SimpleNa
 def test_verification(
     kind: str, topk: int, server_context: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a chain and of trees. The kit's module imports kernels of other layers."""
+    """Verify a chain and trees. The kit's module imports kernels of other layers."""
     for name in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
         monkeypatch.setattr(torch.ops.sgl_kernel, name, None, raising=False)
     # Its masks are those of a GPU, over all that a request has.
