@@ -1,12 +1,13 @@
 """Servers that start at once and share a GPU: one at a time is asked while the others sleep.
 
 A server takes half a minute or more to start, most of it on the CPU; so all that are to be compared
-start at once. One that fails leaves the others as they are.
+start at once, as far as the memory goes. One that fails leaves the others as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,9 @@ SHARED_GPU = {
     "enable_cache_report": True,
 }
 TAIL_LINES = 30  # of the log of a server that failed
+MOST_AT_ONCE = 8  # servers that start together: each takes a core and more
 _POLL_SECONDS = 0.3
+_ERROR = re.compile(r"^(?:\[.*?\] )?([\w.]*(?:Error|Exception|Refused\w*): .*)$", re.MULTILINE)
 
 Prompts = Sequence[Sequence[int]]
 
@@ -46,12 +49,14 @@ class Member:
         self.failure: str | None = None
 
     def fail(self, why: str) -> None:
-        """With the end of its log."""
+        """With the last error of its log, and the log's end."""
         if self.failure is not None:
             return
-        self.failure = why
-        show_failure(f"{self.name}: {why}")
-        lines = self.server.process.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        log = self.server.process.log.read_text(errors="replace")
+        errors = _ERROR.findall(log)
+        self.failure = f"{why}: {errors[-1][:300]}" if errors else why
+        show_failure(f"{self.name}: {self.failure}")
+        lines = log.splitlines()[-TAIL_LINES:]
         print("--- log", *(line[:400] for line in lines), "---", sep="\n", flush=True)
 
     def look(self, begun: float) -> None:
@@ -72,6 +77,36 @@ class Member:
         }
         found = chosen | {name: value for name, value in info.items() if name.startswith("pat")}
         return found | {"start_seconds": self.start_seconds}
+
+
+def groups_that_fit(
+    needs: Mapping[str, float], gigabytes: float, *, servers_each: int
+) -> list[list[str]]:
+    """Divide what is to be measured into groups whose servers start together.
+
+    Parameters
+    ----------
+    needs : mapping
+        Gigabytes that the servers of each take on the GPU, in the order of the measurement.
+    gigabytes : float
+        What is free there.
+    servers_each : int
+        Servers of each.
+
+    Returns
+    -------
+    list of list of str
+        Names, in order. One that fits nowhere has a group of its own.
+    """
+    groups: list[list[str]] = []
+    for name, need in needs.items():
+        last = groups[-1] if groups else []
+        fits = sum(needs[each] for each in last) + need <= gigabytes
+        if last and fits and (len(last) + 1) * servers_each <= MOST_AT_ONCE:
+            last.append(name)
+        else:
+            groups.append([name])
+    return groups
 
 
 @contextlib.contextmanager

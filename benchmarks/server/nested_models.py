@@ -24,6 +24,7 @@ _LATER = 0.01
 # Share of its predecessor's embedding that the head holds for a token. Times 0.62, the share of an
 # embedding in the last layer's output, it stands against the largest of the random logits, 4.5.
 _ORDER = 10.0
+BLOCK_LAYERS = 5  # of a model that drafts blocks
 
 
 def write_nested(
@@ -51,6 +52,8 @@ def write_nested(
     weights.mkdir()
     for name, tensors in _parts(config, max(counts), draft_layers):
         save_file(tensors, weights / f"{name}.safetensors", metadata={"format": "pt"})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # servers need it
     paths = {}
     for count in sorted({*counts, draft_layers}):
         path = paths[count] = folder / f"layers-{count}"
@@ -96,6 +99,40 @@ def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
     weights["fc.weight"] = torch.eye(hidden, 2 * hidden, dtype=dtype)
     weights["fc.bias"] = torch.zeros(hidden, dtype=dtype)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def write_blocks(folder: Path, config: Mapping[str, Any], layers: int, tokens: int) -> Path:
+    """Describe a DFLASH model that drafts blocks for a model of so many layers.
+
+    Its weights are SGLang's random ones (`speculative_draft_load_format=dummy`).
+
+    Parameters
+    ----------
+    folder : Path
+    config : mapping
+        Of a Llama.
+    layers : int
+        Of the model that it drafts for.
+    tokens : int
+        Of a block.
+
+    Returns
+    -------
+    Path
+        The folder of its configuration.
+    """
+    path = folder / f"blocks-{layers}"
+    path.mkdir(exist_ok=True)
+    blocks = {
+        **config,
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": BLOCK_LAYERS,
+        "block_size": tokens,
+        "num_target_layers": layers,
+        "dflash_config": {"mask_token_id": config["vocab_size"] - 1},
+    }
+    (path / "config.json").write_text(json.dumps(blocks, indent=2) + "\n")
     return path
 
 

@@ -1,15 +1,18 @@
 """Speculative decoding: time per accepted token, and how much is accepted, pat against FA3.
 
-    python benchmarks/server speculation [--drafts small ngram same eagle] [--quick] [--json FILE]
+    python benchmarks/server speculation [--drafts NAME ...] [--quick] [--seconds N] [--json FILE]
 
-Drafts come from what has been said (ngram), from a model that is the served one itself (same), from
-its first layer (small), from the same with 4 branches (trees), or from that layer as a head on the
-model (eagle): SGLang's NGRAM,
-STANDALONE and EAGLE. For each there are two servers, of pat and of FA3, with the same tokens to
-verify per step, which start together and are asked in turn. What is timed are the steps in which
+Drafts come from what has been said (ngram), or from a model: the served one itself (same), its
+first layer (small), or that layer as a head on the model (eagle). Those are chains of 3 steps.
+With 4 branches there are trees of 3 steps from the first layer (trees), and of 5 from the head
+(deep-trees), as SGLang chooses for a Llama. A model of 5 random layers gives blocks of 8 (dflash).
+
+For each there are two servers, of pat and of FA3, with the same tokens to verify per step, which
+start together and are asked in turn. What is timed are the steps in which
 all requests decode (sglang_pat/bench/decoding.py): the time of a step is the median of a round's,
 and what is reported is the median of the rounds, per token that a request gains: each was accepted.
-All prompts are in the prefix cache before the clock starts.
+All prompts are in the prefix cache before the clock starts. One request alone, and as many as
+before that share nothing, are compared by the time of a step.
 
 Draft models decode by pat on pat's server, and read what was accepted by FA3 on both: one as large
 as the model leaves FA3 a fourth of the attention there. The servers of NGRAM copy of a prompt what
@@ -17,9 +20,10 @@ SGLang 0.5.23 copies (ngram_tails/): the GPU waits for the copies of 0.5.17, wha
 
 Answers are greedy: each token must be the one that the model finds most probable, up to rounding,
 when all of the answer is given to it as a prompt. So must answers that stop tokens end, of twice as
-many requests as run at once.
+many requests as run at once. Not those of random drafts: SGLang takes 4 tokens of each block.
 
---quick: three rounds, all servers at once, some 150 s on an H100.
+--quick: three rounds; servers start together as far as the GPU's memory goes, some 40 s of
+measurement each. Those that fail so start once more alone. With --seconds nothing is begun later.
 --model tiny: on a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it shows
 that everything else works.
 """
@@ -27,91 +31,202 @@ that everything else works.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
 from common.models import MODELS, TINY, ModelShape
 from common.results import at_most, write
 from common.suites import add_option
-from common.terminal import console, table_of
-from server.fleet import Member, ask_in_turn, fleet, report_starts, wait, watched
-from server.nested_models import write_head, write_nested
+from common.terminal import console, show_failure, table_of
+from server.fleet import (
+    Member,
+    ask_in_turn,
+    fleet,
+    groups_that_fit,
+    report_starts,
+    wait,
+    watched,
+)
+from server.nested_models import BLOCK_LAYERS, write_blocks, write_head, write_nested
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
-from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
+from sglang_pat.bench.server import Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import whole_number
 
-TOGETHER = ("small", "ngram", "same")
-DRAFTS = (*TOGETHER, "eagle", "trees")
+
+class Drafting(NamedTuple):
+    """Drafts of a kind.
+
+    algorithm: SGLang's. tokens: to verify per step, of each request. source: the model that drafts.
+    layers: of the served model; on 80 GB servers of three kinds fit at once, of ten layers.
+    """
+
+    algorithm: str
+    steps: int
+    topk: int
+    tokens: int
+    source: str | None
+    layers: int
+
+
+KINDS = {
+    "trees": Drafting("STANDALONE", 3, 4, 8, "small", 10),
+    "deep-trees": Drafting("EAGLE", 5, 4, 8, "head", 10),
+    "dflash": Drafting("DFLASH", 1, 1, 8, "blocks", 10),
+    "eagle": Drafting("EAGLE", 3, 1, 4, "head", 10),
+    "ngram": Drafting("NGRAM", 3, 1, 4, None, 10),
+    "small": Drafting("STANDALONE", 3, 1, 4, "small", 15),
+    "same": Drafting("STANDALONE", 3, 1, 4, "same", 4),
+}
 NONE = "none"
-# Layers of the served models. Those of TOGETHER fit on 80 GB at once. NGRAM waits for the host,
-# and `same` for its drafts.
-LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, "trees": 15, NONE: 4}
+NO_DRAFTS = Drafting("", 0, 0, 1, None, 4)
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
-DRAFT_TOKENS = 4
-TREE = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}  # 3 steps
-# pat's time per accepted token over FA3's, and how far acceptance may be apart.
-TIME_LIMIT, ACCEPTANCE_LIMIT = 0.6, 0.05
+# Tokens of a block that SGLang takes for accepted.
+TAKEN = 4
+# pat's time per accepted token over FA3's, how far acceptance may be apart, and pat's time of a
+# step over FA3's where nothing is shared.
+TIME_LIMIT, ACCEPTANCE_LIMIT, ALONE_LIMIT = 0.6, 0.02, 1.01
 # A token is off by as much as the best one is more probable, in log-probability. pat's largest may
 # be so many times FA3's, or as much as one step of a bfloat16 logit.
 OFF_RATIO, OFF_STEP = 2.0, 0.04
 CHECKED, CHECKED_AT_ONCE = 32, 4  # requests
-QUICK_START_SECONDS = 120
+START_SECONDS = 180
+FILLED = 16  # tokens of an answer that fills the cache
 _CASE = Case(64, 8192, 256, 200)
+_ALONE = (Case(1, 0, 1024, 200), Case(64, 0, 384, 112))
 _TINY_CASE = Case(6, 256, 64, 64)
+_TINY_ALONE = (Case(1, 0, 64, 64), Case(6, 0, 64, 64))
+_FREE = 0.95  # of the GPU's free memory, for servers
+_OTHER_GB = 1.8  # of a server: CUDA, graphs, what steps compute
+
+
+def drafting(drafts: str) -> Drafting:
+    return NO_DRAFTS if drafts == NONE else KINDS[drafts]
 
 
 def speculation(drafts: str, draft: Path | None) -> dict[str, Any]:
     """Server arguments. draft: folder of what drafts, if it is a model."""
+    kind = drafting(drafts)
     if drafts == NONE:
         return {}
-    if drafts == "ngram":
-        more = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
-    else:
-        more = {
-            "speculative_algorithm": "EAGLE" if drafts == "eagle" else "STANDALONE",
-            "speculative_draft_model_path": draft,
-            "speculative_num_steps": DRAFT_TOKENS - 1,
-            "speculative_eagle_topk": 1,
-        }
-    tree = TREE if drafts == "trees" else {}
-    return {"speculative_num_draft_tokens": DRAFT_TOKENS, **more, **tree}
+    common = {
+        "speculative_algorithm": kind.algorithm,
+        "speculative_num_draft_tokens": kind.tokens,
+    }
+    if kind.source is None:
+        return {**common, "speculative_ngram_max_bfs_breadth": 1}
+    common["speculative_draft_model_path"] = draft
+    if kind.source == "blocks":
+        return {**common, "speculative_draft_load_format": "dummy"}
+    return {
+        **common,
+        "speculative_num_steps": kind.steps,
+        "speculative_eagle_topk": kind.topk,
+    }
 
 
-def measure(members: Mapping[str, Member], case: Case, vocab_size: int, rounds: int) -> Any:
-    """Both servers in turn, by backend."""
-    prompts = case.prompts(vocab_size)
+def gigabytes(shape: ModelShape, drafts: str, layers: int, draft_layers: int, slots: int) -> float:
+    """About what both servers take on a GPU. slots: of the KV pool."""
+    config, kind = shape.config, drafting(drafts)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q_size, kv_size = (
+        config[f"num_{each}_heads"] * config["head_dim"] for each in ("attention", "key_value")
+    )
+    layer = hidden * (2 * q_size + 2 * kv_size + 3 * inner)
+    ends = 2 * config["vocab_size"] * hidden
+    drafting_layers = {"small": draft_layers, "same": layers, "head": 1, "blocks": BLOCK_LAYERS}
+    more = drafting_layers.get(kind.source or "", 0)
+    numbers = (layers + more) * (layer + 2 * kv_size * slots) + ends
+    if kind.source == "blocks":
+        numbers += BLOCK_LAYERS * hidden**2
+    elif more:
+        numbers += ends
+    return len(BACKENDS) * (2 * numbers / 1e9 + _OTHER_GB)
+
+
+def measure(
+    drafts: str, members: Mapping[str, Member], cases: Sequence[Case], vocab: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Both servers in turn, by backend. Yields what has been measured, more each time.
+
+    cases: the one that shares a prefix, then those that share nothing.
+    """
+    case, *alone = cases
+    prompts = case.prompts(vocab)
     servers = {backend: member.server for backend, member in members.items()}
     for server in servers.values():
         server.flush()
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
-        # Compiles what is compiled at first use; NGRAM hears what will be said.
-        server.generate(prompts, sampling_of(case.generated))
+        fill(drafts, server, prompts, case)
     before, state = servers["pat"].stats(), gpu_state()
-    asked = ask_in_turn(list(members.values()), prompts, case.generated, rounds)
-    runs = {backend: asked[member.name] for backend, member in members.items()}
+    runs = in_turn(members, prompts, case, rounds)
     counted, after = difference(servers["pat"].stats(), before), gpu_state()
-    answers = {backend: passes[-1].answers for backend, passes in runs.items()}
-    off = {
-        backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])
-        for backend, each in answers.items()
-    }
-    return summary(runs) | {
-        "off": off,
-        "stops": stops(servers, prompts, answers["pat"]),
+    found = summary(runs) | {
         "batch": case.batch,
         "prefix": case.prefix,
         "private": case.private,
         "tokens": case.generated,
         "pat_stats": with_ratio(counted),
         "gpu": {"before": state, "after": after},
+        "alone": [],
+    }
+    yield found
+    for each in alone:
+        found["alone"].append(nothing_shared(drafts, members, each, vocab, rounds))
+        yield found
+    if drafting(drafts).source == "blocks":
+        return
+    answers = {backend: passes[-1].answers for backend, passes in runs.items()}
+    found["off"] = {
+        backend: largest_off(servers["default"], prompts[:CHECKED], each[:CHECKED])
+        for backend, each in answers.items()
+    }
+    found["stops"] = stops(servers, prompts, answers["pat"])
+    yield found
+
+
+def fill(drafts: str, server: Server, prompts: Sequence[Sequence[int]], case: Case) -> None:
+    """Fill the cache, and compile what is compiled at first use. NGRAM hears what will be said."""
+    server.generate(prompts, sampling_of(case.generated if drafts == "ngram" else FILLED))
+
+
+def in_turn(
+    members: Mapping[str, Member], prompts: Sequence[Sequence[int]], case: Case, rounds: int
+) -> dict[str, list[DecodeRun]]:
+    """Return the passes of each server, by backend."""
+    asked = ask_in_turn(list(members.values()), prompts, case.generated, rounds)
+    return {backend: asked[member.name] for backend, member in members.items()}
+
+
+def nothing_shared(
+    drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int
+) -> dict[str, Any]:
+    """Compare the time of a step where requests share nothing. One request: twice the rounds."""
+    prompts = case.prompts(vocab)
+    for member in members.values():
+        member.server.flush()
+        fill(drafts, member.server, prompts, case)
+    runs = in_turn(members, prompts, case, rounds * (2 if case.batch == 1 else 1))
+    found = summary(runs)
+    steps = found["step_ms"]
+    return {
+        "case": case.title,
+        "step_ms": steps,
+        "rounds_step_ms": found["rounds_step_ms"],
+        "held_up_ms": found["held_up_ms"],
+        "pat_over_default": steps["pat"] / steps["default"],
+        "accepted_per_step": found["accepted_per_step"],
     }
 
 
@@ -133,6 +248,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
         "rounds_ms": rounds,
         "held_up_ms": {backend: held_up_ms(passes) for backend, passes in runs.items()},
         "step_ms": {backend: statistics.median(times) for backend, times in steps.items()},
+        "rounds_step_ms": steps,
         "pat_over_default": medians["pat"] / medians["default"],
         "accepted_per_step": {backend: statistics.mean(each) for backend, each in gained.items()},
         "same_answers": sum(map(list.__eq__, own, other)) / len(own),
@@ -212,12 +328,20 @@ def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for case in cases:
         name, each = case["drafts"], case["accepted_per_step"]
         apart = abs(each["pat"] / each["default"] - 1)
-        limit = max(OFF_RATIO * case["off"]["default"], OFF_STEP)
         found |= {
             f"{name}: time per accepted token over FA3's": at_most(
                 case["pat_over_default"], TIME_LIMIT
             ),
             f"{name}: accepted tokens per step, apart from FA3's": at_most(apart, ACCEPTANCE_LIMIT),
+        }
+        for alone in case["alone"]:
+            found[f"{name}: time of a step over FA3's, {alone['case']}"] = at_most(
+                alone["pat_over_default"], ALONE_LIMIT
+            )
+        if "off" not in case:
+            continue
+        limit = max(OFF_RATIO * case["off"]["default"], OFF_STEP)
+        found |= {
             f"{name}: least probable token, behind the best one": at_most(
                 case["off"]["pat"], limit
             ),
@@ -234,6 +358,8 @@ def starts(
     if drafts == "ngram":
         paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if drafts == "dflash":
+        environment["SGLANG_SIMULATE_ACC_LEN"] = str(TAKEN)
     options = {**arguments, **speculation(drafts, draft)}
     return {
         f"{drafts} {backend}": Start(contender(backend), target, options | more, environment)
@@ -242,21 +368,35 @@ def starts(
 
 
 def run_drafts(
-    drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int
-) -> Any:
-    """Measure both servers of some drafts. Returns `failure` if one does not answer."""
+    drafts: str,
+    members: Mapping[str, Member],
+    cases: Sequence[Case],
+    vocab: int,
+    rounds: int,
+    data: dict[str, Any],
+    path: Path | None,
+) -> None:
+    """Measure both servers of some drafts, and write what has been measured.
+
+    A failure is kept beside it.
+    """
     down = [f"{name}: {each.failure}" for name, each in members.items() if each.failure]
     if down:
-        return {"failure": "; ".join(down)}
+        data["failures"][drafts] = "; ".join(down)
+        return
     with watched(list(members.values()), drafts) as failures:
         about = {backend: member.about() for backend, member in members.items()}
-        measured = measure(members, case, vocab, rounds)
-        stats = measured["pat_stats"]
+        described = {"drafts": drafts, "draft_tokens": drafting(drafts).tokens, "servers": about}
+        place = len(data["cases"])
+        for measured in measure(drafts, members, cases, vocab, rounds):
+            data["cases"][place:] = [described | measured]
+            data["gates"] = gates(data["cases"])
+            write(path, data)
+        stats = data["cases"][place]["pat_stats"]
         shown = ("verify", "draft", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
         console.print({name: stats[name] for name in shown if name in stats})
-        tokens = speculation(drafts, None).get("speculative_num_draft_tokens", 1)
-        return {"drafts": drafts, "draft_tokens": tokens, "servers": about, **measured}
-    return {"failure": failures[0]}
+    if failures:
+        data["failures"][drafts] = failures[0]
 
 
 def show(data: Mapping[str, Any]) -> None:
@@ -264,6 +404,7 @@ def show(data: Mapping[str, Any]) -> None:
     table = table_of("ms per accepted token", ("drafts", *compared, "same answers"))
     for case in data["cases"]:
         times, each = case["ms_per_accepted_token"], case["accepted_per_step"]
+        off = case.get("off", {"pat": math.nan, "default": math.nan})
         table.add_row(
             case["drafts"],
             f"{times['pat']:.3f}",
@@ -271,38 +412,48 @@ def show(data: Mapping[str, Any]) -> None:
             f"{case['pat_over_default']:.2f}",
             f"{each['pat']:.2f}",
             f"{each['default']:.2f}",
-            f"{case['off']['pat']:.3f}",
-            f"{case['off']['default']:.3f}",
+            f"{off['pat']:.3f}",
+            f"{off['default']:.3f}",
             f"{case['same_answers']:.2f}",
         )
     console.print(table)
     for name, gate in data["gates"].items():
         met = "met" if gate["met"] else "MISSED"
         console.print(f"{name}: {gate['value']:.3f}, at most {gate['limit']:.3f}: {met}")
+    for name, failure in data["failures"].items():
+        show_failure(f"{name}: {failure}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     layers = whole_number(1, 1000)
-    parser.add_argument("--drafts", nargs="+", default=list(TOGETHER), choices=DRAFTS)
+    parser.add_argument("--drafts", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
+    default = {name: kind.layers for name, kind in KINDS.items()}
     parser.add_argument(
-        "--layers", type=layers, metavar="N", help=f"of the model (default: {LAYERS})"
+        "--layers", type=layers, metavar="N", help=f"of the model (default: {default})"
     )
     parser.add_argument(
-        "--draft-layers", type=layers, default=1, metavar="N", help="of `small` (default: 1)"
+        "--draft-layers",
+        type=layers,
+        default=1,
+        metavar="N",
+        help="of `small` and `trees` (default: 1)",
     )
     add_option(parser, "--rounds", type=whole_number(3, 1000), default=5)
-    parser.add_argument("--quick", action="store_true", help="three rounds, all servers at once")
+    add_option(parser, "--seconds")
+    add_option(parser, "--start-seconds", default=START_SECONDS)
+    parser.add_argument("--quick", action="store_true", help="three rounds, servers at once")
     parser.add_argument("--without-drafts", action="store_true", help="plain decode")
     add_option(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
+    begun = time.monotonic()
     rounds = 3 if args.quick else args.rounds
     shape = MODELS[args.model]
-    case = _TINY_CASE if shape.name == TINY else _CASE
+    cases = (_TINY_CASE, *_TINY_ALONE) if shape.name == TINY else (_CASE, *_ALONE)
     drafts = [NONE] if args.without_drafts else args.drafts
-    layers = {each: args.layers or LAYERS[each] for each in drafts}
+    layers = {each: args.layers or drafting(each).layers for each in drafts}
     data: dict[str, Any] = {
         "meta": metadata(),
         "model": shape.config,
@@ -315,44 +466,72 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-speculation-") as name:
         folder = Path(name)
         models = write_nested(folder, shape.config, [*layers.values()], args.draft_layers)
-        small = models[args.draft_layers]
-        head = write_head(folder, shape.config) if "eagle" in drafts else None
-        arguments = shape.arguments | _shared_device(shape, case)
-        groups = [drafts] if args.quick else [[each] for each in drafts]
-        patience = QUICK_START_SECONDS if args.quick else START_SECONDS
+        sources = {each: drafting(each).source for each in drafts}
+        head = write_head(folder, shape.config) if "head" in sources.values() else None
+        arguments = shape.arguments | _shared_device(shape, cases)
+
+        def starts_of(each: str) -> dict[str, Start]:
+            model = models[layers[each]]
+            draft = {"same": model, "small": models[args.draft_layers], "head": head}.get(
+                sources[each] or ""
+            )
+            if sources[each] == "blocks":
+                draft = write_blocks(folder, shape.config, layers[each], KINDS[each].tokens)
+            return starts(each, model, draft, arguments)
+
+        slots = arguments["max_total_tokens"]
+        needs = {
+            each: gigabytes(shape, each, layers[each], args.draft_layers, slots) for each in drafts
+        }
+        free = _FREE * _free_gigabytes() if args.quick else 0.0
+        groups = groups_that_fit(needs, free, servers_each=len(BACKENDS))
         for group in groups:
-            asked = {}
-            for each in group:
-                model = models[layers[each]]
-                draft = {"same": model, "small": small, "trees": small, "eagle": head}.get(each)
-                asked |= starts(each, model, draft, arguments)
+            if time.monotonic() - begun > args.seconds:
+                late = f"not begun: {args.seconds:.0f} s were over"
+                data["failures"] |= {each: data["failures"].get(each, late) for each in group}
+                continue
+            asked = {name: start for each in group for name, start in starts_of(each).items()}
             with fleet(asked, folder) as members:
-                wait(members.values(), patience)
+                wait(members.values(), args.start_seconds)
                 report_starts(members.values())
                 for each in group:
+                    data["failures"].pop(each, None)
                     pair = {backend: members[f"{each} {backend}"] for backend in BACKENDS}
-                    measured = run_drafts(each, pair, case, shape.vocab_size, rounds)
-                    if "failure" in measured:
-                        data["failures"][each] = measured["failure"]
-                    else:
-                        data["cases"].append(measured)
-                    data["gates"] = gates(data["cases"])
-                    write(args.json, data)
+                    if time.monotonic() - begun > args.seconds:
+                        data["failures"][each] = f"not asked: {args.seconds:.0f} s were over"
+                        continue
+                    run_drafts(each, pair, cases, shape.vocab_size, rounds, data, args.json)
+                    started = all(one.start_seconds is not None for one in pair.values())
+                    if not started and len(group) > 1:
+                        groups.append([each])  # once more, alone
+            console.print(f"{', '.join(group)}: {time.monotonic() - begun:.0f} s since the start")
+            write(args.json, data)
+    write(args.json, data)
     show(data)
     is_met = all(gate["met"] for gate in data["gates"].values())
-    return 0 if is_met and not data["failures"] else 1
+    return 0 if is_met and data["gates"] and not data["failures"] else 1
 
 
-def _shared_device(shape: ModelShape, case: Case) -> dict[str, Any]:
+def _free_gigabytes() -> float:
+    if not torch.cuda.is_available():
+        return math.inf
+    return float(torch.cuda.mem_get_info()[0]) / 1e9
+
+
+def _shared_device(shape: ModelShape, cases: Sequence[Case]) -> dict[str, Any]:
     """Arguments of servers that share a device."""
     if shape.name == TINY:
-        return {}
+        return {"skip_tokenizer_init": True}
+    tokens = [each.prefix + each.batch * (each.private + each.generated + 64) for each in cases]
+    sizes = sorted({each.batch for each in cases})
     return {
         "load_format": "auto",
         "attention_backend": "fa3",
-        "max_total_tokens": case.prefix + case.batch * (case.private + case.generated + 64),
-        "max_running_requests": case.batch,
-        "mem_fraction_static": 0.95,  # of what the others leave
+        "max_total_tokens": max(tokens),
+        "max_running_requests": max(sizes),
+        "mem_fraction_static": 0.98,  # of what the others leave; max_total_tokens is the limit
         "chunked_prefill_size": 2048,
+        "cuda_graph_bs_decode": [*sizes[:1], 16, *sizes[1:]],
+        "skip_tokenizer_init": True,
         "sleep_on_idle": True,  # another server is being measured
     }

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.draft_trees import undo_square_masks
@@ -140,6 +142,18 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata_in_graph(forward_batch)
         if kind is not None and is_pats and self._pat_routes.shapes:
             kind.record_in_graph(forward_batch)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Return where SGLang writes what drafts read of each other. None: it allocates that.
+
+        Masks are over the drafts alone where the default backend has no layer that reads them.
+        """
+        kind = self._pat_kinds.get(_VERIFY)
+        if kind is None or kind.masks is None or self._pat_routes.delegated:
+            return super().verify_mask
+        count = len(kind.masks) // kind.shape.per_request**2
+        return VerifyMask(kind.masks, TreeMaskMode.QLEN_ONLY, count)
 
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
@@ -277,7 +291,8 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
                 has_mask = forward_batch.forward_mode is _VERIFY and not self._pat_is_captured
                 # In a warm-up it is a large buffer.
                 has_mask = has_mask and CHANNEL.is_within_step
-                undo_square_masks(forward_batch if has_mask else None)
+                kind = self._pat_kinds[_VERIFY]
+                undo_square_masks(forward_batch if has_mask else None, kind.masks)
             self._catch_up(forward_batch)
         routes.delegate(layer_id, reason)
         self._pat_report(routes)

@@ -114,6 +114,12 @@ def run_with_drafts(
         pytest.param(
             "llama", BRANCHES | {"page_size": 4}, id="branches, pages", marks=pytest.mark.nightly
         ),
+        pytest.param(
+            "llama",
+            BRANCHES | {"page_size": 16},
+            id="branches, pages of 16",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("llama", TREES, id="trees", marks=pytest.mark.nightly),
         # Pages; and window layers, which the default backend verifies.
         pytest.param("llama", CHAINS | {"page_size": 4}, id="pages", marks=pytest.mark.nightly),
@@ -370,15 +376,31 @@ def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("options", [CHAINS, BRANCHES], ids=["chains", "branches"])
+def test_requests_that_are_aborted_under_speculation(
+    engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """In the middle of their answers, while others with the same prompts go on."""
+    small = FAMILIES["llama"]
+    drafts = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
+    alone = engines.run(small, None)
+    found = engines.run(small, "pat", aborts=True, **drafts)
+    assert found.tokens == alone.tokens
+    assert found.aborted >= len(alone.tokens) // 2
+    assert found.stats["private_steps"] == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [CHAINS, BRANCHES], ids=["chains", "branches"])
 def test_requests_that_stop_and_that_are_retracted_under_speculation(
-    engines: FamilyEngines, tmp_path: Path
+    engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Rows that stop in the middle of a chain go to the next prompts.
 
     A pool that is too small for all that is admitted sends some back.
     """
     small = FAMILIES["llama"]
-    drafts = CHAINS | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
+    drafts = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
     alone = engines.run(small, None)
     stopped = answers_that_stop(alone)
     stop_tokens = [answer[-1] for answer in stopped]

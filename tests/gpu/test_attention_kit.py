@@ -33,6 +33,7 @@ from sglang_attention_kit import (
     extending_by_pat,
     is_decoded_by_pat,
     pat_over,
+    verify_case,
     windowed_decode_case,
 )
 
@@ -133,19 +134,6 @@ def test_prefill_in_pieces(case: DenseAttentionCase, breakable: bool) -> None:
             KitTestCase(), case, breakable=breakable, head_dim=64, dtype=DTYPE
         )
     assert decoded.layers == 0
-
-
-def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
-    return DenseAttentionCase(
-        name="verify",
-        backend=backend,
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        num_heads=4,
-        num_kv_heads=2,
-        page_size=page_size,
-        prefix_lens=(5, 9),
-        extend_lens=(3, 3),
-    )
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
@@ -659,14 +660,42 @@ def test_full_masks_are_made_for_other_backends_alone(
     assert worker.USE_FULL_MASK is is_full
 
 
-@pytest.mark.parametrize("when", ["step", "padded", "warm-up", "capture"])
+def test_sglang_may_write_masks_over_the_drafts_alone(
+    branching: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a buffer of as many requests as graphs have; the default backend's if it has a layer."""
+    given = branching.backend.verify_mask
+    assert given.mode is TreeMaskMode.QLEN_ONLY
+    assert (given.fits(4), given.fits(5)) == (True, False)
+    assert len(given.buffer) == 4 * DRAFTS**2
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    lens = [25, 31]
+    for size, reads in ((2, BRANCHES), (4, CHAIN), (0, BRANCHES)):
+        lens = [length + 2 for length in lens]
+        given.buffer.fill_(True)
+        given.buffer[: 2 * DRAFTS**2] = torch.cat([reads.flatten()] * 2)
+        view = branching.view(lens, size, given.buffer)
+        if size:
+            branching.backend.init_forward_metadata_out_graph(view)
+        else:
+            branching.backend.init_forward_metadata(view)
+        branching.assert_exact(view, lens, reads)
+    branching.backend._pat_routes.delegate(0, options.Reason("attention", "of a test"))
+    assert branching.backend.verify_mask is None
+
+
+@pytest.mark.parametrize("when", ["step", "buffer", "padded", "warm-up", "capture"])
 def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
     when: str, worker: Any, branching: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its default backend may read them, in this step too."""
-    worker.USE_FULL_MASK = False
+    worker.USE_FULL_MASK = when == "buffer"
     lens = [25, 31]
     mask, is_known = torch.cat([BRANCHES.flatten(), CHAIN.flatten()]), True
+    if when == "buffer":
+        buffer = branching.backend.verify_mask.buffer
+        buffer[: len(mask)] = mask
+        mask = buffer
     if when in ("warm-up", "capture"):
         mask, is_known = torch.ones(100, dtype=torch.bool), False
         monkeypatch.setattr(CHANNEL, "_step", None)

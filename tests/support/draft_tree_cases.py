@@ -17,7 +17,7 @@ class TreeCase(NamedTuple):
 
     drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
     kv_dtype: as the queries' if None; if not, with scales; that of the keys lies on the device for
-    e5m2.
+    e5m2. tiled: None: as the kernel chooses.
     """
 
     heads: int
@@ -28,6 +28,7 @@ class TreeCase(NamedTuple):
     logit_cap: float = 0.0
     kv_dtype: torch.dtype | None = None
     keys: int | None = None
+    tiled: bool | None = None
 
 
 CASES = [
@@ -40,8 +41,17 @@ CASES = [
     # Branches of a draft model: each row has keys of its own.
     TreeCase(8, 2, 64, 64, 1, keys=3),
     TreeCase(14, 2, 128, 128, 4, keys=7),
+    # Large trees: several tiles of rows, and of keys.
+    TreeCase(32, 8, 128, 128, 64),
+    TreeCase(16, 4, 128, 128, 33, logit_cap=0.5),
+    TreeCase(6, 2, 80, 80, 70, kv_dtype=torch.float8_e5m2),
+    TreeCase(8, 1, 192, 128, 20, kv_dtype=torch.float8_e4m3fn),
+    # Each body where the other one is chosen.
+    TreeCase(32, 8, 128, 128, 8, tiled=True),
+    TreeCase(12, 4, 64, 64, 3, tiled=True),
+    TreeCase(8, 2, 64, 64, 17, tiled=False),
 ]
-REQUESTS, SLOTS = 3, 60
+REQUESTS, SLOTS = 3, 220
 # A step of the dtype, and what the order of sums is about.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -150,7 +160,15 @@ def assert_kernel_is_exact(case: TreeCase, dtype: torch.dtype, device: str) -> N
     q, caches, slots, _, before, scaling, logit_cap, scales = there = trees.to(device)
     out = before[0].clone()
     found = merge_drafts(
-        q, caches, slots, there.biases, (out, before[1]), scaling, logit_cap, scales
+        q,
+        caches,
+        slots,
+        there.biases,
+        (out, before[1]),
+        scaling,
+        logit_cap,
+        scales,
+        tiled=case.tiled,
     )
     assert found is out
     assert_exact(found, trees)

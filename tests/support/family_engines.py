@@ -6,6 +6,7 @@ process imports SGLang, and forks a child for each engine, which starts in a sec
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -50,6 +51,8 @@ class Run:
         Of the first prompt, which is asked alone before all.
     retractions : int
         How often a request was sent back to the queue.
+    aborted : int
+        Requests that were aborted in the middle of their answers.
     smallest_gap : float
         In log-probability, between the best and the second token of any step.
     calls : Counter
@@ -68,6 +71,7 @@ class Run:
     verify_steps: list[int]
     first_verify_steps: int
     retractions: int
+    aborted: int
     smallest_gap: float
     calls: Counter[tuple[str, int]]
     draft_calls: Counter[tuple[str, int]]
@@ -122,6 +126,7 @@ class FamilyEngines:
         answers: list[list[int]] | None = None,
         environment: dict[str, str] | None = None,
         has_graphs: bool = False,
+        aborts: bool = False,
         **arguments: Any,
     ) -> Run:
         """Answer the prompts with an engine of this family.
@@ -143,6 +148,8 @@ class FamilyEngines:
             Whether steps of pat run as in CUDA graphs (`sglang_acted_graphs`). No step is checked
             then, since in debug mode none repeats another. Every other prompt comes twice, so that
             KV is computed twice and freed once, and the others do not come.
+        aborts : bool
+            Whether all prompts come once before, while others that are the same are aborted.
         arguments : object
             As of sglang.Engine.
         """
@@ -159,6 +166,7 @@ class FamilyEngines:
             "answers": answers,
             "environment": environment or {},
             "has_graphs": has_graphs,
+            "aborts": aborts,
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -257,6 +265,7 @@ def _in_child(order: dict[str, Any]) -> None:
             order["arguments"],
             order["stop_tokens"],
             has_graphs=order["has_graphs"],
+            aborts=order["aborts"],
         )
         status = 0
     except BaseException:
@@ -388,6 +397,7 @@ def _answer_prompts(
     stop_tokens: list[int] | None,
     *,
     has_graphs: bool,
+    aborts: bool,
 ) -> None:
     import sglang
     import sglang_draft_blocks
@@ -416,6 +426,7 @@ def _answer_prompts(
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     # The first one fills the tree, so that the others share what it has computed.
     first = engine.generate(input_ids=prompts[:1], sampling_params=params)
+    before, aborted = _answers_among_aborts(engine, prompts, params) if aborts else ([], 0)
     asked = [params] * len(prompts)
     if stop_tokens is not None:
         asked = [params | {"ignore_eos": False, "stop_token_ids": [each]} for each in stop_tokens]
@@ -424,6 +435,8 @@ def _answer_prompts(
     answers = engine.generate(input_ids=prompts, sampling_params=asked, **scores)
     again = answers[0]["output_ids"]
     assert first[0]["output_ids"][: len(again)] == again, "the cache changes the answer"
+    for early, later in zip(before, answers, strict=aborts):
+        assert early == later["output_ids"], "aborts of others change the answer"
     run = {
         "tokens": [answer["output_ids"] for answer in answers],
         "verify_steps": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
@@ -437,12 +450,40 @@ def _answer_prompts(
             default=math.inf,
         ),
         "retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
+        "aborted": aborted,
         "routes": engine.get_server_info().get("pat"),
     }
     (folder / "run.json").write_text(json.dumps(run))
     if Path(os.environ["SGLANG_PAT_STATS_FILE"]).exists():
         read_stats(Path(os.environ["SGLANG_PAT_STATS_FILE"]))  # waits until it has the last step
     engine.shutdown()
+
+
+def _answers_among_aborts(
+    engine: Any, prompts: list[list[int]], params: dict[str, Any]
+) -> tuple[list[list[int]], int]:
+    """Answers of all prompts, and how many others were aborted meanwhile."""
+
+    async def read(prompt: list[int], rid: str, most: int) -> list[int]:
+        received: list[int] = []
+        chunks = await engine.async_generate(
+            input_ids=prompt, sampling_params=params, stream=True, rid=rid
+        )
+        async for chunk in chunks:
+            received = chunk["output_ids"]
+            if len(received) >= most:
+                engine.tokenizer_manager.abort_request(rid=rid)
+        return received
+
+    async def read_all() -> list[list[int]]:
+        whole = [read(prompt, f"whole {i}", NUM_TOKENS + 1) for i, prompt in enumerate(prompts)]
+        some = [read(prompt, f"some {i}", 2 + i) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(
+            *(each for pair in zip(some, whole, strict=True) for each in pair)
+        )
+
+    found = engine.loop.run_until_complete(read_all())
+    return found[1::2], sum(len(each) < NUM_TOKENS for each in found[::2])
 
 
 def _died(*args: object) -> None:

@@ -576,6 +576,76 @@ def drafts() -> str:
     )
 
 
+DRAFTS = {
+    "trees": "STANDALONE, trees 3,4,8",
+    "deep-trees": "EAGLE, trees 5,4,8",
+    "dflash": "DFLASH, blocks of 8, acceptance simulated",
+    "eagle": "EAGLE, chains 3,1,4",
+    "ngram": "NGRAM, 4 to verify",
+    "small": "STANDALONE, chains 3,1,4: the first layer",
+    "same": "STANDALONE, chains 3,1,4: the model itself",
+}
+
+
+def speculation() -> str:
+    """Every recorded case, the drafts in the order above; then what shares nothing."""
+    runs = [
+        (f"{folder.name}/{path.name}", json.loads(path.read_text()))
+        for folder in (RESULTS, OTHER_GPU)
+        for path in sorted(folder.glob("speculation*.json"))
+    ]
+    found = [(name, run, case) for name, run in runs for case in run["cases"]]
+    found.sort(key=lambda each: [*DRAFTS].index(each[2]["drafts"]))
+    rows, alone = [], []
+    for name, run, case in found:
+        drafts, times = case["drafts"], case["ms_per_accepted_token"]
+        title = f"{DRAFTS[drafts]}, {run['layers'][drafts]} layers"
+        goal = run["gates"][f"{drafts}: time per accepted token over FA3's"]
+        missed = "" if goal["met"] else ", **missed**"
+        accepted = ", ".join(f"{case['accepted_per_step'][who]:.2f}" for who in ("pat", "default"))
+        rows.append(
+            [
+                title,
+                *(f"{times[who]:.2f}" for who in ("pat", "default")),
+                f"{case['pat_over_default']:.3f}{missed}",
+                accepted,
+                f"{case['same_answers']:.0%}",
+                f"`{name}`",
+            ]
+        )
+        alone += [
+            [
+                title,
+                each["case"],
+                *(f"{each['step_ms'][who]:.2f}" for who in ("pat", "default")),
+                f"{each['pat_over_default']:.3f}",
+            ]
+            for each in case.get("alone", ())
+        ]
+    columns = ["drafts", "pat", "FA3", "pat / FA3", "accepted per step: pat, FA3"]
+    parts = [table([*columns, "same answers", "source"], rows)]
+    if alone:
+        parts.append("Milliseconds of a step where requests share nothing:")
+        parts.append(table(["drafts", "", "pat", "FA3", "pat / FA3"], alone))
+    for folder in (RESULTS, OTHER_GPU):
+        if (folder / "draft-trees.json").exists():
+            parts.append(_merged_drafts(folder))
+    return "\n\n".join(parts)
+
+
+def _merged_drafts(folder: Path) -> str:
+    result = read("draft-trees.json", folder)
+    times = ", ".join(
+        f"{case['shape']} {case['added_us'][case['chosen']]:.1f}" for case in result["cases"]
+    )
+    held = sum(gate["met"] for gate in result["gates"].values())
+    return wrapped(
+        f"Microseconds that merging drafts adds to a layer: {times}. {held} of "
+        f"{len(result['gates'])} rules held (`{folder.name}/draft-trees.json`, `benchmarks/kernel "
+        f"draft-trees`, commit {result['meta']['commit']})."
+    )
+
+
 def routing() -> str:
     rows = []
     for name, found in read("routing.json", ON_CPU)["routing"].items():
@@ -745,6 +815,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         rollout,
         agents,
         drafts,
+        speculation,
         routing,
         server_tables,
         servers_without_sharing,

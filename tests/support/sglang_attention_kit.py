@@ -179,6 +179,20 @@ def windowed_decode_case(name: str) -> DenseAttentionCase:
     )
 
 
+def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
+    """A step in which three drafts of each of two requests are verified."""
+    return DenseAttentionCase(
+        name="verify",
+        backend=backend,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=page_size,
+        prefix_lens=(5, 9),
+        extend_lens=(3, 3),
+    )
+
+
 def is_decoded_by_pat(case: DenseAttentionCase) -> bool:
     return case.forward_mode.is_decode() and case.sliding_window_size is None
 

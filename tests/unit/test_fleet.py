@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.fleet import Member, answers_equal, fill_all, wait, watched
+from server.fleet import Member, answers_equal, fill_all, groups_that_fit, wait, watched
 from sglang_pat.bench.decoding import DecodeRun
 
 
@@ -54,6 +54,27 @@ def test_servers_that_end_or_hang_do_not_hold_up_the_others(
     printed = capsys.readouterr().out
     assert "line 99" in printed
     assert "line 69" not in printed
+
+
+def test_a_failure_names_the_last_error_of_the_log(tmp_path: Path) -> None:
+    ended = member(tmp_path, "ended", ends=True)
+    (tmp_path / "ended").write_text(
+        "ValueError: an earlier one\n[2026-11-25] Scheduler hit an exception\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\nKilled\n"
+    )
+    wait([ended], seconds=1.0)
+    assert ended.failure == (
+        "ended while it started: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate "
+        "2 GiB"
+    )
+
+
+def test_servers_start_together_as_far_as_the_memory_goes() -> None:
+    needs = {"a": 30.0, "b": 30.0, "c": 30.0, "d": 90.0, "e": 10.0}
+    assert groups_that_fit(needs, 80, servers_each=2) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert groups_that_fit(needs, 0, servers_each=2) == [[each] for each in needs]
+    # No more than eight servers, whatever the memory.
+    assert groups_that_fit(needs, 1e6, servers_each=2) == [["a", "b", "c", "d"], ["e"]]
 
 
 def test_an_error_is_the_failure_of_servers_that_do_not_answer(tmp_path: Path) -> None:

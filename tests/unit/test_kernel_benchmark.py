@@ -13,7 +13,7 @@ import torch
 
 import kernel
 from common import suites
-from kernel import attention, mla
+from kernel import attention, draft_trees, mla
 from kernel import gates as gates_module
 from kernel.contenders import _private_level, _shared_levels
 from kernel.gates import gates, latent_gates, summary
@@ -353,3 +353,25 @@ def test_latent_attention_has_gates_of_its_own() -> None:
     slower = alone | {"us": {"pat": 10.0, "fa3": 10.4}}
     assert failed(slower) == {"geomean fa3/pat >= 1.05"}
     assert "best peer/pat >= 0.97 in all cases" in failed(alone | {"us": {"pat": 10.0, "fa3": 9.6}})
+
+
+def test_the_largest_tree_and_the_choice_of_a_body_are_judged() -> None:
+    def case(rows: float, tiles: float, apart: float = 0.0) -> dict[str, Any]:
+        times = {"rows": rows, "tiles": tiles}
+        shape = draft_trees.SHAPES[0]
+        return {
+            "shape": shape.title,
+            "chosen": shape.chosen,
+            "alone_us": times,
+            "added_us": times,
+            "largest_apart": apart,
+        }
+
+    def met(*given: float) -> list[bool]:
+        return [gate["met"] for gate in draft_trees.gates([case(*given)]).values()]
+
+    assert draft_trees.SHAPES[0].title == draft_trees.LARGEST
+    assert met(300, 39) == [True, True, True]
+    assert met(300, 41) == [False, True, True]
+    assert met(20, 39) == [True, False, True]
+    assert met(300, 39, 0.1) == [True, True, False]

@@ -248,7 +248,7 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
         )
         assert found["same_answers"] == 1
         off = {"pat": 0.0, "default": 0.0}
-        case = found | {"drafts": "ngram", "off": off, "stops": {"off": 0.0}}
+        case = found | {"drafts": "ngram", "off": off, "stops": {"off": 0.0}, "alone": []}
         gates = speculation.gates([case])
         return [gate["met"] for gate in gates.values()]
 
@@ -269,6 +269,7 @@ def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> N
             "drafts": "same",
             "pat_over_default": 0.5,
             "accepted_per_step": {"pat": 4, "default": 4},
+            "alone": [],
             "off": {"pat": pat, "default": default},
             "stops": {"off": stopped},
         }
@@ -279,6 +280,49 @@ def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> N
     assert is_met(0.19, 0.1)
     assert not is_met(0.21, 0.1)
     assert not is_met(0.1, 0.1, stopped=0.21)
+
+
+def test_steps_that_share_nothing_may_be_one_percent_longer() -> None:
+    def is_met(*ratios: float) -> bool:
+        alone = [{"case": f"{i}", "pat_over_default": each} for i, each in enumerate(ratios)]
+        case = {
+            "drafts": "dflash",
+            "pat_over_default": 0.5,
+            "accepted_per_step": {"pat": 4, "default": 4},
+            "alone": alone,
+        }
+        return all(gate["met"] for gate in speculation.gates([case]).values())
+
+    assert is_met(1.0, 1.005)
+    assert not is_met(1.0, 1.02)
+    assert not is_met(1.02, 1.0)
+
+
+def test_drafts_are_server_arguments() -> None:
+    path = Path("draft")
+    assert speculation.speculation("deep-trees", path) == {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": path,
+        "speculative_num_steps": 5,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 8,
+    }
+    assert "speculative_draft_model_path" not in speculation.speculation("ngram", None)
+    for each in speculation.starts("dflash", path, path, {}).values():
+        assert each.environment == {"SGLANG_SIMULATE_ACC_LEN": "4"}
+        assert each.arguments["speculative_draft_load_format"] == "dummy"
+
+
+def test_three_kinds_of_drafts_fit_on_80_gb() -> None:
+    shape = MODELS["llama-3-8b"]
+    needs = {
+        name: speculation.gigabytes(shape, name, 10, 1, 41_472)
+        for name in ("trees", "ngram", "dflash")
+    }
+    # Weights alone, in 16 bits: 10 layers of 218 million, and both ends of the vocabulary.
+    weights = 2 * 2e-9 * (10 * 218e6 + 2 * 128_256 * 4096)
+    assert weights < needs["ngram"] < needs["trees"] < needs["dflash"]
+    assert sum(needs.values()) < 0.95 * 85.5
 
 
 def test_the_model_that_drafts_is_the_beginning_of_the_others(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The attention of trees of drafts on a GPU: one kernel per layer, where torch launches a dozen.
 
-In Triton, which SGLang needs there, too.
+In Triton, which SGLang needs there, too. Few keys are read one by one by each row; many are
+multiplied with all rows of their group, as tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,import-untyped"
@@ -17,6 +18,9 @@ from sglang_pat.executors.layer import Scale
 _STEPS_AT_ONCE = 4
 # Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
 _NUMBERS_PER_WARP = 1024
+# Keys of a group from which they are multiplied as tiles, and the sizes of these.
+FIRST_TILED = 16
+_TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
 
@@ -83,6 +87,75 @@ def _merge_drafts(
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
+@triton.jit
+def _merge_tiles(
+    q, k_cache, v_cache, slots, biases, out, lse, scale, logit_cap, k_scale, v_scale,
+    q_row, q_head, k_slot, k_head, v_slot, v_head,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
+    HAS_CAP: tl.constexpr, K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """A program has a KV head of some rows of a group, each with that head's query heads."""
+    of_group, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_heads = tl.num_programs(1) * GROUP
+    line = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # rows, by query head
+    in_rows = line < NUM_ROWS * GROUP
+    row = of_group * NUM_ROWS + line // GROUP
+    head = kv_head * GROUP + line % GROUP
+    dim, v_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED)
+    in_key, in_value = dim < DIM, v_dim < V_DIM
+    query = tl.load(
+        q + row[:, None] * q_row + head[:, None] * q_head + dim[None, :],
+        mask=in_rows[:, None] & in_key[None, :],
+        other=0.0,
+    )
+    if K_SCALE_ON_DEVICE:
+        scale *= tl.load(k_scale)
+    else:
+        scale *= k_scale
+    v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
+    # As in `_merge_drafts`.
+    most = tl.load(lse + row * num_heads + head, mask=in_rows, other=0.0)
+    total = tl.full((TILE_ROWS,), 1.0, tl.float32)
+    places = out + (row * num_heads + head)[:, None] * V_DIM + v_dim[None, :]
+    in_out = in_rows[:, None] & in_value[None, :]
+    result = tl.load(places, mask=in_out, other=0.0).to(tl.float32)
+    for first in range(0, NUM_KEYS, TILE_KEYS):
+        j = first + tl.arange(0, TILE_KEYS)
+        in_keys = j < NUM_KEYS
+        slot = tl.load(slots + of_group * NUM_KEYS + j, mask=in_keys, other=0).to(tl.int64)
+        keys = tl.load(
+            k_cache + slot[:, None] * k_slot + kv_head * k_head + dim[None, :],
+            mask=in_keys[:, None] & in_key[None, :],
+            other=0.0,
+        ).to(query.dtype)
+        values = tl.load(
+            v_cache + slot[:, None] * v_slot + kv_head * v_head + v_dim[None, :],
+            mask=in_keys[:, None] & in_value[None, :],
+            other=0.0,
+        ).to(query.dtype)
+        bias = tl.load(
+            biases + row[:, None] * NUM_KEYS + j[None, :],
+            mask=in_rows[:, None] & in_keys[None, :],
+            other=float("-inf"),
+        )
+        logit = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if HAS_CAP:  # tanh
+            logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * (logit / logit_cap)) + 1.0))
+        logit += bias
+        larger = tl.maximum(most, tl.max(logit, 1))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        kept = tl.exp(most - finite)
+        weight = tl.exp(logit - finite[:, None])
+        part = tl.dot(weight.to(query.dtype), values, input_precision="ieee") * v_factor
+        result = result * kept[:, None] + part
+        total = total * kept + tl.sum(weight, 1)
+        most = larger
+    total = tl.where(total == 0.0, 1.0, total)  # of padding, which reads nothing
+    tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
+
+
 def merge_drafts(
     q: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
@@ -92,6 +165,8 @@ def merge_drafts(
     scaling: float,
     logit_cap: float = 0.0,
     scales: tuple[Scale, Scale] = (1.0, 1.0),
+    *,
+    tiled: bool | None = None,
 ) -> torch.Tensor:
     """Attend as `draft_trees.merge_drafts` says.
 
@@ -105,6 +180,8 @@ def merge_drafts(
         Of the layer. A soft-cap of 0 is none.
     q, slots, biases, scales
         See there.
+    tiled : bool or None
+        Whether keys are multiplied as tiles. None: if they are many.
 
     Returns
     -------
@@ -120,17 +197,45 @@ def merge_drafts(
     if len(slots) != groups * keys:
         raise ValueError(f"slots must be {keys} for each of {groups} groups, got {len(slots)}")
     group = num_heads // num_kv_heads
-    group_padded, dim_padded = triton.next_power_of_2(group), triton.next_power_of_2(dim)
-    _merge_drafts[(num_rows, num_kv_heads)](
-        q, k_cache, v_cache, slots, biases, out, lse,
-        scaling, logit_cap, *scales,
+    dim_padded, v_padded = (max(_LEAST, triton.next_power_of_2(each)) for each in (dim, v_dim))
+    given = (
+        q, k_cache, v_cache, slots, biases, out, lse, scaling, logit_cap, *scales,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
         v_cache.stride(0), v_cache.stride(1),
-        NUM_ROWS=rows, NUM_KEYS=keys, GROUP=group, GROUP_PADDED=group_padded,
-        DIM=dim, DIM_PADDED=dim_padded, V_DIM=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
-        HAS_CAP=logit_cap > 0, STEPS_AT_ONCE=_STEPS_AT_ONCE,
-        K_SCALE_ON_DEVICE=isinstance(scales[0], torch.Tensor),
-        V_SCALE_ON_DEVICE=isinstance(scales[1], torch.Tensor),
-        num_warps=min(max(1, group_padded * dim_padded // _NUMBERS_PER_WARP), 8),
     )  # fmt: skip
+    sizes = {
+        "NUM_ROWS": rows,
+        "NUM_KEYS": keys,
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_PADDED": dim_padded,
+        "V_DIM": v_dim,
+        "V_PADDED": v_padded,
+        "HAS_CAP": logit_cap > 0,
+        "K_SCALE_ON_DEVICE": isinstance(scales[0], torch.Tensor),
+        "V_SCALE_ON_DEVICE": isinstance(scales[1], torch.Tensor),
+    }
+    if tiled if tiled is not None else keys >= FIRST_TILED:
+        lines = rows * group
+        # A row of 256 numbers takes the registers of two rows of 128.
+        tile = min(
+            max(_LEAST, triton.next_power_of_2(lines)), _TILE_ROWS * 128 // max(v_padded, 128)
+        )
+        _merge_tiles[(groups, num_kv_heads, triton.cdiv(lines, tile))](
+            *given,
+            **sizes,
+            TILE_ROWS=tile,
+            TILE_KEYS=min(max(_LEAST, triton.next_power_of_2(keys)), _TILE_KEYS),
+            num_warps=4,
+            num_stages=2,
+        )
+        return out
+    group_padded = triton.next_power_of_2(group)
+    _merge_drafts[(num_rows, num_kv_heads)](
+        *given,
+        **sizes,
+        GROUP_PADDED=group_padded,
+        STEPS_AT_ONCE=_STEPS_AT_ONCE,
+        num_warps=min(max(1, group_padded * dim_padded // _NUMBERS_PER_WARP), 8),
+    )
     return out

@@ -46,11 +46,18 @@ class DraftTrees:
         # [requests, draft tokens, draft tokens that it reads]: 0 for one that is read, else -inf.
         self._biases = self._chain.expand(0, -1, -1)
 
-    def take(self, forward_batch: Any, num_known: int, *, in_capture: bool) -> None:
+    def take(
+        self,
+        forward_batch: Any,
+        num_known: int,
+        buffer: torch.Tensor | None = None,
+        *,
+        in_capture: bool,
+    ) -> None:
         """Go to the next step.
 
         num_known: its requests that have masks. Those behind are padding, whose reads do not
-        matter.
+        matter. buffer: see `square_masks`.
         """
         num_requests: int = forward_batch.batch_size
         if self._reserved is None:
@@ -60,7 +67,8 @@ class DraftTrees:
         if in_capture or num_known == 0:
             return
         seq_lens = forward_batch.seq_lens[:num_known]
-        masks = square_masks(forward_batch.spec_info.custom_mask, seq_lens, self._num_drafts)
+        mask = forward_batch.spec_info.custom_mask
+        masks = square_masks(mask, seq_lens, self._num_drafts, buffer)
         torch.log(masks, out=self._biases[:num_known])
         self._biases[:num_known, :, 0] = -torch.inf
 
@@ -211,7 +219,12 @@ def _merge_in_torch(
     return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
 
 
-def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) -> torch.Tensor:
+def square_masks(
+    mask: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_drafts: int,
+    buffer: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the draft tokens that each one reads: bool `[requests, draft tokens, draft tokens]`.
 
     Parameters
@@ -224,15 +237,21 @@ def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) ->
         What each request has before the step.
     num_drafts : int
         Draft tokens per request.
+    buffer : torch.Tensor or None
+        One that SGLang may have been given for masks over the draft tokens alone.
     """
     count = len(seq_lens)
     size = count * num_drafts**2
     if mask.numel() == size:  # nearly always
         return mask.view(count, num_drafts, num_drafts).bool()
-    if mask.is_cpu:
+    if mask.is_cpu or _is_same(mask, buffer):
         return mask[:size].view(count, num_drafts, num_drafts).bool()
     places, _ = _square_places(seq_lens, num_drafts)
     return mask[places].bool()
+
+
+def _is_same(mask: torch.Tensor, buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and mask.data_ptr() == buffer.data_ptr()
 
 
 def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -270,17 +289,19 @@ def choose_masks(*, square: bool) -> None:
     ngram_worker.USE_FULL_MASK = not square
 
 
-def undo_square_masks(forward_batch: Any | None) -> None:
+def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = None) -> None:
     """From now on let SGLang make masks over all that requests have.
 
     forward_batch: a verify step whose mask has been made, and gets such a one. None: none has.
+    buffer: see `square_masks`.
     """
     from sglang.srt.speculative import ngram_worker
 
-    if ngram_worker.USE_FULL_MASK:
-        return
+    are_square = not ngram_worker.USE_FULL_MASK
     choose_masks(square=False)
-    if forward_batch is not None:
-        drafts, count = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
-        squares = drafts.custom_mask.view(-1, count, count)
+    if forward_batch is None:
+        return
+    drafts, count = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
+    if are_square or _is_same(drafts.custom_mask, buffer):
+        squares = drafts.custom_mask.view(-1, count, count)[: forward_batch.batch_size]
         drafts.custom_mask = full_masks(squares, forward_batch.seq_lens[: len(squares)])

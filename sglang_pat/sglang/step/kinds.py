@@ -62,6 +62,8 @@ class StepKind:
         Whether the lengths that SGLang gives on the host may be longer than the requests are.
     has_masks
         Whether SGLang makes masks that say what the rows read of each other.
+    masks
+        Where it may write them, over the drafts alone, of so many requests as graphs have.
     """
 
     mode: ClassVar[ForwardMode]
@@ -71,6 +73,7 @@ class StepKind:
     apart: ReadApart | None = None
     lengths_are_bounds = False
     has_masks = False
+    masks: torch.Tensor | None = None
 
     # --- what SGLang shows ---
 
@@ -163,6 +166,9 @@ class Verify(StepKind):
             self._captured = self._new_place(max_requests)
             self._reserved_for = max_requests
             self.paths.reserve(max_requests)
+            if self.has_masks:
+                size = max_requests * self.shape.per_request**2
+                self.masks = torch.zeros(size, dtype=torch.bool, device=self._device)
         self.graphs_are_complete = False
         return super().reserve(max_requests)
 
@@ -177,7 +183,7 @@ class Verify(StepKind):
     def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
         if self.shape.is_tree:
             _, trees = self._eager if place is Place.EAGER else self._captured
-            trees.take(forward_batch, num_known, in_capture=place is Place.CAPTURE)
+            trees.take(forward_batch, num_known, self.masks, in_capture=place is Place.CAPTURE)
             self.apart = trees
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
