@@ -2,19 +2,27 @@
 
 In hybrid models only some layers attend to everything.
 
-Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of all
-models fit on a GPU at once and start quickly: `cut` says what was. Experts are not quantised: the 8
-of gpt-oss are as many bytes as the 32 of the real one, which have four bits.
+Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of
+several models fit on a GPU at once and start quickly: `cut` says what was. Experts are not
+quantised: the 8 of gpt-oss are as many bytes as the 32 of the real one, which have four bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from common.models import MODELS, TINY, ModelShape
 from server.fleet import SHARED_GPU
-from sglang_pat.workload.models import NAMED_CONFIGS
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.models import GPUS, NAMED_CONFIGS
+
+# Of each server, beside weights and KV: context, graphs, workspaces, activations of a prefill.
+_OTHER_BYTES = 4e9
+_SHARE = 0.95  # of the GPU's memory, for servers
 
 _GPU = SHARED_GPU | {
     "context_length": 16384,
@@ -39,6 +47,44 @@ class HybridModel:
     @property
     def name(self) -> str:
         return self.shape.name
+
+    def over(self, kv_cache_dtype: str) -> HybridModel:
+        """The model over a cache of a type, by SGLang's name."""
+        if kv_cache_dtype == "auto":
+            return self
+        arguments = self.shape.arguments | {"kv_cache_dtype": kv_cache_dtype}
+        return replace(self, shape=replace(self.shape, arguments=arguments))
+
+    @property
+    def server_bytes(self) -> float:
+        """Memory of one server, about."""
+        arguments = self.shape.arguments
+        time = StepTime.of(self.shape.config, GPUS["H100"])
+        if "kv_cache_dtype" in arguments:
+            time = replace(time, kv_bytes=1.0)
+        pool = time.kv_bytes_per_token * arguments["max_total_tokens"]
+        return time.held_weight_bytes + pool + _OTHER_BYTES
+
+
+def groups_that_fit(
+    models: Sequence[HybridModel], memory: float | None = None
+) -> list[list[HybridModel]]:
+    """Models whose servers, two of each, fit on a GPU at once. The first of a group decides.
+
+    memory: of the GPU, in bytes. None: of the one here; without a GPU all fit.
+    """
+    if memory is None:
+        found = torch.cuda.is_available()
+        memory = float(torch.cuda.mem_get_info()[1]) if found else float("inf")
+    groups: list[list[HybridModel]] = []
+    for model in models:
+        for group in groups:
+            if 2 * sum(each.server_bytes for each in (*group, model)) <= _SHARE * memory:
+                group.append(model)
+                break
+        else:
+            groups.append([model])
+    return groups
 
 
 def _layer_types(windowed: int, groups: int) -> list[str]:

@@ -21,6 +21,7 @@ from check.memory import Memory
 from common import suites
 from common.models import MODELS
 from server import hybrids, speculation, waits
+from server.hybrid_shapes import HYBRIDS, LATENT, groups_that_fit
 from server.nested_models import write_head, write_nested
 from sglang_pat.bench.answers import Answer, Candidate, agreement
 from sglang_pat.bench.decoding import DecodeRun
@@ -208,11 +209,17 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
         return [DecodeRun(slices, 100.0, cached, [])] * 3
 
     def gate(
-        name: str, pat: float, default: float, *, noise: float = 0.002, cached: float = 1.0
+        name: str,
+        pat: float,
+        default: float,
+        *,
+        noise: float = 0.002,
+        cached: float = 1.0,
+        model: str = "a",
     ) -> dict[str, Any]:
         found = hybrids.summary({"pat": runs(pat, noise, cached), "default": runs(default, 0.0)})
         assert found["default_over_pat"]["median"] == pytest.approx(default / pat, rel=0.01)
-        (gate,) = hybrids.gates([found | {"model": "a", "case": name}]).values()
+        (gate,) = hybrids.gates([found | {"model": model, "case": name}]).values()
         assert isinstance(gate["passed"], bool)
         return gate
 
@@ -221,9 +228,28 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
     assert not gate("shared", 4.0, 5.0, cached=0.5)["passed"]  # the prefix was not found
     assert gate("unshared", 5.05, 5.0, cached=0.5)["passed"]
     assert not gate("unshared", 5.15, 5.0)["passed"]
+    assert gate("shared", 4.0, 5.1, model="glm-4.7-flash")["passed"]
+    assert not gate("shared", 4.0, 4.9, model="glm-4.7-flash")["passed"]
+    assert not gate("unshared", 5.08, 5.0, model="v3-rank")["passed"]
     noisy = gate("shared", 4.0, 5.0, noise=0.2)
     assert noisy["noise"] > noisy["noise_at_most"]
     assert not noisy["passed"]
+
+
+def test_models_are_served_together_while_they_fit() -> None:
+    def names(memory: float, *models: str) -> list[list[str]]:
+        groups = groups_that_fit([HYBRIDS[name] for name in models], memory)
+        return [[model.name for model in group] for group in groups]
+
+    assert names(150e9, *LATENT) == [[*LATENT]]  # an H200
+    assert names(85e9, *LATENT) == [[*LATENT[:2]], [*LATENT[2:]]]
+    assert names(1e9, *LATENT) == [[name] for name in LATENT]  # tried at least
+    fp8 = HYBRIDS["glm-4.7-flash"].over("fp8_e4m3")
+    assert fp8.shape.arguments["kv_cache_dtype"] == "fp8_e4m3"
+    # 96,000 tokens of 576 bytes, in 10 layers.
+    saved = HYBRIDS["glm-4.7-flash"].server_bytes - fp8.server_bytes
+    assert saved == pytest.approx(96_000 * 576 * 10)
+    assert set(hybrids.LIMITS) == set(LATENT)
 
 
 # --- speculation ---
