@@ -1,5 +1,7 @@
 """Models that are no plain Llama: hybrid ones, and models with latent attention (MLA).
 
+For comparisons over several GPUs there are two Llamas as well.
+
 In hybrid models only some layers attend to everything.
 
 Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of
@@ -48,18 +50,29 @@ class HybridModel:
     def name(self) -> str:
         return self.shape.name
 
-    def over(self, kv_cache_dtype: str) -> HybridModel:
-        """The model over a cache of a type, by SGLang's name."""
-        if kv_cache_dtype == "auto":
-            return self
-        arguments = self.shape.arguments | {"kv_cache_dtype": kv_cache_dtype}
-        return replace(self, shape=replace(self.shape, arguments=arguments))
+    def served(
+        self, kv_cache_dtype: str = "auto", ranks: int = 1, *, own_requests: bool = False
+    ) -> HybridModel:
+        """The model over a cache of a type, by SGLang's name, on so many GPUs.
+
+        own_requests: with data-parallel attention.
+        """
+        more: dict[str, Any] = {}
+        if kv_cache_dtype != "auto":
+            more["kv_cache_dtype"] = kv_cache_dtype
+        if ranks > 1:
+            # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
+            more |= {"tp_size": ranks, "disable_custom_all_reduce": True}
+        if own_requests:
+            more |= {"dp_size": ranks, "enable_dp_attention": True}
+        return replace(self, shape=replace(self.shape, arguments=self.shape.arguments | more))
 
     @property
     def server_bytes(self) -> float:
-        """Memory of one server, about."""
+        """Memory of one server on each of its GPUs, about."""
         arguments = self.shape.arguments
-        time = StepTime.of(self.shape.config, GPUS["H100"])
+        ranks = 1 if "dp_size" in arguments else arguments.get("tp_size", 1)
+        time = StepTime.of(self.shape.config, GPUS["H100"], ranks)
         if "kv_cache_dtype" in arguments:
             time = replace(time, kv_bytes=1.0)
         pool = time.kv_bytes_per_token * arguments["max_total_tokens"]
@@ -254,6 +267,14 @@ _WINDOWS = {"swa_full_tokens_ratio": 1.0}
 _STATES = {"max_mamba_cache_size": 640}
 
 LATENT = ("deepseek-v2-lite", "glm-4.7-flash", "v3-rank", "k2-rank")
+LLAMAS = ("llama-3-8b", "llama-3-70b")
+_LLAMA = MODELS["llama-3-8b"].config
+_LLAMA_70B = _LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 HYBRIDS = {
     model.name: model
     for model in (
@@ -284,6 +305,12 @@ HYBRIDS = {
             12,
             {"num_hidden_layers": 61, "n_routed_experts": 384, "num_attention_heads": 64},
         ),
+        HybridModel(
+            ModelShape("llama-3-8b", _LLAMA | {"num_hidden_layers": 16}, _GPU),
+            16,
+            {"num_hidden_layers": 32},
+        ),
+        HybridModel(ModelShape("llama-3-70b", _LLAMA_70B, _GPU), 80, {}),
         # For a machine without a GPU: shows that everything works.
         HybridModel(MODELS[TINY], MODELS[TINY].config["num_hidden_layers"], {}),
     )

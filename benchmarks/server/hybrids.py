@@ -1,7 +1,7 @@
 """Hybrid and latent models: time per output token, pat against SGLang's default.
 
     python benchmarks/server hybrids [--models gpt-oss-20b ...] [--cases shared unshared]
-        [--kv-cache-dtype fp8_e4m3] [--profile] [--seconds N] [--json FILE]
+        [--kv-cache-dtype fp8_e4m3] [--ranks 2] [--profile] [--seconds N] [--json FILE]
 
 Two servers of each model, one with pat and one with the backend that SGLang chooses. As many models
 as fit on the GPU start at the same moment and share it; then one at a time is asked while the
@@ -18,6 +18,9 @@ that models can be measured one by one.
 Over an fp8 cache, SGLang's FA3 and FlashInfer convert the pool of a latent layer in each layer of
 each step, all of it. `conversion` in the result is that operation alone, on a pool as long as the
 servers' and on one of a million tokens.
+
+With --ranks the servers are tensor-parallel, with --dp-attention each rank attends for requests of
+its own. A Llama-3-70B needs at least 8 GPUs of 80 GB for its two servers.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from common.counters import difference, with_ratio
 from common.metadata import gpu_state, metadata
 from common.models import TINY
 from common.results import earlier, write
-from common.suites import add_option
+from common.suites import Refused, add_option
 from common.terminal import console, show_failure, table_of
 from server.fleet import (
     Member,
@@ -49,12 +52,13 @@ from server.fleet import (
     wait,
     watched,
 )
-from server.hybrid_shapes import HYBRIDS, LATENT, HybridModel, groups_that_fit
+from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, HybridModel, groups_that_fit
 from server.kernel_times import kernel_times, trace
 from sglang_pat.bench import timing
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ratio
 from sglang_pat.bench.server import START_SECONDS, Start, contender
+from sglang_pat.cli.arguments import whole_number
 from sglang_pat.support import LATENT_HEAD_DIMS
 
 BACKENDS = ("pat", "default")
@@ -68,6 +72,8 @@ LIMITS = {
     "glm-4.7-flash": (1.25, 0.99),
     "v3-rank": (1.2, 0.99),
     "k2-rank": (1.3, 0.99),
+    "llama-3-8b": (1 / 0.72, 1.0),
+    "llama-3-70b": (1 / 0.72, 1.0),
 }
 OTHER_LIMITS = (1.0, 1 / 1.02)
 # A ratio is judged by its median and two standard errors, if its quartiles are no further apart.
@@ -79,6 +85,9 @@ LARGE_POOL = 1_000_000
 PROFILED_STEPS = 12
 TRACE_SECONDS = 20
 LONGEST_KERNELS = 8  # that are shown
+
+# SGLang would take the other servers on a GPU for a fault.
+_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 
 _CASES = {
     "shared": Case(128, 8192, 256, TOKENS),
@@ -212,7 +221,10 @@ def measure_all(args: argparse.Namespace, save: Save) -> list[str]:
     save: is given a model, and what is served, whenever there is more: nothing is lost to a kill.
     """
     begun, failures = time.monotonic(), []
-    models = [HYBRIDS[name].over(args.kv_cache_dtype) for name in args.models]
+    models = [
+        HYBRIDS[name].served(args.kv_cache_dtype, args.ranks, own_requests=args.dp_attention)
+        for name in args.models
+    ]
     for group in groups_that_fit(models):
         took = time.monotonic() - begun
         if took > args.seconds:
@@ -231,7 +243,7 @@ def _measure_group(
         for model in group:
             path = model.shape.write(Path(name, model.name))
             for backend in BACKENDS:
-                start = Start(contender(backend), path, model.shape.arguments, {})
+                start = Start(contender(backend), path, model.shape.arguments, _ENVIRONMENT)
                 starts[f"{model.name} {backend}"] = start
         with fleet(starts, Path(name)) as members:
             models = [
@@ -351,7 +363,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    models = [name for name in HYBRIDS if name not in (TINY, *LATENT)]
+    models = [name for name in HYBRIDS if name not in (TINY, *LATENT, *LLAMAS)]
     parser.add_argument("--models", nargs="+", default=models, choices=HYBRIDS)
     parser.add_argument("--cases", nargs="+", default=list(_CASES), choices=_CASES)
     add_option(parser, "--rounds", default=3)
@@ -361,6 +373,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of all servers (default: auto)",
     )
+    parser.add_argument("--ranks", type=whole_number(1, 64), default=1, metavar="N", help="GPUs")
+    parser.add_argument(
+        "--dp-attention", action="store_true", help="requests of each rank's own, with --ranks"
+    )
     parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
     add_option(parser, "--start-seconds", default=START_SECONDS)
     add_option(parser, "--seconds")
@@ -368,6 +384,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.dp_attention and args.ranks == 1:
+        raise Refused("--dp-attention needs several --ranks")
+    if args.ranks > max(1, torch.cuda.device_count()):
+        raise Refused(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
+    for name in () if args.dp_attention else args.models:
+        heads = HYBRIDS[name].shape.config["num_attention_heads"]
+        if heads % args.ranks:
+            raise Refused(f"--ranks {args.ranks}: {name} has {heads} heads; must divide them")
     data: dict[str, Any] = {"meta": metadata(), "models": {}, "cases": [], "gates": {}}
     if args.json and args.json.exists():
         data = earlier(args.json, data["meta"])
