@@ -540,8 +540,11 @@ def assert_shared(run: Run, family: Family) -> None:
     "name",
     [
         "llama",
-        # Layers of both routes: a hybrid's pools have the type as well.
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt-oss", "qwen3-next")),
+        # Layers of both routes: a hybrid's pools have the type as well. And latent attention.
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("gpt-oss", "qwen3-next", "deepseek-v2")
+        ),
     ],
 )
 def test_tokens_over_an_fp8_pool(engines: FamilyEngines, name: str) -> None:
