@@ -42,7 +42,7 @@ class DebugChecks:
         return cls(RankChecker.of_sglang())
 
     def counters(self) -> dict[str, Counter[str]]:
-        """What the ranks have compared, by name: see `RankChecker`."""
+        """Counts of what the ranks have compared, by name: see `RankChecker`."""
         return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
     def check(
