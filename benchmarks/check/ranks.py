@@ -51,20 +51,19 @@ from check.logits import (
     this_setup,
 )
 from check.qwen3 import write_qwen3
-from common.metadata import metadata
-from common.results import at_most, write
-from common.suites import Refused, add_option
-from common.terminal import console, show_failure, table_of
-from server.fleet import Member, fleet, report_starts, wait, watched
-from server.speculation import (
+from common.drafts import (
     ACCEPTANCE_LIMIT,
     DRAFT_TOKENS,
     OFF_RATIO,
     OFF_STEP,
     accepted,
     largest_off,
-    speculation,
 )
+from common.fleet import Member, fleet, report_starts, wait, watched
+from common.metadata import metadata
+from common.results import at_most, write
+from common.suites import Refused, add_option
+from common.terminal import console, show_failure, table_of
 from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import whole_number
@@ -206,7 +205,13 @@ def arguments_of(layout: str, ranks: int, model: Path, *, on_cpu: bool) -> dict[
     if layout.endswith("dp"):
         more |= {"dp_size": ranks, "enable_dp_attention": True}
     if layout == "chains":
-        more |= speculation("same", model)
+        more |= {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": model,
+            "speculative_num_steps": DRAFT_TOKENS - 1,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": DRAFT_TOKENS,
+        }
     return {"tp_size": ranks, **more}
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from common.fleet import SHARED_GPU
 from common.models import MODELS, TINY, ModelShape
-from server.fleet import SHARED_GPU
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, NAMED_CONFIGS
 

@@ -36,12 +36,7 @@ from typing import Any
 import torch
 
 from common.counters import difference, with_ratio
-from common.metadata import gpu_state, metadata
-from common.models import TINY
-from common.results import earlier, write
-from common.suites import Refused, add_option
-from common.terminal import console, show_failure, table_of
-from server.fleet import (
+from common.fleet import (
     Member,
     answers_equal,
     ask_in_turn,
@@ -52,6 +47,11 @@ from server.fleet import (
     wait,
     watched,
 )
+from common.metadata import gpu_state, metadata
+from common.models import TINY
+from common.results import earlier, write
+from common.suites import Refused, add_option
+from common.terminal import console, show_failure, table_of
 from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, HybridModel, groups_that_fit
 from server.kernel_times import kernel_times, trace
 from sglang_pat.bench import timing

@@ -35,12 +35,20 @@ from pathlib import Path
 from typing import Any
 
 from common.counters import difference, with_ratio
+from common.drafts import (
+    ACCEPTANCE_LIMIT,
+    DRAFT_TOKENS,
+    OFF_RATIO,
+    OFF_STEP,
+    accepted,
+    largest_off,
+)
+from common.fleet import Member, ask_in_turn, fleet, report_starts, wait, watched
 from common.metadata import gpu_state, metadata
 from common.models import MODELS, TINY, ModelShape
 from common.results import at_most, write
 from common.suites import add_option
 from common.terminal import console, table_of
-from server.fleet import Member, ask_in_turn, fleet, report_starts, wait, watched
 from server.nested_models import write_head, write_nested
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
@@ -55,14 +63,9 @@ NONE = "none"
 LAYERS = {"small": 15, "ngram": 10, "same": 4, "eagle": 10, "trees": 15, NONE: 4}
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
-DRAFT_TOKENS = 4
 TREE = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}  # 3 steps
-# pat's time per accepted token over FA3's, and how far acceptance may be apart.
-TIME_LIMIT, ACCEPTANCE_LIMIT = 0.6, 0.05
-# A token is off by as much as the best one is more probable, in log-probability. pat's largest may
-# be so many times FA3's, or as much as one step of a bfloat16 logit.
-OFF_RATIO, OFF_STEP = 2.0, 0.04
-CHECKED, CHECKED_AT_ONCE = 32, 4  # requests
+TIME_LIMIT = 0.6  # pat's time per accepted token over FA3's
+CHECKED = 32  # requests
 QUICK_START_SECONDS = 120
 _CASE = Case(64, 8192, 256, 200)
 _TINY_CASE = Case(6, 256, 64, 64)
@@ -144,41 +147,6 @@ def step_ms(run: DecodeRun) -> float:
     return run.tpot_ms * accepted(run.answers[:1])
 
 
-def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens of the answers per step and request."""
-    tokens = sum(len(answer["output_ids"]) for answer in answers)
-    steps = sum(
-        answer["meta_info"].get("spec_verify_ct") or len(answer["output_ids"]) for answer in answers
-    )
-    return tokens / steps
-
-
-def largest_off(
-    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
-) -> float:
-    """Return by how much a token of the answers is less probable than the best one, at most.
-
-    0 if all tokens are the model's own. The server prefills prompts and answers, without drafts.
-    """
-    found = 0.0
-    for first in range(0, len(prompts), CHECKED_AT_ONCE):
-        chosen = slice(first, first + CHECKED_AT_ONCE)
-        texts = [
-            [*prompt, *answer["output_ids"]]
-            for prompt, answer in zip(prompts[chosen], answers[chosen], strict=False)
-        ]
-        asked = {
-            "return_logprob": True,
-            "logprob_start_len": [len(prompt) - 1 for prompt in prompts[chosen]],
-            "top_logprobs_num": 1,
-        }
-        for reply in server.generate(texts, sampling_of(1), **asked):
-            info = reply["meta_info"]
-            own, best = info["input_token_logprobs"][1:], info["input_top_logprobs"][1:]
-            found = max(found, off(own, best))
-    return found
-
-
 def stops(
     servers: Mapping[str, Server],
     prompts: Sequence[Sequence[int]],
@@ -197,13 +165,6 @@ def stops(
         "off": largest_off(servers["default"], asked[-CHECKED:], found[-CHECKED:]),
         "stopped": ends.count("stop") / len(ends),
     }
-
-
-def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -> float:
-    """own: (log-probability, token, ...) at each position. best: the most probable ones there."""
-    if not own:
-        raise ValueError("no position to compare")
-    return max(b[0][0] - mine[0] for mine, b in zip(own, best, strict=True))
 
 
 def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

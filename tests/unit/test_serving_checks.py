@@ -21,7 +21,7 @@ from check import hicache, soak
 from check import logits as check_logits
 from check import ranks as check_ranks
 from check.memory import Memory
-from common import suites
+from common import drafts, suites
 from common.models import MODELS
 from server import hybrids, speculation, waits
 from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, groups_that_fit
@@ -350,10 +350,10 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
 
 def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
     best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
-    assert speculation.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
-    assert speculation.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
+    assert drafts.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
+    assert drafts.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
     with pytest.raises(ValueError, match="no position"):
-        speculation.off([], [])
+        drafts.off([], [])
 
     def is_met(pat: float, default: float, stopped: float = 0.0) -> bool:
         case = {
