@@ -177,7 +177,11 @@ class PackAttention:
             by_time=kernels is not None,
             latent=shape.is_latent,
             one_byte=self.kv_dtype.itemsize == 1,
-            cost=CostModel() if kernels is None else costs_of(self.device, latent=shape.is_latent),
+            cost=CostModel()
+            if kernels is None
+            else costs_of(
+                self.device, latent=shape.is_latent, one_byte=self.kv_dtype.itemsize == 1
+            ),
         )
         sizes = None
         if max_requests is not None:

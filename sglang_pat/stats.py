@@ -26,6 +26,12 @@ class PlanningTime(NamedTuple):
     nanoseconds: int
 
 
+def bound_of(nanoseconds: int) -> int:
+    """The bound of a histogram, as in `PlanningTimes`, below which a time lies."""
+    shift = max(nanoseconds.bit_length() - 5, 0)
+    return ((nanoseconds >> shift) + 1) << shift
+
+
 class PlanningTimes(dict[str, Counter[int]]):
     """Histograms of planning times, by kind of step.
 
@@ -38,8 +44,7 @@ class PlanningTimes(dict[str, Counter[int]]):
     """
 
     def record(self, kind: StepKind, nanoseconds: int) -> None:
-        shift = max(nanoseconds.bit_length() - 5, 0)
-        bound = ((nanoseconds >> shift) + 1) << shift
+        bound = bound_of(nanoseconds)
         histogram = self.get(kind)
         if histogram is None:
             histogram = self[kind] = Counter()

@@ -1,23 +1,32 @@
 """Several ranks: the same tokens from them as from one, and plans as they should be.
 
-    python benchmarks/check ranks --layout tp pp dp [--ranks 2] [--json FILE]
+    python benchmarks/check ranks --layout tp pp dp mla mla-dp chains [--ranks 2] [--json FILE]
 
 tp: the ranks have a part of the heads each; SGLANG_PAT_DEBUG=1 makes them compare their plans in
 every step, and fail if one has another. pp: a part of the layers each; batches take turns, and each
 reuses its own plans. dp: the layers' attention is for requests of a rank's own
-(--enable-dp-attention); each rank plans its own.
+(--enable-dp-attention); each rank plans its own. mla, mla-dp: as tp and dp, of a model with latent
+attention. chains: as tp, and a draft model (the same one) drafts chains of tokens.
 
 The requests of `check logits`, through each backend on one rank and on several. What the sums in
 another order cost is measured on the other backends: pat's logits may move by at most twice that,
-and its tokens may part at a tie only. The servers of all layouts start at once, with one rank and
-with several. Without a GPU, tp and pp run on the CPU with a smaller model.
+and its tokens may part at a tie only. With chains, each token must be the one that the model finds
+most probable, up to rounding, when all of the answer is given to another backend's single rank as a
+prompt; and as many drafts are accepted as there.
+
+Where ranks share a batch, none may wait for the plan of another: how much longer the slowest rank
+planned a step than the fastest is judged on GPUs.
+
+The servers of all layouts start at once. One that fails fails its layout, and what is known is
+written after each layout. Without a GPU, tp and pp run on the CPU with a smaller model.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from check.cpu_ranks import environment_of_ranks
+from check.latent_model import write_latent
 from check.logits import (
     COMMON,
     FLOAT32_LIMIT,
@@ -37,22 +47,52 @@ from check.logits import (
     answer_all,
     largest_and_mean,
     problems_of_comparing,
+    prompts,
     this_setup,
 )
 from check.qwen3 import write_qwen3
-from common.results import report
+from common.drafts import (
+    ACCEPTANCE_LIMIT,
+    DRAFT_TOKENS,
+    OFF_RATIO,
+    OFF_STEP,
+    accepted,
+    largest_off,
+)
+from common.fleet import Member, fleet, report_starts, wait, watched
+from common.metadata import metadata
+from common.results import at_most, write
 from common.suites import Refused, add_option
-from common.terminal import console
+from common.terminal import console, show_failure, table_of
 from sglang_pat.bench.answers import agreement
-from sglang_pat.bench.server import Start, contender, running_servers
+from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import whole_number
+from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
+from sglang_pat.stats import PlanningTimes
 
-LAYOUTS = ("tp", "pp", "dp")
+# The model of each layout, and who writes it. SGLang's Llama has no data-parallel attention.
+LAYOUTS = {
+    "tp": "llama",
+    "pp": "llama",
+    "dp": "qwen3",
+    "mla": "latent",
+    "mla-dp": "latent",
+    "chains": "llama",
+}
+WRITERS: dict[str, Callable[[TinyModel, Path], Path]] = {
+    "llama": TinyModel.write,
+    "qwen3": write_qwen3,
+    "latent": write_latent,
+}
+ONE_BATCH = ("tp", "mla", "chains")  # all ranks decode the same requests
+ON_A_CPU = ("tp", "pp")
 # Least share of the steps that have the last plan; the others follow a change of the batch.
 LEAST_REUSED = 0.5
 # KV that is planned, of what attention for each request alone reads.
 LARGEST_RATIO = 0.9
+# Of 90% of the steps: the slowest rank's planning less the fastest's.
+APART_US, APART_PERCENT = 50.0, 90
 
 
 class Plans(NamedTuple):
@@ -63,6 +103,7 @@ class Plans(NamedTuple):
     kv_ratio: float
     steps_alike: int  # on all ranks
     private_steps: dict[str, int]  # by reason; a rank without requests of its own decodes padding
+    apart_us: dict[str, float]  # by percentile; empty where ranks do not share a batch
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
@@ -70,23 +111,29 @@ class Plans(NamedTuple):
 
         reused = stats["plans_reused"]
         query_centric = stats["kv_tokens_query_centric"]
+        apart = PlanningTimes(
+            changed=Counter({int(ns): n for ns, n in stats.get("ranks_apart_ns", {}).items()})
+        )
+        percents = (50, APART_PERCENT, 99) if apart["changed"] else ()
         return cls(
             stats["plans_built"] + reused,
             reused,
             stats["kv_tokens_planned"] / query_centric if query_centric else 1.0,
             stats.get("ranks_alike", {}).get("steps", 0),
             {why: n for why, n in stats["private_steps"].items() if why != NO_REQUESTS},
+            {f"p{percent}": apart.percentile_us("changed", percent) for percent in percents},
         )
 
     def failures(self, layout: str) -> list[str]:
         found = []
-        if self.steps < NUM_TOKENS:
+        least = NUM_TOKENS // DRAFT_TOKENS if layout == "chains" else NUM_TOKENS
+        if self.steps < least:
             found.append(f"only {self.steps} steps were planned")
         if self.kv_ratio > LARGEST_RATIO:
             found.append(f"{self.kv_ratio:.2f} of the KV was planned, more than {LARGEST_RATIO}")
         if self.private_steps:
             found.append(f"steps that shared nothing: {self.private_steps}")
-        if layout == "tp" and self.steps_alike < NUM_TOKENS:
+        if layout in ONE_BATCH and self.steps_alike < least:
             found.append(f"the ranks compared only {self.steps_alike} plans")
         if layout == "pp" and self.reused < LEAST_REUSED * self.steps:
             found.append(f"only {self.reused} of {self.steps} steps reused a plan")
@@ -118,64 +165,211 @@ def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[s
     }
 
 
-def arguments_of(layout: str, ranks: int, *, on_cpu: bool) -> dict[str, Any]:
-    """Return arguments of sglang.Engine."""
+class Drafted(NamedTuple):
+    """Answers of a backend whose ranks verify drafts.
+
+    off: by how much a token is less probable than the best one, at most. accepted: tokens that a
+    step gives a request.
+    """
+
+    off: float
+    accepted: float
+
+
+def judge_chains(found: Mapping[str, Drafted], plans: Plans) -> dict[str, Any]:
+    """found: by backend, pat's and that of the others."""
+    pat = found["pat"]
+    others = [each for name, each in found.items() if name != "pat"]
+    limit = max(OFF_STEP, OFF_RATIO * max(each.off for each in others))
+    least = (1 - ACCEPTANCE_LIMIT) * max(each.accepted for each in others)
+    failures = [f"a token is off by {pat.off:.3g}, more than {limit:.3g}"] * (not pat.off <= limit)
+    if pat.accepted < least:
+        failures.append(f"{pat.accepted:.2f} tokens a step were accepted, fewer than {least:.2f}")
+    if max(each.accepted for each in others) <= 1:
+        failures.append("no draft was accepted")
+    return {
+        "layout": "chains",
+        "drafted": {name: each._asdict() for name, each in found.items()},
+        "limit": {"off": limit, "accepted": least},
+        "plans": plans._asdict(),
+        "failures": failures + plans.failures("chains"),
+    }
+
+
+def arguments_of(layout: str, ranks: int, model: Path, *, on_cpu: bool) -> dict[str, Any]:
+    """Return arguments of sglang.Engine. model: its folder."""
     # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
     more: dict[str, Any] = {} if on_cpu else {"disable_custom_all_reduce": True}
     if layout == "pp":
         return {"pp_size": ranks, **more}
-    if layout == "dp":
+    if layout.endswith("dp"):
         more |= {"dp_size": ranks, "enable_dp_attention": True}
+    if layout == "chains":
+        more |= {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": model,
+            "speculative_num_steps": DRAFT_TOKENS - 1,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": DRAFT_TOKENS,
+        }
     return {"tp_size": ranks, **more}
 
 
 def starts_of(
-    setup: Setup, model: Path, backends: Sequence[str], layouts: Sequence[str], ranks: int
+    setup: Setup, folder: Path, backends: Sequence[str], layouts: Sequence[str], ranks: int
 ) -> dict[str, Start]:
-    """Every backend on one rank, and in every layout: `pat-one`, `pat-tp`. model: its folder."""
+    """Every backend in every layout, `pat-tp`; and on one rank, of each model, `pat-llama`.
+
+    folder: has the models.
+    """
     on_cpu = setup.arguments.get("device") == "cpu"
+    models = dict.fromkeys(LAYOUTS[layout] for layout in layouts)
     starts = {}
-    for layout in ("one", *layouts):
+    for name in (*models, *layouts):
         environment = {
             "SGLANG_PAT_DEBUG": "1",
             # SGLang would take the other servers on a GPU for a fault.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             **STRICT,
         }
-        arguments = COMMON | setup.arguments
-        if layout != "one":
-            arguments |= arguments_of(layout, ranks, on_cpu=on_cpu)
-            if on_cpu:
-                sizes = {
-                    name: arguments[name] for name in ("tp_size", "pp_size") & arguments.keys()
-                }
-                environment |= environment_of_ranks(**sizes)
+        arguments = COMMON | setup.arguments | {"sleep_on_idle": True}
+        model = folder / LAYOUTS.get(name, name)
+        if name in LAYOUTS:
+            arguments |= arguments_of(name, ranks, model, on_cpu=on_cpu)
+        if name == "chains":
+            del arguments["enable_fp32_lm_head"]
+        if on_cpu and name in LAYOUTS:
+            sizes = {size: arguments[size] for size in ("tp_size", "pp_size") & arguments.keys()}
+            environment |= environment_of_ranks(**sizes)
         starts |= {
-            f"{name}-{layout}": Start(contender(name), model, arguments, environment)
-            for name in backends
+            f"{backend}-{name}": Start(contender(backend), model, arguments, environment)
+            for backend in backends
         }
     return starts
 
 
-def run_all(
-    setup: Setup, backends: Sequence[str], layouts: Sequence[str], ranks: int, folder: Path
-) -> dict[str, tuple[dict[str, tuple[Run, Run]], Plans]]:
-    """Return the arguments of `judge`, by layout."""
-    write = write_qwen3 if "dp" in layouts else type(setup.model).write
-    model = write(setup.model, folder / "model")
-    starts = starts_of(setup, model, backends, layouts, ranks)
-    console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
-    with running_servers(starts, folder) as servers, ThreadPoolExecutor() as pool:
-        asked = {name: pool.submit(answer_all, server, setup) for name, server in servers.items()}
-        answers = {name: answer.result() for name, answer in asked.items()}
-        plans = {layout: Plans.of(servers[f"pat-{layout}"].stats()) for layout in layouts}
+def answer_chains(server: Server, setup: Setup) -> list[dict[str, Any]]:
+    """The greedy answers to all prompts."""
+    server.flush()
+    return server.generate(prompts(setup), sampling_of(NUM_TOKENS))
+
+
+class Answers:
+    """The answers of servers, by name. failures: why a server gave none."""
+
+    def __init__(self, members: Mapping[str, Member], setup: Setup) -> None:
+        self._members = members
+        self._setup = setup
+        self._found: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+
+    def ask(self, name: str) -> None:
+        member = self._members[name]
+        if member.failure is not None:
+            self.failures[name] = member.failure
+            return
+        ask = answer_chains if name.endswith("-chains") else answer_all
+        with watched([member], name) as failures:
+            self._found[name] = ask(member.server, self._setup)
+        if failures:
+            self.failures[name] = failures[0]
+
+    def judge(self, layout: str, backends: Sequence[str]) -> dict[str, Any]:
+        """The verdict on a layout, whose servers have been asked."""
+        one = {name: f"{name}-{LAYOUTS[layout]}" for name in backends}
+        many = {name: f"{name}-{layout}" for name in backends}
+        missing = [name for name in (*one.values(), *many.values()) if name not in self._found]
+        if missing:
+            failures = [f"{name}: {self.failures[name]}" for name in missing]
+            return {"layout": layout, "failures": failures}
+        plans = Plans.of(self._members[many["pat"]].server.stats())
+        if layout != "chains":
+            runs = {name: (self._found[one[name]], self._found[many[name]]) for name in backends}
+            return judge(runs, plans, layout)
+        yardstick = self._members[next(one[name] for name in backends if name != "pat")].server
+        drafted = {
+            name: Drafted(
+                largest_off(yardstick, prompts(self._setup), self._found[each]),
+                accepted(self._found[each]),
+            )
+            for name, each in many.items()
+        }
+        return judge_chains(drafted, plans)
+
+
+def gates(verdicts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Judge, by layout, how far apart the ranks' planning was."""
+    key = f"p{APART_PERCENT}"
     return {
-        layout: (
-            {name: (answers[f"{name}-one"], answers[f"{name}-{layout}"]) for name in backends},
-            plans[layout],
+        f"{layout}: planning of the slowest rank less the fastest's, {key}, us": at_most(
+            verdict["plans"]["apart_us"][key], APART_US
         )
-        for layout in layouts
+        for layout, verdict in verdicts.items()
+        if verdict.get("plans", {}).get("apart_us")
     }
+
+
+def show(data: Mapping[str, Any], layouts: Sequence[str]) -> None:
+    columns = ("pat is off by", "limit", "steps alike", "planning apart, us: p50", "p90", "")
+    table = table_of("several ranks", ("layout", *columns), words=("layout", ""))
+    for layout in layouts:
+        found = data.get(layout, {})
+        plans, failed = found.get("plans"), found.get("failed", True)
+        if plans is None:
+            table.add_row(layout, *[""] * 5, "FAILED")
+            continue
+        off = found["drafted"]["pat"]["off"] if "drafted" in found else found["moved"]["pat"]["max"]
+        limit = found["limit"]["off" if "drafted" in found else "max"]
+        apart = (plans["apart_us"].get(name) for name in ("p50", f"p{APART_PERCENT}"))
+        table.add_row(
+            layout,
+            f"{off:.3g}",
+            f"{limit:.3g}",
+            str(plans["steps_alike"]),
+            *("" if us is None else f"{us:.1f}" for us in apart),
+            "FAILED" if failed else "passed",
+        )
+    console.print(table)
+    for failure in data["failures"]:
+        show_failure(failure)
+    for name, gate in data["gates"].items():
+        if not gate["met"]:
+            show_failure(f"{name}: {gate['value']:.1f}, limit {gate['limit']}")
+
+
+def check_all(
+    setup: Setup, backends: Sequence[str], args: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """All layouts: their verdicts, `failures` and `gates`. What is known is in the file."""
+    layouts = args.layout
+    for model in {LAYOUTS[layout] for layout in layouts}:
+        WRITERS[model](setup.model, folder / model)
+    starts = starts_of(setup, folder, backends, layouts, args.ranks)
+    console.print(f"starting {len(starts)} servers: {', '.join(starts)}")
+    verdicts: dict[str, Any] = {}
+    data: dict[str, Any] = {"meta": metadata(), "ranks": args.ranks, "failures": [], "gates": {}}
+    with fleet(starts, folder) as members:
+        wait(members.values(), args.start_seconds)
+        report_starts(members.values())
+        answers = Answers(members, setup)
+        # Ranks that compare how long they plan have the machine's cores for themselves.
+        in_turn = [f"pat-{layout}" for layout in layouts if layout in ONE_BATCH]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(answers.ask, starts.keys() - {*in_turn}))
+        for name in in_turn:
+            answers.ask(name)
+        for layout in layouts:
+            with watched([], layout) as problems:
+                verdicts[layout] = answers.judge(layout, backends)
+            found = verdicts.setdefault(layout, {"layout": layout, "failures": problems})
+            failures = found.pop("failures")
+            found["failed"] = bool(failures)
+            data["failures"] += [f"{layout}: {failure}" for failure in failures]
+            data |= {layout: found}
+            if setup is not ON_CPU:  # whose cores are few
+                data["gates"] = gates(verdicts)
+            write(args.json, data)
+    return data
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -184,6 +378,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole_number(2, 64), default=2, metavar="N")
     backends = ["pat", "fa3"] if setup is ON_GPU else setup.backends
     add_option(parser, "--backends", default=backends)
+    add_option(parser, "--start-seconds", default=START_SECONDS)
     add_option(parser, "--json")
 
 
@@ -193,17 +388,15 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--backends must name pat and another; got {args.backends}")
     if setup is ON_GPU and torch.cuda.device_count() < args.ranks:
         raise Refused(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
-    if setup is ON_CPU and "dp" in args.layout:
-        raise Refused(
-            "--layout dp needs GPUs: on a CPU SGLang's torch_native cannot pad a batch "
-            "(tests/engine/test_tensor_parallel.py adds what it lacks)"
-        )
+    for layout in args.layout:
+        if setup is ON_CPU and layout not in ON_A_CPU:
+            raise Refused(
+                f"--layout {layout} needs GPUs: SGLang lacks what it takes on a CPU "
+                "(tests/engine/test_families.py and test_tensor_parallel.py add it)"
+            )
     with tempfile.TemporaryDirectory(prefix="check-ranks-") as folder:
-        found = run_all(setup, args.backends, args.layout, args.ranks, Path(folder))
-    verdicts = {layout: judge(*runs, layout) for layout, runs in found.items()}
-    failures = [
-        f"{layout}: {failure}"
-        for layout, verdict in verdicts.items()
-        for failure in verdict.pop("failures")
-    ]
-    return report({**verdicts, "failures": failures}, args.json)
+        data = check_all(setup, args.backends, args, Path(folder))
+    show(data, args.layout)
+    met = all(gate["met"] for gate in data["gates"].values())
+    console.print("passed" if met and not data["failures"] else "FAILED")
+    return 0 if met and not data["failures"] else 1

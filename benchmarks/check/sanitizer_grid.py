@@ -36,7 +36,7 @@ from sglang_pat.executors.jit import KernelConfig, build_all
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
-from sglang_pat.plan import BufferSizes
+from sglang_pat.plan import BufferSizes, largest_tile
 from sglang_pat.support import LATENT_CAPABILITIES, LATENT_HEAD_DIMS
 
 HOPPER = (9, 0)
@@ -108,7 +108,9 @@ class Case:
         batch_invariant = self.scheduler.get("batch_invariant", False)
         options = {
             "num_workers": 8,
-            "max_block_q": TILE_TABLE[-1][0],
+            "max_block_q": largest_tile(
+                group_size, latent=config.is_latent, one_byte=config.kv_dtype is not None
+            ),
             "policy": "memory",
             "min_piece_tokens": 128,
             "by_time": False,  # small cases, which are to share
@@ -202,6 +204,11 @@ GRID: dict[str, list[Case]] = {
     "fp8 mma.sync": _of_body(kv_dtype=E4M3, force_mma_sync=True),
     "latent": _latent(),
     "latent mma.sync": _latent(force_mma_sync=True),
+    "latent fp8": [
+        *_latent(kv_dtype=E4M3),
+        Case("latent-e5m2", TREE, (16, 1), LATENT_HEAD_DIMS, kv_dtype=E5M2),
+    ],
+    "latent fp8 mma.sync": _latent(kv_dtype=E4M3, force_mma_sync=True),
 }
 
 

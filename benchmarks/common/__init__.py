@@ -1,1 +1,1 @@
-"""Shared by all folders: the command line, metadata, results, the terminal."""
+"""Shared by all folders: command line, metadata, results, terminal, servers that share a GPU."""

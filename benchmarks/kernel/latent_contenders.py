@@ -36,7 +36,8 @@ def pat(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
     config = KernelConfig.for_device(
         workload.dtype, workload.head_dim, device, COLUMNS, workload.cache_dtype
     )
-    step = PlannedStep(config, workload.num_qo_heads, 1, cost=costs_of(device, latent=True))
+    cost = costs_of(device, latent=True, one_byte=workload.cache_dtype.itemsize == 1)
+    step = PlannedStep(config, workload.num_qo_heads, 1, cost=cost)
     step.write(
         workload.forest.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
     )

@@ -30,14 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from common.counters import difference, with_ratio
-from common.metadata import gpu_state, metadata
-from common.models import MODELS, TINY, ModelShape
-from common.results import at_least, at_most, write
-from common.suites import Refused, add_option
-from common.terminal import console, show_failure, table_of
-from kernel.sharing import Cell
-from kernel.sharing import show as show_sharing
-from server.fleet import (
+from common.fleet import (
     SHARED_GPU,
     Member,
     answers_equal,
@@ -50,6 +43,13 @@ from server.fleet import (
     wait,
     watched,
 )
+from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
+from common.results import at_least, at_most, write
+from common.suites import Refused, add_option
+from common.terminal import console, show_failure, table_of
+from kernel.sharing import Cell
+from kernel.sharing import show as show_sharing
 from server.kernel_times import kernel_times, layer_us, trace
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms, tpot

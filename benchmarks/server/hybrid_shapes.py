@@ -1,20 +1,30 @@
 """Models that are no plain Llama: hybrid ones, and models with latent attention (MLA).
 
+For comparisons over several GPUs there are two Llamas as well.
+
 In hybrid models only some layers attend to everything.
 
-Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of all
-models fit on a GPU at once and start quickly: `cut` says what was. Experts are not quantised: the 8
-of gpt-oss are as many bytes as the 32 of the real one, which have four bits.
+Real architecture classes with dummy weights. Layers and experts are cut, so that the servers of
+several models fit on a GPU at once and start quickly: `cut` says what was. Experts are not
+quantised: the 8 of gpt-oss are as many bytes as the 32 of the real one, which have four bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from common.fleet import SHARED_GPU
 from common.models import MODELS, TINY, ModelShape
-from server.fleet import SHARED_GPU
-from sglang_pat.workload.models import NAMED_CONFIGS
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.models import GPUS, NAMED_CONFIGS
+
+# Of each server, beside weights and KV: context, graphs, workspaces, activations of a prefill.
+_OTHER_BYTES = 4e9
+_SHARE = 0.95  # of the GPU's memory, for servers
 
 _GPU = SHARED_GPU | {
     "context_length": 16384,
@@ -39,6 +49,55 @@ class HybridModel:
     @property
     def name(self) -> str:
         return self.shape.name
+
+    def served(
+        self, kv_cache_dtype: str = "auto", ranks: int = 1, *, own_requests: bool = False
+    ) -> HybridModel:
+        """The model over a cache of a type, by SGLang's name, on so many GPUs.
+
+        own_requests: with data-parallel attention.
+        """
+        more: dict[str, Any] = {}
+        if kv_cache_dtype != "auto":
+            more["kv_cache_dtype"] = kv_cache_dtype
+        if ranks > 1:
+            # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
+            more |= {"tp_size": ranks, "disable_custom_all_reduce": True}
+        if own_requests:
+            more |= {"dp_size": ranks, "enable_dp_attention": True}
+        return replace(self, shape=replace(self.shape, arguments=self.shape.arguments | more))
+
+    @property
+    def server_bytes(self) -> float:
+        """Memory of one server on each of its GPUs, about."""
+        arguments = self.shape.arguments
+        ranks = 1 if "dp_size" in arguments else arguments.get("tp_size", 1)
+        time = StepTime.of(self.shape.config, GPUS["H100"], ranks)
+        if "kv_cache_dtype" in arguments:
+            time = replace(time, kv_bytes=1.0)
+        pool = time.kv_bytes_per_token * arguments["max_total_tokens"]
+        return time.held_weight_bytes + pool + _OTHER_BYTES
+
+
+def groups_that_fit(
+    models: Sequence[HybridModel], memory: float | None = None
+) -> list[list[HybridModel]]:
+    """Models whose servers, two of each, fit on a GPU at once. The first of a group decides.
+
+    memory: of the GPU, in bytes. None: of the one here; without a GPU all fit.
+    """
+    if memory is None:
+        found = torch.cuda.is_available()
+        memory = float(torch.cuda.mem_get_info()[1]) if found else float("inf")
+    groups: list[list[HybridModel]] = []
+    for model in models:
+        for group in groups:
+            if 2 * sum(each.server_bytes for each in (*group, model)) <= _SHARE * memory:
+                group.append(model)
+                break
+        else:
+            groups.append([model])
+    return groups
 
 
 def _layer_types(windowed: int, groups: int) -> list[str]:
@@ -208,6 +267,14 @@ _WINDOWS = {"swa_full_tokens_ratio": 1.0}
 _STATES = {"max_mamba_cache_size": 640}
 
 LATENT = ("deepseek-v2-lite", "glm-4.7-flash", "v3-rank", "k2-rank")
+LLAMAS = ("llama-3-8b", "llama-3-70b")
+_LLAMA = MODELS["llama-3-8b"].config
+_LLAMA_70B = _LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 HYBRIDS = {
     model.name: model
     for model in (
@@ -238,6 +305,12 @@ HYBRIDS = {
             12,
             {"num_hidden_layers": 61, "n_routed_experts": 384, "num_attention_heads": 64},
         ),
+        HybridModel(
+            ModelShape("llama-3-8b", _LLAMA | {"num_hidden_layers": 16}, _GPU),
+            16,
+            {"num_hidden_layers": 32},
+        ),
+        HybridModel(ModelShape("llama-3-70b", _LLAMA_70B, _GPU), 80, {}),
         # For a machine without a GPU: shows that everything works.
         HybridModel(MODELS[TINY], MODELS[TINY].config["num_hidden_layers"], {}),
     )

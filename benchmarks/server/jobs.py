@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from common.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
 from common.metadata import gpu_state, metadata
 from common.models import MODELS, TINY, ModelShape
 from common.results import write
 from common.suites import add_option
 from common.terminal import console, show_failure, table_of
-from server.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.workload.cost import StepTime

@@ -43,12 +43,14 @@ from typing import Any, NamedTuple
 import torch
 
 from common.counters import difference, with_ratio
-from common.metadata import gpu_state, metadata
-from common.models import MODELS, TINY, ModelShape
-from common.results import at_most, write
-from common.suites import add_option
-from common.terminal import console, show_failure, table_of
-from server.fleet import (
+from common.drafts import (
+    ACCEPTANCE_LIMIT,
+    OFF_RATIO,
+    OFF_STEP,
+    accepted,
+    largest_off,
+)
+from common.fleet import (
     Member,
     ask_in_turn,
     fleet,
@@ -57,6 +59,11 @@ from server.fleet import (
     wait,
     watched,
 )
+from common.metadata import gpu_state, metadata
+from common.models import MODELS, TINY, ModelShape
+from common.results import at_most, write
+from common.suites import add_option
+from common.terminal import console, show_failure, table_of
 from server.nested_models import BLOCK_LAYERS, write_blocks, write_head, write_nested
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
@@ -94,13 +101,9 @@ NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 # Tokens of a block that SGLang takes for accepted.
 TAKEN = 4
-# pat's time per accepted token over FA3's, how far acceptance may be apart, and pat's time of a
-# step over FA3's where nothing is shared.
-TIME_LIMIT, ACCEPTANCE_LIMIT, ALONE_LIMIT = 0.6, 0.02, 1.01
-# A token is off by as much as the best one is more probable, in log-probability. pat's largest may
-# be so many times FA3's, or as much as one step of a bfloat16 logit.
-OFF_RATIO, OFF_STEP = 2.0, 0.04
-CHECKED, CHECKED_AT_ONCE = 32, 4  # requests
+# pat's time per accepted token over FA3's, and its time of a step over FA3's where nothing is shared.
+TIME_LIMIT, ALONE_LIMIT = 0.6, 1.01
+CHECKED = 32  # requests
 START_SECONDS = 180
 FILLED = 16  # tokens of an answer that fills the cache
 _CASE = Case(64, 8192, 256, 200)
@@ -260,41 +263,6 @@ def step_ms(run: DecodeRun) -> float:
     return run.tpot_ms * accepted(run.answers[:1])
 
 
-def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens of the answers per step and request."""
-    tokens = sum(len(answer["output_ids"]) for answer in answers)
-    steps = sum(
-        answer["meta_info"].get("spec_verify_ct") or len(answer["output_ids"]) for answer in answers
-    )
-    return tokens / steps
-
-
-def largest_off(
-    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
-) -> float:
-    """Return by how much a token of the answers is less probable than the best one, at most.
-
-    0 if all tokens are the model's own. The server prefills prompts and answers, without drafts.
-    """
-    found = 0.0
-    for first in range(0, len(prompts), CHECKED_AT_ONCE):
-        chosen = slice(first, first + CHECKED_AT_ONCE)
-        texts = [
-            [*prompt, *answer["output_ids"]]
-            for prompt, answer in zip(prompts[chosen], answers[chosen], strict=False)
-        ]
-        asked = {
-            "return_logprob": True,
-            "logprob_start_len": [len(prompt) - 1 for prompt in prompts[chosen]],
-            "top_logprobs_num": 1,
-        }
-        for reply in server.generate(texts, sampling_of(1), **asked):
-            info = reply["meta_info"]
-            own, best = info["input_token_logprobs"][1:], info["input_top_logprobs"][1:]
-            found = max(found, off(own, best))
-    return found
-
-
 def stops(
     servers: Mapping[str, Server],
     prompts: Sequence[Sequence[int]],
@@ -313,13 +281,6 @@ def stops(
         "off": largest_off(servers["default"], asked[-CHECKED:], found[-CHECKED:]),
         "stopped": ends.count("stop") / len(ends),
     }
-
-
-def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -> float:
-    """own: (log-probability, token, ...) at each position. best: the most probable ones there."""
-    if not own:
-        raise ValueError("no position to compare")
-    return max(b[0][0] - mine[0] for mine, b in zip(own, best, strict=True))
 
 
 def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

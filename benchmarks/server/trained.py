@@ -45,12 +45,13 @@ from typing import Any
 import numpy as np
 
 from common.counters import read_ratio
+from common.drafts import accepted, largest_off
+from common.fleet import SHARED_GPU, fleet, report_starts, wait, watched
 from common.metadata import metadata
 from common.results import at_least, at_most, write
 from common.suites import Refused, add_option
 from common.terminal import console, table_of
-from server.fleet import SHARED_GPU, fleet, report_starts, wait, watched
-from server.speculation import accepted, largest_off, speculation
+from server.speculation import speculation
 from sglang_pat.bench.check_requests import Asked, ask
 from sglang_pat.bench.closeness import judge
 from sglang_pat.bench.prefill_scores import (

@@ -5,13 +5,14 @@ a sum: a constant, and so much for each KV token from memory, each that is read 
 row, each work item and each query row of an item. A short item takes as long as one of `shortest`
 tokens. The sum is fitted by non-negative least squares on the relative error, for each of some
 values of `shortest`; the best one stays. The bodies of the kernel are timed apart: by prefixes with
-exactly as many query rows as a body has.
+exactly as many query rows as a body has. Latent attention has costs of its own: of 16 query heads,
+over a cache of the queries' type and over one of fp8.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -19,13 +20,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_pat._scheduler import OPEN_END, TILE_TABLE
+from sglang_pat._scheduler import LATENT_TILE_TABLE, OPEN_END, TILE_TABLE
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 from sglang_pat.bench import timing
 from sglang_pat.bench.token_table import token_table
-from sglang_pat.executors.calibration import Calibration, Machine
-from sglang_pat.plan import DecodePlan
+from sglang_pat.executors.calibration import (
+    LATENT,
+    ONE_BYTE_LATENT,
+    PLAIN,
+    Calibration,
+    Machine,
+)
+from sglang_pat.plan import DecodePlan, Shape, largest_tile
+from sglang_pat.support import LATENT_HEAD_DIMS
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -33,9 +41,48 @@ LARGEST_ERROR = 0.10  # root mean square of the relative errors
 LAYERS = 8
 ROUNDS = 9
 POOL_BYTES = 8 << 30  # at most
-NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
-GROUP_SIZE = NUM_QO_HEADS // NUM_KV_HEADS
-SHORTEST = (0, 16, 32, 48, 64, 80, 96)  # tokens
+SHORTEST = (0, 16, 32, 48, 64, 80, 96, 128, 192)  # tokens
+
+
+class Layers(NamedTuple):
+    """Layers that are timed."""
+
+    shape: Shape
+    kv_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def one_byte(self) -> bool:
+        """True if the KV cache holds fp8 numbers."""
+        return self.kv_dtype.itemsize == 1
+
+    def bodies(self) -> list[int]:
+        """Query rows of the bodies that plans use, ascending."""
+        latent = self.shape.is_latent
+        most = largest_tile(self.shape.group_size, latent=latent, one_byte=self.one_byte)
+        table = LATENT_TILE_TABLE if latent else TILE_TABLE
+        return sorted({rows for rows, *_ in table if rows <= most})
+
+    def attention(
+        self, *, policy: str, device: str = "cuda", num_workers: int | None = None
+    ) -> PackAttention:
+        """Attention of such layers, that plans by a policy."""
+        return PackAttention(
+            *self.shape[:3],
+            v_head_dim=self.shape.v_head_dim,
+            dtype=torch.bfloat16,
+            kv_dtype=self.kv_dtype,
+            device=device,
+            policy=policy,
+            num_workers=num_workers,
+        )
+
+
+_LATENT_SHAPE = Shape(16, 1, *LATENT_HEAD_DIMS)
+LAYERS_OF = {
+    PLAIN: Layers(Shape(32, 8, 128, 128)),
+    LATENT: Layers(_LATENT_SHAPE),
+    ONE_BYTE_LATENT: Layers(_LATENT_SHAPE, torch.float8_e4m3fn),
+}
 
 
 class CalibrationError(RuntimeError):
@@ -54,27 +101,27 @@ class Features(NamedTuple):
     query_row: float
 
     @classmethod
-    def of(cls, plan: DecodePlan) -> Features:
+    def of(cls, plan: DecodePlan, shape: Shape) -> Features:
         header, tokens = plan.header, plan.kv_tokens
         return cls(
             1.0,
             float(header.num_partials > 0),
-            float(tokens.lower_bound * NUM_KV_HEADS),
-            float((tokens.planned - tokens.lower_bound) * NUM_KV_HEADS),
-            float(header.num_partials * NUM_QO_HEADS),
-            float(header.num_work_items * NUM_KV_HEADS),
-            float(header.num_item_requests * NUM_QO_HEADS),
+            float(tokens.lower_bound * shape.num_kv_heads),
+            float((tokens.planned - tokens.lower_bound) * shape.num_kv_heads),
+            float(header.num_partials * shape.num_qo_heads),
+            float(header.num_work_items * shape.num_kv_heads),
+            float(header.num_item_requests * shape.num_qo_heads),
         )
 
 
-def missing_tokens(plan: DecodePlan, seq_lens: IntArray) -> list[float]:
+def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> list[float]:
     """Tokens that work items lack to each length of `SHORTEST`, summed over items and KV heads."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
     first, count = plan.work_items[:, 3], plan.work_items[:, 4]
     tokens = ends[first + count] - ends[first]
-    return [float(np.maximum(0, least - tokens).sum() * NUM_KV_HEADS) for least in SHORTEST]
+    return [float(np.maximum(0, least - tokens).sum() * num_kv_heads) for least in SHORTEST]
 
 
 class Design(NamedTuple):
@@ -106,7 +153,7 @@ class Design(NamedTuple):
         return self.prefixes * (self.prefix + self.sharers * self.private)
 
 
-def designs() -> list[Design]:
+def designs(kind: str = PLAIN) -> list[Design]:
     """Memory-bound plans that differ in what they are made of, and one for each body."""
     unshared = [
         Design(count, 0, 1, tokens)
@@ -159,17 +206,12 @@ def designs() -> list[Design]:
         *cut,
         *shared,
         *read_again,
-        *(_for_body(rows) for rows in bodies()),
+        *(_for_body(rows, LAYERS_OF[kind].shape) for rows in LAYERS_OF[kind].bodies()),
     ]
 
 
-def bodies() -> list[int]:
-    """Query rows of the kernel's bodies, ascending."""
-    return sorted({tile[0] for tile in TILE_TABLE})
-
-
-def _for_body(rows: int) -> Design:
-    return Design(32, 4096, max(1, rows // GROUP_SIZE), 16, "per-node", rows)
+def _for_body(rows: int, shape: Shape) -> Design:
+    return Design(32, 4096, max(1, rows // shape.group_size), 16, "per-node", rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +224,14 @@ class Measurement:
     us: float
 
 
-def measure(report: Callable[[str], None]) -> list[Measurement]:
-    """Time all designs on the present CUDA device. report: called with a line for each."""
-    timer = _Timer(max(design.num_tokens for design in designs()))
+def measure(report: Callable[[str], None], kind: str = PLAIN) -> list[Measurement]:
+    """Time all designs on the present CUDA device.
+
+    report: called with a line for each. kind: of the layers.
+    """
+    timer = _Timer(LAYERS_OF[kind], max(design.num_tokens for design in designs(kind)))
     found = []
-    for design in designs():
+    for design in designs(kind):
         measured = timer.measure(design)
         report(f"{design}: {measured.us:.1f} us")
         found.append(measured)
@@ -194,40 +239,49 @@ def measure(report: Callable[[str], None]) -> list[Measurement]:
 
 
 class _Timer:
-    """K and V for all designs, and the attention of each policy."""
+    """K and V of layers for all designs; of latent attention they are one."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, layers: Layers, most_tokens: int) -> None:
+        self._of = layers
+        shape = layers.shape
         free, _ = torch.cuda.mem_get_info()
-        row_bytes = NUM_KV_HEADS * HEAD_DIM * 2
-        slots = min(POOL_BYTES, free // 2) // (2 * row_bytes)
+        columns = shape.head_dim + (0 if shape.is_latent else shape.v_head_dim)
+        slot_bytes = shape.num_kv_heads * columns * layers.kv_dtype.itemsize
+        slots = min(POOL_BYTES, free // 2) // slot_bytes
         if slots <= most_tokens:
             raise CalibrationError(
                 f"{free / 1e9:.1f} GB of the GPU's memory are free; "
-                f"{4 * row_bytes * most_tokens / 1e9:.1f} GB are needed"
+                f"{2 * slot_bytes * most_tokens / 1e9:.1f} GB are needed"
             )
-        shape = (slots, NUM_KV_HEADS, HEAD_DIM)
-        self._k = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-        self._v = torch.empty_like(self._k).normal_()
+        self._k = self._random(slots, shape.head_dim)
+        self._v = (
+            self._k[..., : shape.v_head_dim]
+            if shape.is_latent
+            else self._random(slots, shape.v_head_dim)
+        )
+
+    def _random(self, slots: int, columns: int) -> torch.Tensor:
+        shape = (slots, self._of.shape.num_kv_heads, columns)
+        if not self._of.one_byte:
+            return torch.empty(shape, dtype=self._of.kv_dtype, device="cuda").normal_()
+        # From 0.25 to below 2: e4m3 has these bytes for them.
+        drawn = torch.randint(0x28, 0x40, shape, dtype=torch.uint8, device="cuda")
+        return drawn.view(self._of.kv_dtype)
 
     def measure(self, design: Design) -> Measurement:
-        attention = PackAttention(
-            NUM_QO_HEADS,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            dtype=torch.bfloat16,
-            device="cuda",
-            policy=design.policy,
-        )
+        attention, shape = self._of.attention(policy=design.policy), self._of.shape
         batch = design.batch()
         table = torch.from_numpy(token_table(batch.read_paths(), batch.seq_lens)).cuda()
         num_slots = int(table.max()) + 1
         table = torch.randperm(num_slots, device="cuda").int()[table.long()]
         lens = torch.from_numpy(batch.seq_lens).cuda()
-        q = torch.randn(len(lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        out = torch.empty_like(q)
+        rows_of = (len(lens), shape.num_qo_heads)
+        q = torch.randn(*rows_of, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty(*rows_of, shape.v_head_dim, dtype=torch.bfloat16, device="cuda")
         rows = torch.arange(len(lens), device="cuda")
         plan = attention.plan(batch, req_to_token=table, req_pool_indices=rows, seq_lens=lens)
-        features, missing = Features.of(plan), missing_tokens(plan, batch.seq_lens)
+        features = Features.of(plan, shape)
+        missing = missing_tokens(plan, batch.seq_lens, shape.num_kv_heads)
         layers = list(self._layers(num_slots))
 
         def step() -> None:
@@ -339,16 +393,20 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
     return x
 
 
-def samples_json(machine: Machine, measurements: Sequence[Measurement]) -> str:
-    """Measurements as JSON, for fits that are made elsewhere."""
+def samples_json(machine: Machine, measured: Mapping[str, Sequence[Measurement]]) -> str:
+    """Measurements of each kind of layer as JSON, for fits that are made elsewhere."""
     samples = [
-        asdict(each) | {"design": each.design._asdict(), "features": each.features._asdict()}
+        asdict(each)
+        | {"kind": kind, "design": each.design._asdict(), "features": each.features._asdict()}
+        for kind, measurements in measured.items()
         for each in measurements
     ]
     return json.dumps({"machine": asdict(machine), "samples": samples}, indent=1) + "\n"
 
 
-def calibrate(machine: Machine, measurements: Sequence[Measurement]) -> Calibration:
+def calibrate(
+    machine: Machine, measurements: Sequence[Measurement], kind: str = PLAIN
+) -> Calibration:
     """The fit as it is kept. CalibrationError if it is bad."""
     found = fit(measurements)
     microseconds = found.microseconds._asdict()
@@ -359,6 +417,7 @@ def calibrate(machine: Machine, measurements: Sequence[Measurement]) -> Calibrat
         found.error,
         found.worst,
         len(measurements),
+        kind,
     )
 
 

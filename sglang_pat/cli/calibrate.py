@@ -1,7 +1,7 @@
 """`sglang-pat calibrate`: measure what planning weighs, on the GPU of this machine.
 
 Takes less than a minute. Every server that is started later with the same GPU, driver and kernels
-reads the result.
+reads the result. Each kind of layer has costs of its own: `plain`, `latent` (MLA) and `latent-fp8`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sglang_pat.cli.gpus import find_gpus
 from sglang_pat.output_file import output_file
+from sglang_pat.support import LATENT_HEAD_DIMS, has_kernels
 
+if TYPE_CHECKING:
+    from sglang_pat.bench.calibration import Measurement
+    from sglang_pat.executors.calibration import Machine
+
+KINDS = ("plain", "latent", "latent-fp8")  # those of executors/calibration.py, without torch
 DESCRIPTION = "measure on this GPU what planning weighs; servers started later use it"
 
 
@@ -27,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=output_file,
         metavar="FILE",
         help="also write every measured plan, as JSON",
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="of layers (default: all that have kernels for this GPU)",
     )
     parser.set_defaults(run=run)
 
@@ -43,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         from sglang_pat.bench import calibration
-        from sglang_pat.executors.calibration import Machine
+        from sglang_pat.executors.calibration import PLAIN, Machine
         from sglang_pat.executors.jit import KernelBuildError
         from sglang_pat.executors.kernel_cache import KernelCacheError
     except Exception as error:  # a broken installation may raise anything
@@ -51,27 +66,46 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         return _fail(2, "torch sees no GPU; `sglang-pat doctor` says more")
     try:
-        machine = Machine.of(torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        machine = Machine.of(device)
         print(f"{machine.gpu}, driver {machine.driver}, kernels {machine.kernels}")
-        measured = calibration.measure(print if arguments.verbose else lambda _: None)
-        if arguments.samples is not None:  # before the fit: a bad one is when they are wanted
-            arguments.samples.write_text(calibration.samples_json(machine, measured))
-        found = calibration.calibrate(machine, measured)
+        kinds = dict.fromkeys(arguments.kinds)
+        if not has_kernels(*LATENT_HEAD_DIMS, torch.cuda.get_device_capability(device)):
+            kinds = dict.fromkeys(kind for kind in kinds if kind == PLAIN)
+        if not kinds:
+            return _fail(1, f"latent attention has no kernels for the {machine.gpu}")
+        measured = {}
+        for kind in kinds:
+            report = print if arguments.verbose else lambda _: None
+            measured[kind] = calibration.measure(report, kind)
+            if arguments.samples is not None:  # before the fit: a bad one is when they are wanted
+                arguments.samples.write_text(calibration.samples_json(machine, measured))
     except calibration.CalibrationError as error:
         return _fail(1, f"{error} Nothing was changed.")
     except (KernelBuildError, KernelCacheError) as error:
         return _fail(1, str(error))
     except OSError as error:
         return _fail(1, f"the samples cannot be written: {error}")
+    print(f"measured in {time.perf_counter() - begin:.0f} s")
+    statuses = [_keep(machine, kind, each, arguments.dry_run) for kind, each in measured.items()]
+    return max(statuses)
+
+
+def _keep(machine: Machine, kind: str, measured: Sequence[Measurement], dry_run: bool) -> int:
+    """Fit the costs of a kind of layer, print them, and write them. Returns the exit status."""
+    from sglang_pat.bench import calibration
+
+    try:
+        found = calibration.calibrate(machine, measured, kind)
+    except calibration.CalibrationError as error:
+        return _fail(1, f"{kind}: {error} Nothing was changed.")
+    print(f"{kind} layers:")
     for name, us in found.microseconds.items():
         print(f"{name:14}{us:12.6f}" + (" of a token" if name.startswith("body") else " us"))
     costs = ", ".join(f"{name} {value:g}" for name, value in found.costs.items())
     print(f"in tokens: {costs}")
-    print(
-        f"fitted to {found.num_plans} plans, off by {found.error:.1%}, at most {found.worst:.1%}; "
-        f"{time.perf_counter() - begin:.0f} s"
-    )
-    if arguments.dry_run:
+    print(f"fitted to {found.num_plans} plans, off by {found.error:.1%}, at most {found.worst:.1%}")
+    if dry_run:
         return 0
     try:
         print(found.save())

@@ -433,7 +433,7 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
 
 
 def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """Cost models of the GPUs here: one check for each kind of GPU.
+    """Cost models of the GPUs here: one check for each kind of GPU, and for latent layers if any.
 
     Parameters
     ----------
@@ -447,20 +447,23 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
     except Exception:  # of torch: the checks above name it
         return []
     checks = []
-    for name in sorted({gpu.name for gpu in gpus}):
+    for name, kind in itertools.product(sorted({gpu.name for gpu in gpus}), calibration.KINDS):
         machine = calibration.Machine(name, calibration.driver_version(), jit.source_hash())
         try:
-            found = calibration.load(machine, cache)
+            found = calibration.load(machine, cache, kind=kind)
         except (ValueError, kernel_cache.KernelCacheError) as error:
             checks.append(Check("calibration", "failed", *_found_and_advice(error)))
             continue
+        if found is None and kind != calibration.PLAIN:
+            continue  # estimates, which are not named here
         if found is None:
             _, origin = calibration.shipped_costs(name)
             text = f"{name}: not measured, the costs of planning are {origin}"
             checks.append(Check("calibration", "ok", f"{text} (`sglang-pat calibrate` measures)"))
         else:
             costs = ", ".join(f"{each} {value:g}" for each, value in found.costs.items())
-            text = f"{name}: measured, off by {found.error:.1%}; in tokens: {costs}"
+            layers = "" if kind == calibration.PLAIN else f", {kind} layers"
+            text = f"{name}{layers}: measured, off by {found.error:.1%}; in tokens: {costs}"
             checks.append(Check("calibration", "ok", text))
     return checks
 

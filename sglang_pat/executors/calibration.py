@@ -1,7 +1,8 @@
 """Cost model of a GPU: the file that `sglang-pat calibrate` writes, and who reads it.
 
-One file per GPU, driver and kernels, in the folder of compiled kernels. All ranks of a server read
-the same file, so they come to the same plans. Without a file those hold that come with the package.
+One file per GPU, driver, kernels and kind of layer, in the folder of compiled kernels. All ranks of
+a server read the same file, so they come to the same plans. Without a file those hold that come
+with the package.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from sglang_pat.executors import jit, kernel_cache
 from sglang_pat.plan import shipped_latent_costs
 
 FOLDER = "calibration"
+# Kinds of layers that have costs of their own; latent attention also by the type of its KV cache.
+PLAIN, LATENT, ONE_BYTE_LATENT = KINDS = ("plain", "latent", "latent-fp8")
 _FORMAT = 1
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -38,9 +41,11 @@ class Machine:
     def of(cls, device: torch.device) -> Machine:
         return cls(torch.cuda.get_device_name(device), driver_version(), jit.source_hash())
 
-    @property
-    def file_name(self) -> str:
+    def file_name(self, kind: str = PLAIN) -> str:
+        """The name of the file about a kind of layer."""
         words = f"{self.gpu} {self.driver} {self.kernels}"
+        if kind != PLAIN:
+            words += f" {kind}"
         return "".join(c if c.isalnum() or c in "." else "-" for c in words) + ".json"
 
 
@@ -60,6 +65,8 @@ class Calibration:
         Root mean square and largest of the fit's relative errors.
     num_plans
         How many were measured.
+    kind
+        Of the layers; one of `KINDS`.
     """
 
     machine: Machine
@@ -68,6 +75,7 @@ class Calibration:
     error: float
     worst: float
     num_plans: int
+    kind: str = PLAIN
 
     @property
     def cost_model(self) -> CostModel:
@@ -75,7 +83,7 @@ class Calibration:
 
     def save(self, cache: Path | None = None) -> Path:
         """Write the file, all at once. OSError if it cannot be written."""
-        path = _folder(cache) / self.machine.file_name
+        path = _folder(cache) / self.machine.file_name(self.kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as new:
             json.dump({"format": _FORMAT, **asdict(self)}, new, indent=1)
@@ -84,12 +92,12 @@ class Calibration:
         return path
 
 
-def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
-    """The calibration of a machine, or None if there is none.
+def load(machine: Machine, cache: Path | None = None, *, kind: str = PLAIN) -> Calibration | None:
+    """The calibration of a machine for a kind of layer, or None if there is none.
 
     KernelCacheError names a file that cannot be used, and what to do.
     """
-    path = _folder(cache) / machine.file_name
+    path = _folder(cache) / machine.file_name(kind)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -97,22 +105,29 @@ def load(machine: Machine, cache: Path | None = None) -> Calibration | None:
     except (OSError, ValueError) as error:
         raise _unusable(path, error) from error
     try:
-        return _read(data, machine)
+        return _read(data, machine, kind)
     except (KeyError, TypeError, ValueError) as error:
         raise _unusable(path, error) from error
 
 
-def costs_of(device: torch.device, *, latent: bool = False) -> CostModel:
+def costs_of(device: torch.device, *, latent: bool = False, one_byte: bool = False) -> CostModel:
     """Costs that were measured on this machine, else those shipped for its GPU.
 
-    KernelCacheError as in `load`. latent: costs of latent attention, which `sglang-pat calibrate`
-    does not measure.
+    KernelCacheError as in `load`. latent: costs of latent attention. one_byte: over an fp8 cache,
+    which is measured apart of latent attention only.
     """
     machine = _machine(device)
-    if latent:
-        return shipped_latent_costs(machine.gpu)
-    found = load(machine)
-    return shipped_costs(machine.gpu)[0] if found is None else found.cost_model
+    found = load(machine, kind=kind_of(latent=latent, one_byte=one_byte))
+    if found is not None:
+        return found.cost_model
+    return shipped_latent_costs(machine.gpu) if latent else shipped_costs(machine.gpu)[0]
+
+
+def kind_of(*, latent: bool, one_byte: bool) -> str:
+    """The kind of a layer."""
+    if not latent:
+        return PLAIN
+    return ONE_BYTE_LATENT if one_byte else LATENT
 
 
 def shipped_costs(gpu: str) -> tuple[CostModel, str]:
@@ -141,12 +156,14 @@ def _folder(cache: Path | None) -> Path:
     return (kernel_cache.default_cache() if cache is None else cache) / FOLDER
 
 
-def _read(data: Any, machine: Machine) -> Calibration:
+def _read(data: Any, machine: Machine, kind: str) -> Calibration:
     if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
         raise ValueError(f"not in format {_FORMAT}")
     found = Calibration(**(data | {"machine": Machine(**data["machine"])}))
     if found.machine != machine:
         raise ValueError(f"made for {found.machine}, this is {machine}")
+    if found.kind != kind:
+        raise ValueError(f"made for layers of kind {found.kind!r}, not {kind!r}")
     _ = found.cost_model  # names what is out of range
     return found
 

@@ -188,6 +188,32 @@ def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: 
     assert found.first_verify_steps > 0  # of one request: three rows, padded to four
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("own_requests", [False, True], ids=["common batch", "own requests"])
+def test_latent_attention_on_two_ranks(
+    engines: FamilyEngines, own_requests: bool, page_size: int
+) -> None:
+    """Each has half of the query heads; or all, for requests of its own, and idles without any."""
+    if cuda_driver_is_present():
+        pytest.skip("runs only where there is no CUDA driver")
+    small = FAMILIES["deepseek-v2"]
+    ranks = environment_of_ranks(tp_size=2)
+    layout: dict[str, Any] = {"tp_size": 2, "page_size": page_size}
+    if own_requests:
+        layout |= {"dp_size": 2, "enable_dp_attention": True}
+    expected = engines.run(small, None, ranks=ranks, **layout)
+    found = engines.run(small, "pat", ranks=ranks, **layout)
+    assert_telling(found)
+    assert found.tokens == expected.tokens
+    assert (found.layers_of("pat"), found.layers_of("default")) == (small.pat, ())
+    assert found.stats["private_steps"] == {}
+    assert found.stats["kv_tokens_planned"] < found.stats["kv_tokens_query_centric"]
+    compared = found.stats["ranks_alike"].get("steps", 0)
+    planned = found.stats["plans_built"] + found.stats["plans_reused"]
+    assert compared == 0 if own_requests else compared >= planned > 0
+
+
 def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
     """Options with which a head of a Llama drafts. Its model is written to `folder`."""
     draft = family.write(folder)
@@ -536,8 +562,11 @@ def assert_shared(run: Run, family: Family) -> None:
     "name",
     [
         "llama",
-        # Layers of both routes: a hybrid's pools have the type as well.
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt-oss", "qwen3-next")),
+        # Layers of both routes: a hybrid's pools have the type as well. And latent attention.
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("gpt-oss", "qwen3-next", "deepseek-v2")
+        ),
     ],
 )
 def test_tokens_over_an_fp8_pool(engines: FamilyEngines, name: str) -> None:

@@ -33,6 +33,7 @@ PAGES = (
     "docs/numerics.md",
     "docs/recipes/agents.md",
     "docs/recipes/fp8.md",
+    "docs/recipes/multi-gpu.md",
     "docs/recipes/rollouts.md",
     "docs/recipes/router.md",
     "docs/related-work.md",
@@ -694,23 +695,46 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
     return f"{source}\n\n{table(columns, rows)}"
 
 
-LATENT_MODELS = {
+SERVED_MODELS = {
     "deepseek-v2-lite": "DeepSeek-V2-Lite, {} of 27 layers",
     "glm-4.7-flash": "GLM-4.7-Flash, {} of 47 layers",
     "v3-rank": "DeepSeek-V3, a rank of 8: 16 heads, {} of 61 layers",
     "k2-rank": "Kimi K2, a rank of 8: 8 heads, {} of 61 layers",
+    "llama-3-8b": "Llama-3-8B, {} of 32 layers",
+    "llama-3-70b": "Llama-3-70B, {} layers",
 }
 
 
 def latent_servers() -> str:
-    result = read("mla-serving.json", OTHER_GPU)
+    return _servers_of_models(OTHER_GPU / "mla-serving.json")
+
+
+def latent_one_byte_servers() -> str:
+    """Times over an fp8 cache, and what its conversion takes."""
+    path = RESULTS / "mla-fp8-serving.json"
+    if not path.exists():
+        return "No server of such a model was timed."
+    found = []
+    for model, each in read(path.name)["conversion"].items():
+        name = SERVED_MODELS[model].format(each["layers"])
+        pools = [
+            f"{times['step_ms']:.1f} ms with a pool of {int(tokens):,} tokens"
+            for tokens, times in each["by_tokens_of_the_pool"].items()
+        ]
+        found.append(f"{name}: {', '.join(pools)}")
+    told = wrapped(f"The conversion alone takes in each step: {'; '.join(found)}.")
+    return f"{_servers_of_models(path)}\n\n{told}"
+
+
+def _servers_of_models(path: Path) -> str:
+    result = read(path.name, path.parent)
     rows = []
     for case in result["cases"]:
         layers = result["models"][case["model"]]["full_attention_layers"]
         times, ratio = case["tpot_ms"], case["default_over_pat"]
         rows.append(
             [
-                LATENT_MODELS[case["model"]].format(layers),
+                SERVED_MODELS[case["model"]].format(layers),
                 case["case"],
                 f"{times['pat']:.2f}",
                 f"{times['default']:.2f}",
@@ -720,11 +744,50 @@ def latent_servers() -> str:
     meta = result["meta"]
     source = wrapped(
         f"Milliseconds per output token, SGLang {meta['versions']['sglang']}. Source: "
-        f"`{OTHER_GPU.name}/mla-serving.json` (`benchmarks/server hybrids`, commit "
-        f"{meta['commit']})."
+        f"`{path.parent.name}/{path.name}` (`benchmarks/server hybrids`, commit {meta['commit']})."
     )
     columns = ["model", "", "pat", "FA3", "FA3 / pat (quartiles)"]
     return f"{source}\n\n{table(columns, rows)}"
+
+
+LAYOUTS = {
+    "tp": "`--tp-size {}`",
+    "pp": "`--pp-size {}`",
+    "dp": "`--dp-size {} --enable-dp-attention`",
+    "mla": "MLA, `--tp-size {}`",
+    "mla-dp": "MLA, `--dp-size {} --enable-dp-attention`",
+    "chains": "chains of drafts, `--tp-size {}`",
+}
+
+
+def several_ranks() -> str:
+    """Ranks against one rank, and their times if they were measured."""
+    folder = RESULTS if (RESULTS / "ranks.json").exists() else OTHER_GPU
+    result = read("ranks.json", folder)
+    ranks, rows = result.get("ranks", 2), []
+    for layout, title in LAYOUTS.items():
+        if "plans" not in (found := result.get(layout, {})):
+            continue
+        if "drafted" in found:
+            off = [f"{found['drafted'][name]['off']:.3f}" for name in ("pat", "fa3")]
+        else:
+            off = [f"{found['moved'][name]['max']:.3f}" for name in ("pat", "fa3")]
+        plans = found["plans"]
+        apart = plans.get("apart_us") or {}
+        times = f"{apart['p50']:.0f} / {apart['p90']:.0f}" if apart else ""
+        rows.append([title.format(ranks), *off, str(plans["steps_alike"] or ""), times])
+    source = wrapped(
+        f"{ranks} GPUs ({result['meta']['gpu']}): by how much logits move from those of one, at "
+        "most; with drafts, by how much a token is less probable than the best one. Steps with "
+        "equal plans on all ranks, and how much longer the slowest rank planned than the fastest. "
+        f"Source: `{folder.name}/ranks.json` (`benchmarks/check ranks`, commit "
+        f"{result['meta']['commit']})."
+    )
+    columns = ["layout", "pat", "FA3", "steps alike", "planning apart, us: p50 / p90"]
+    shown = f"{source}\n\n{table(columns, rows)}"
+    if not (RESULTS / "ranks-serving.json").exists():
+        return shown
+    return f"{shown}\n\n{_servers_of_models(RESULTS / 'ranks-serving.json')}"
 
 
 def servers_without_sharing() -> str:
@@ -837,6 +900,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         latent_one_byte_kernels,
         trained_model,
         latent_servers,
+        latent_one_byte_servers,
+        several_ranks,
         gains_by_sharing,
         gains_without_sharing,
         sharing_curve,

@@ -25,14 +25,16 @@ def draw(model: torch.nn.Module) -> None:
     """Fill all parameters.
 
     Each depends on its name alone, so that every engine draws the same. Under tensor parallelism a
-    rank's part of the vocabulary is its own.
+    rank's part of the vocabulary is its own; with data-parallel attention each embeds all of it.
     """
     weights = dict(model.named_parameters())
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 0)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     is_tied = not any("lm_head" in name for name in weights)  # each is named once
     for name, weight in weights.items():
         if torch.is_floating_point(weight):
-            part = str(rank) if rank and ("embed" in name or "lm_head" in name) else ""
+            is_part = ("embed" in name or "lm_head" in name) and len(weight) < vocabulary
+            part = str(rank) if rank and is_part else ""
             drawn = hashlib.blake2b((name + part).encode(), digest_size=6).digest()
             seed = int.from_bytes(drawn)
             generator = torch.Generator(weight.device).manual_seed(seed)

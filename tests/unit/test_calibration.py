@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +31,16 @@ from sglang_pat.cli import calibrate as command
 from sglang_pat.cli import doctor, main
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.executors import calibration, jit
-from sglang_pat.executors.calibration import Calibration, Machine, costs_of, load
+from sglang_pat.executors.calibration import (
+    KINDS,
+    LATENT,
+    ONE_BYTE_LATENT,
+    PLAIN,
+    Calibration,
+    Machine,
+    costs_of,
+    load,
+)
 from sglang_pat.executors.kernel_cache import CACHE_VARIABLE, KernelCacheError
 
 MACHINE = Machine("NVIDIA H100 80GB HBM3", "580.159.04", "0123456789abcdef")
@@ -56,25 +66,25 @@ class Planned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def planned() -> list[Planned]:
-    """All designs with what is in their plans, made as on a GPU with 264 CTAs."""
+    return planned_of(PLAIN)
+
+
+@functools.cache
+def planned_of(kind: str) -> list[Planned]:
+    """All designs with what is in their plans, made as on a GPU with 264 CTAs, or 132 of latent."""
     found = []
-    for design in designs():
-        attention = PackAttention(
-            bench.NUM_QO_HEADS,
-            bench.NUM_KV_HEADS,
-            bench.HEAD_DIM,
-            dtype=torch.bfloat16,
-            device="cpu",
-            policy=design.policy,
-            num_workers=33,
-        )
+    layers = bench.LAYERS_OF[kind]
+    workers = 132 if layers.shape.is_latent else 33
+    for design in designs(kind):
+        attention = layers.attention(policy=design.policy, device="cpu", num_workers=workers)
         batch = design.batch()
         lens = torch.from_numpy(batch.seq_lens)
         table = torch.zeros((len(lens), int(lens.max())), dtype=torch.int32)
         plan = attention.plan(
             batch, req_to_token=table, req_pool_indices=torch.arange(len(lens)), seq_lens=lens
         )
-        found.append(Planned(design, Features.of(plan), missing_tokens(plan, batch.seq_lens)))
+        missing = missing_tokens(plan, batch.seq_lens, layers.shape.num_kv_heads)
+        found.append(Planned(design, Features.of(plan, layers.shape), missing))
     return found
 
 
@@ -129,7 +139,9 @@ def test_a_bad_fit_is_refused(planned: list[Planned]) -> None:
         fit(timed(planned, without))
 
 
-def test_the_designs_tell_the_features_apart(planned: list[Planned]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_designs_tell_the_features_apart(kind: str) -> None:
+    planned = planned_of(kind)
     summed = [each for each in planned if not each.design.body]
     matrix = np.array([each.features for each in summed])
     scaled = matrix / np.linalg.norm(matrix, axis=0)
@@ -150,14 +162,17 @@ def test_missing_tokens_are_those_of_short_items() -> None:
     )
     # Eight private items of 40 tokens and two prefixes; 8 KV heads.
     lacking = [max(0, least - 40) * 8 * 8 for least in bench.SHORTEST]
-    assert missing_tokens(plan, batch.seq_lens) == lacking
+    assert missing_tokens(plan, batch.seq_lens, 8) == lacking
 
 
-def test_each_body_has_a_design_of_its_own() -> None:
-    found = [design for design in designs() if design.body]
-    assert [design.body for design in found] == bench.bodies()
+@pytest.mark.parametrize(
+    ("kind", "bodies"), [(PLAIN, [16, 32, 64]), (LATENT, [32, 64]), (ONE_BYTE_LATENT, [32])]
+)
+def test_each_body_has_a_design_of_its_own(kind: str, bodies: list[int]) -> None:
+    found = [design for design in designs(kind) if design.body]
+    assert [design.body for design in found] == bodies
     for design in found:
-        assert design.sharers * bench.GROUP_SIZE == design.body
+        assert design.sharers * bench.LAYERS_OF[kind].shape.group_size == design.body
         assert design.prefix > 100 * design.private
 
 
@@ -255,6 +270,26 @@ def test_without_a_file_the_costs_that_are_shipped_hold(
     assert costs_of(torch.device("cuda", 0)) == shipped
 
 
+@pytest.mark.parametrize("kind", [LATENT, ONE_BYTE_LATENT])
+def test_costs_of_latent_attention_are_measured_as_well(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(calibration, "_machine", lambda _: MACHINE)
+    found = calibrate(MACHINE, timed(planned_of(kind)), kind)
+    assert found.cost_model.values()["reread_token"] == pytest.approx(0.467, abs=0.02)
+    path = found.save()
+    assert load(MACHINE, kind=kind) == found
+    device, one_byte = torch.device("cuda", 0), kind == ONE_BYTE_LATENT
+    assert costs_of(device, latent=True, one_byte=one_byte) == found.cost_model
+    # The others keep theirs.
+    assert costs_of(device, latent=True, one_byte=not one_byte) != found.cost_model
+    assert costs_of(device, one_byte=one_byte) == calibration.shipped_costs(MACHINE.gpu)[0]
+    path.rename(path.with_name(MACHINE.file_name()))
+    with pytest.raises(KernelCacheError, match="made for layers of kind"):
+        load(MACHINE)
+
+
 def test_latent_attention_has_costs_of_its_own(
     made: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,16 +342,38 @@ def test_the_command_keeps_its_result_unless_it_is_told_not_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(bench, "measure", lambda _: timed(planned, noise=0.01))
+    monkeypatch.setattr(bench, "measure", lambda _, kind: timed(planned_of(kind), noise=0.01))
     assert main.main(["calibrate", *flags]) == 0
     printed = capsys.readouterr().out
-    assert f"fitted to {len(planned)} plans, off by" in printed
+    for kind in KINDS:
+        assert f"{kind} layers:\n" in printed
+        assert f"fitted to {len(planned_of(kind))} plans, off by" in printed
+        assert (load(MACHINE, tmp_path, kind=kind) is None) == bool(flags)
     assert "packed_item 2" in printed
-    found = load(MACHINE, tmp_path)
-    assert (found is None) == bool(flags)
-    (check,) = doctor.check_calibration([Gpu(MACHINE.gpu, (9, 0), "")], tmp_path)
+    check, *of_latent = doctor.check_calibration([Gpu(MACHINE.gpu, (9, 0), "")], tmp_path)
     assert check.status == "ok"
     assert ("not measured" if flags else "measured, off by") in check.found
+    assert len(of_latent) == (0 if flags else 2)
+
+
+def test_a_gpu_without_kernels_for_latent_attention_has_the_others_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(bench, "measure", lambda _, kind: timed(planned_of(kind)))
+    assert main.main(["calibrate"]) == 0
+    assert [load(MACHINE, tmp_path, kind=kind) is not None for kind in KINDS] == [
+        True,
+        False,
+        False,
+    ]
+    assert main.main(["calibrate", "--kinds", LATENT]) == 1
+    assert "no kernels for the NVIDIA H100" in capsys.readouterr().err
+
+
+def test_the_command_knows_the_kinds() -> None:
+    assert command.KINDS == KINDS
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.4])
@@ -328,9 +385,10 @@ def test_samples_are_written_whatever_the_fit(
 ) -> None:
     _on_a_gpu(monkeypatch, tmp_path)
     measured = timed(planned, noise=noise)
-    monkeypatch.setattr(bench, "measure", lambda _: measured)
+    monkeypatch.setattr(bench, "measure", lambda *_: measured)
     file = tmp_path / "samples.json"
-    assert main.main(["calibrate", "--dry-run", "--samples", str(file)]) == (noise > 0.1)
+    flags = ["--dry-run", "--kinds", PLAIN, "--samples", str(file)]
+    assert main.main(["calibrate", *flags]) == (noise > 0.1)
     samples = json.loads(file.read_text())["samples"]
     assert [Design(**each["design"]) for each in samples] == [each.design for each in measured]
     assert [each["us"] for each in samples] == [each.us for each in measured]
@@ -343,7 +401,7 @@ def test_samples_that_cannot_be_written_are_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(bench, "measure", lambda _: timed(planned))
+    monkeypatch.setattr(bench, "measure", lambda *_: timed(planned))
     assert main.main(["calibrate", "--samples", "/dev/full"]) == 1
     assert "the samples cannot be written" in capsys.readouterr().err
 
@@ -357,7 +415,7 @@ def test_a_bad_fit_leaves_the_file_alone(
 ) -> None:
     _on_a_gpu(monkeypatch, tmp_path)
     made.save(tmp_path)
-    monkeypatch.setattr(bench, "measure", lambda _: timed(planned, noise=0.4))
+    monkeypatch.setattr(bench, "measure", lambda *_: timed(planned, noise=0.4))
     assert main.main(["calibrate"]) == 1
     assert "Nothing was changed" in capsys.readouterr().err
     assert load(MACHINE, tmp_path) == made
@@ -379,6 +437,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(command, "find_gpus", lambda: [Gpu(MACHINE.gpu, (9, 0), "")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(Machine, "of", lambda _: MACHINE)
     monkeypatch.setattr(calibration, "driver_version", lambda: MACHINE.driver)
     monkeypatch.setattr(jit, "source_hash", lambda: MACHINE.kernels)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.fleet import Member, answers_equal, fill_all, groups_that_fit, wait, watched
+from common.fleet import Member, answers_equal, fill_all, groups_that_fit, wait, watched
 from sglang_pat.bench.decoding import DecodeRun
 
 

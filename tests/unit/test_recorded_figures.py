@@ -102,6 +102,41 @@ def test_other_results_give_other_figures(
     assert "docs/kernels.md" in capsys.readouterr().err
 
 
+def test_figures_follow_runs_that_are_recorded_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers over fp8 latent KV, and several ranks."""
+    monkeypatch.setattr(recorded_figures, "RESULTS", tmp_path)
+    assert BLOCKS["latent-one-byte-servers"]() == "No server of such a model was timed."
+    meta = {"gpu": "NVIDIA H100", "commit": "abc", "versions": {"sglang": "0.5.17"}}
+    ratio = {"median": 2.5, "low": 2.4, "high": 2.6}
+    case = {
+        "model": "glm-4.7-flash",
+        "case": "shared",
+        "tpot_ms": {"pat": 2.0, "default": 5.0},
+        "default_over_pat": ratio,
+    }
+    pools = {"96000": {"layer_us": 50.0, "step_ms": 0.5}}
+    served = {
+        "meta": meta,
+        "models": {"glm-4.7-flash": {"full_attention_layers": 10}},
+        "cases": [case],
+        "conversion": {"glm-4.7-flash": {"layers": 10, "by_tokens_of_the_pool": pools}},
+    }
+    for name in ("mla-fp8-serving.json", "ranks-serving.json"):
+        (tmp_path / name).write_text(json.dumps(served))
+    told = " ".join(BLOCKS["latent-one-byte-servers"]().split())
+    assert "2.00 | 5.00 | 2.50 (2.40 to 2.60)" in told
+    assert "10 of 47 layers: 0.5 ms with a pool of 96,000 tokens." in told
+    plans = {"steps_alike": 90, "apart_us": {"p50": 9.4, "p90": 20.1}}
+    drafted = {"pat": {"off": 0.02}, "fa3": {"off": 0.03}}
+    ranks = {"meta": meta, "ranks": 4, "chains": {"drafted": drafted, "plans": plans}}
+    (tmp_path / "ranks.json").write_text(json.dumps(ranks | {"tp": {"failed": True}}))
+    told = BLOCKS["several-ranks"]()
+    assert "| chains of drafts, `--tp-size 4` | 0.020 | 0.030 | 90 | 9 / 20 |" in told
+    assert "ranks-serving.json" in told
+
+
 def test_no_file_of_results_names_a_folder_of_its_machine() -> None:
     for path in RESULTS.parent.rglob("*.json"):
         command = str(json.loads(path.read_text())["meta"].get("command", ""))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from check import sanitizer_grid
 from check.sanitizer_grid import GRID, HOPPER, Case, run_case
 from check.sanitizers import KERNELS, TOOLS, Watched, reports, verdict
-from sglang_pat._scheduler import TILE_TABLE
+from sglang_pat._scheduler import LATENT_TILE_TABLE, TILE_TABLE
 from sglang_pat.executors.jit import source_folder
-from sglang_pat.plan import BufferSizes
+from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens
 
 CLEAN = """========= COMPUTE-SANITIZER
 1 of 2: group-1: 0.5 s
@@ -36,6 +37,16 @@ def counts(case: Case) -> dict[str, int]:
     """Contents of a case's plan."""
     needed = BufferSizes.needed_by(case.plan(case.config(HOPPER)))  # type: ignore[arg-type]
     return {**needed.plan.entries(), "num_shared_slots": needed.num_shared_slots}
+
+
+def largest_rows(case: Case) -> int:
+    """Query rows of the largest tile of a latent case's plan: Hopper has a body for either."""
+    plan = case.plan(case.config(HOPPER))
+    sizes = BufferSizes.needed_by(plan)  # type: ignore[arg-type]
+    buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
+    plan.write(sizes.plan, sizes.num_partials, sizes.num_shared_slots, buffer)
+    header = DecodePlan(buffer, sizes.plan, KvTokens(0, 0, 0), LATENT_TILE_TABLE).header
+    return LATENT_TILE_TABLE[header.largest_tile][0]
 
 
 # --- the grid ---
@@ -65,6 +76,8 @@ def test_latent_attention_has_all_that_it_does(body: str) -> None:
     assert len({case.name for case in cases}) == len(cases)
     assert all(case.config(HOPPER).is_latent for case in cases)
     assert {case.config(HOPPER).force_mma_sync for case in cases} == {"mma.sync" in body}
+    assert {case.kv_dtype is not None for case in cases} == {"fp8" in body}
+    assert {largest_rows(case) for case in cases} == {32, 64}
     assert {case.dtype for case in cases} == {torch.bfloat16, torch.float16}
     assert {case.heads[0] for case in cases} >= {1, 5, 8, 16, 20, 64}
     assert any(case.scheduler.get("batch_invariant") for case in cases)
@@ -85,9 +98,20 @@ def test_plans_split_share_and_merge(body: str) -> None:
 
 
 @pytest.mark.parametrize("uninitialized", [False, True])
-@pytest.mark.parametrize("name", ["split", "random-plan-1", "runs-mixed"])
-def test_cases_are_right_where_plain_torch_runs_them(name: str, uninitialized: bool) -> None:
-    (case,) = (case for case in GRID["wgmma"] if case.name == name)
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("wgmma", "split"),
+        ("wgmma", "random-plan-1"),
+        ("wgmma", "runs-mixed"),
+        ("latent fp8", "latent-split"),
+        ("latent fp8", "latent-random-plan-1"),
+    ],
+)
+def test_cases_are_right_where_plain_torch_runs_them(
+    body: str, name: str, uninitialized: bool
+) -> None:
+    (case,) = (case for case in GRID[body] if case.name == name)
     run_case(case, torch.device("cpu"), uninitialized=uninitialized)
 
 

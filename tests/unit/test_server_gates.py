@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.fleet import heads_of
 from server import gates
-from server.fleet import heads_of
 from server.kernel_times import kernel_times, layer_us
 from sglang_pat.bench.cases import Case
 

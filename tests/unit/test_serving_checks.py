@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ from check import hicache, soak
 from check import logits as check_logits
 from check import ranks as check_ranks
 from check.memory import Memory
-from common import suites
+from common import drafts, suites
 from common.models import MODELS
 from server import hybrids, speculation, waits
+from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, groups_that_fit
 from server.nested_models import write_head, write_nested
 from sglang_pat.bench.answers import Answer, Candidate, agreement
 from sglang_pat.bench.decoding import DecodeRun
@@ -105,7 +109,7 @@ def test_pat_must_answer_the_same_tokens() -> None:
 
 
 GOOD_PLANS = check_ranks.Plans(
-    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={}
+    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={}, apart_us={}
 )
 
 
@@ -126,10 +130,10 @@ def test_several_ranks_must_answer_as_one() -> None:
     ("changed", "failing"),
     [
         ({}, []),
-        ({"steps": check_logits.NUM_TOKENS - 1}, ["tp", "pp", "dp"]),
-        ({"kv_ratio": 0.95}, ["tp", "pp", "dp"]),
-        ({"private_steps": {"a reason": 1}}, ["tp", "pp", "dp"]),
-        ({"steps_alike": 0}, ["tp"]),
+        ({"steps": check_logits.NUM_TOKENS - 1}, ["tp", "pp", "dp", "mla", "mla-dp"]),
+        ({"kv_ratio": 0.95}, [*check_ranks.LAYOUTS]),
+        ({"private_steps": {"a reason": 1}}, [*check_ranks.LAYOUTS]),
+        ({"steps_alike": 0}, ["tp", "mla", "chains"]),
         ({"reused": 20}, ["pp"]),
     ],
 )
@@ -140,45 +144,101 @@ def test_several_ranks_must_plan_as_their_layout_asks(
     assert [layout for layout in check_ranks.LAYOUTS if plans.failures(layout)] == failing
 
 
-def test_one_rank_serves_the_comparison_of_all_layouts() -> None:
-    starts = check_ranks.starts_of(
-        check_logits.ON_GPU, Path(), ["pat", "fa3"], ["tp", "pp", "dp"], 2
-    )
+def test_ranks_count_what_they_have_compared() -> None:
+    stats: dict[str, Any] = {
+        "plans_built": 20,
+        "plans_reused": 80,
+        "kv_tokens_planned": 50,
+        "kv_tokens_query_centric": 100,
+        "private_steps": {"no requests of pat's": 0},
+        "ranks_alike": {"steps": 100},
+        "ranks_apart_ns": {"9216": 85, "61440": 15},
+    }
+    plans = check_ranks.Plans.of(stats)
+    assert plans.apart_us == {"p50": 9.216, "p90": 61.44, "p99": 61.44}
+    (gate,) = check_ranks.gates({"tp": {"plans": plans._asdict()}, "pp": {}}).values()
+    assert not gate["met"]
+    alone = check_ranks.Plans.of({**stats, "ranks_alike": {}, "ranks_apart_ns": {}})
+    assert alone.apart_us == {}
+    assert not check_ranks.gates({"dp": {"plans": alone._asdict()}})
+
+
+def test_chains_must_be_the_models_own_tokens_and_accepted() -> None:
+    def failures(off: float, accepted: float, of_others: float = 3.0) -> list[str]:
+        drafted = {
+            "pat": check_ranks.Drafted(off, accepted),
+            "fa3": check_ranks.Drafted(0.03, of_others),
+        }
+        found = check_ranks.judge_chains(drafted, GOOD_PLANS)["failures"]
+        assert isinstance(found, list)
+        return found
+
+    assert failures(0.05, 2.9) == []
+    assert len(failures(0.07, 2.9)) == 1
+    assert len(failures(float("nan"), 2.9)) == 1
+    assert len(failures(0.0, 2.8)) == 1
+    assert failures(0.0, 1.0, of_others=1.0) == ["no draft was accepted"]
+
+
+def test_one_rank_of_each_model_serves_the_comparison_of_its_layouts() -> None:
+    layouts = [*check_ranks.LAYOUTS]
+    starts = check_ranks.starts_of(check_logits.ON_GPU, Path("m"), ["pat", "fa3"], layouts, 2)
     assert sorted(starts) == sorted(
-        f"{name}-{layout}" for name in ("pat", "fa3") for layout in ("one", "tp", "pp", "dp")
+        f"{backend}-{name}"
+        for backend in ("pat", "fa3")
+        for name in ("llama", "qwen3", "latent", *layouts)
     )
-    ranks = ("tp_size", "pp_size", "dp_size", "enable_dp_attention")
+    names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "speculative_algorithm")
     sizes = {
-        layout: {name: starts[f"pat-{layout}"].arguments.get(name) for name in ranks}
-        for layout in ("one", "tp", "pp", "dp")
+        name: [starts[f"pat-{name}"].arguments.get(each) for each in names]
+        for name in ("latent", *layouts)
     }
-    assert {layout: [*found.values()] for layout, found in sizes.items()} == {
-        "one": [None, None, None, None],
-        "tp": [2, None, None, None],
-        "pp": [None, 2, None, None],
-        "dp": [2, None, 2, True],
+    assert sizes == {
+        "latent": [None, None, None, None, None],
+        "tp": [2, None, None, None, None],
+        "pp": [None, 2, None, None, None],
+        "dp": [2, None, 2, True, None],
+        "mla": [2, None, None, None, None],
+        "mla-dp": [2, None, 2, True, None],
+        "chains": [2, None, None, None, "STANDALONE"],
     }
+    models = {name: starts[f"fa3-{name}"].model.name for name in layouts}
+    assert models == check_ranks.LAYOUTS
+    assert starts["pat-chains"].arguments["speculative_draft_model_path"] == Path("m/llama")
 
 
-def test_one_failing_layout_fails_the_check(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("failing", [None, "fa3-pp", "fa3-llama"])
+def test_a_server_that_fails_fails_its_layouts_alone(
+    failing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(check_ranks, "this_setup", lambda: check_logits.ON_CPU)
+    monkeypatch.setattr(check_ranks.Plans, "of", lambda _: GOOD_PLANS)
     run, off = run_of(0.0, [4, 5]), run_of(0.5, [4, 5])
-    runs = {"pat": (run, run), "fa3": (run, off)}
-    bad = GOOD_PLANS._replace(kv_ratio=0.95)
+    monkeypatch.setattr(
+        check_ranks, "answer_all", lambda server, _: off if server.name == "fa3-tp" else run
+    )
 
-    def status(plans: dict[str, check_ranks.Plans]) -> int:
-        found = {layout: (runs, each) for layout, each in plans.items()}
-        monkeypatch.setattr(check_ranks, "run_all", lambda *_: found)
-        monkeypatch.setattr(sys, "argv", [])
-        command = ["ranks", "--layout", *plans, "--json", str(tmp_path / "found.json")]
-        return int(suites.main(check, command))
+    @contextmanager
+    def fleet(starts: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+        members = {}
+        for name in starts:
+            server = SimpleNamespace(name=name, stats=dict)
+            failure = "ended while it started" if name == failing else None
+            members[name] = SimpleNamespace(server=server, failure=failure, name=name)
+        yield members
 
-    assert status({"tp": GOOD_PLANS, "pp": GOOD_PLANS}) == 0
-    assert status({"tp": GOOD_PLANS, "pp": bad}) == 1
+    monkeypatch.setattr(check_ranks, "fleet", fleet)
+    monkeypatch.setattr(check_ranks, "wait", lambda *_: None)
+    monkeypatch.setattr(check_ranks, "report_starts", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [])
+    command = ["ranks", "--layout", "tp", "pp", "--backends", "pat", "fa3"]
+    status = suites.main(check, [*command, "--json", str(tmp_path / "found.json")])
     written = json.loads((tmp_path / "found.json").read_text())
+    failed = {layout for layout in ("tp", "pp") if written[layout]["failed"]}
+    assert failed == {None: set(), "fa3-pp": {"pp"}, "fa3-llama": {"tp", "pp"}}[failing]
+    assert len(written["failures"]) == len(failed)
+    assert status == (1 if failed else 0)
     assert written["tp"]["layout"] == "tp"
-    assert [failure[:3] for failure in written["failures"]] == ["pp:"]
 
 
 def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
@@ -208,11 +268,17 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
         return [DecodeRun(slices, 100.0, cached, [])] * 3
 
     def gate(
-        name: str, pat: float, default: float, *, noise: float = 0.002, cached: float = 1.0
+        name: str,
+        pat: float,
+        default: float,
+        *,
+        noise: float = 0.002,
+        cached: float = 1.0,
+        model: str = "a",
     ) -> dict[str, Any]:
         found = hybrids.summary({"pat": runs(pat, noise, cached), "default": runs(default, 0.0)})
         assert found["default_over_pat"]["median"] == pytest.approx(default / pat, rel=0.01)
-        (gate,) = hybrids.gates([found | {"model": "a", "case": name}]).values()
+        (gate,) = hybrids.gates([found | {"model": model, "case": name}]).values()
         assert isinstance(gate["passed"], bool)
         return gate
 
@@ -221,9 +287,34 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
     assert not gate("shared", 4.0, 5.0, cached=0.5)["passed"]  # the prefix was not found
     assert gate("unshared", 5.05, 5.0, cached=0.5)["passed"]
     assert not gate("unshared", 5.15, 5.0)["passed"]
+    assert gate("shared", 4.0, 5.1, model="glm-4.7-flash")["passed"]
+    assert not gate("shared", 4.0, 4.9, model="glm-4.7-flash")["passed"]
+    assert not gate("unshared", 5.08, 5.0, model="v3-rank")["passed"]
     noisy = gate("shared", 4.0, 5.0, noise=0.2)
     assert noisy["noise"] > noisy["noise_at_most"]
     assert not noisy["passed"]
+
+
+def test_models_are_served_together_while_they_fit() -> None:
+    def names(memory: float, *models: str) -> list[list[str]]:
+        groups = groups_that_fit([HYBRIDS[name] for name in models], memory)
+        return [[model.name for model in group] for group in groups]
+
+    assert names(150e9, *LATENT) == [[*LATENT]]  # an H200
+    assert names(85e9, *LATENT) == [[*LATENT[:2]], [*LATENT[2:]]]
+    assert names(1e9, *LATENT) == [[name] for name in LATENT]  # tried at least
+    fp8 = HYBRIDS["glm-4.7-flash"].served("fp8_e4m3")
+    assert fp8.shape.arguments["kv_cache_dtype"] == "fp8_e4m3"
+    # 96,000 tokens of 576 bytes, in 10 layers.
+    saved = HYBRIDS["glm-4.7-flash"].server_bytes - fp8.server_bytes
+    assert saved == pytest.approx(96_000 * 576 * 10)
+    # The 70B on the 80 GB of each of 8 GPUs.
+    on_eight = HYBRIDS["llama-3-70b"].served(ranks=8)
+    assert on_eight.shape.arguments["tp_size"] == 8
+    assert 2 * on_eight.server_bytes < 0.95 * 80e9 < 2 * HYBRIDS["llama-3-70b"].server_bytes
+    own = HYBRIDS["deepseek-v2-lite"].served(ranks=2, own_requests=True).shape.arguments
+    assert (own["tp_size"], own["dp_size"], own["enable_dp_attention"]) == (2, 2, True)
+    assert set(hybrids.LIMITS) == {*LATENT, *LLAMAS}
 
 
 # --- speculation ---
@@ -259,10 +350,10 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
 
 def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
     best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
-    assert speculation.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
-    assert speculation.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
+    assert drafts.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
+    assert drafts.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
     with pytest.raises(ValueError, match="no position"):
-        speculation.off([], [])
+        drafts.off([], [])
 
     def is_met(pat: float, default: float, stopped: float = 0.0) -> bool:
         case = {

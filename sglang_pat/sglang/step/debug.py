@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.tree.radix import RadixSource, Request, RequestFields
 from sglang_pat.sglang.tree.reader import BatchReader
+from sglang_pat.stats import PlanningTime, bound_of
 
 
 class DebugChecks:
@@ -40,10 +41,9 @@ class DebugChecks:
         """For this rank of SGLang's."""
         return cls(RankChecker.of_sglang())
 
-    @property
-    def ranks_alike(self) -> Counter[str]:
-        """In how many steps all ranks had the same plan."""
-        return self._ranks.checked
+    def counters(self) -> dict[str, Counter[str]]:
+        """Counts of what the ranks have compared, by name: see `RankChecker`."""
+        return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
     def check(
         self,
@@ -71,7 +71,7 @@ class DebugChecks:
             Whether it would repeat the last step if each were not checked: then each request must
             be a token longer.
         """
-        self._ranks.check(plan)
+        self._ranks.check(plan, attention.step_time)
         planner, lens = self._before.get(reader, (None, attention.seq_lens))
         self._before[reader] = attention, attention.seq_lens
         # Graphs differ in padding.
@@ -206,12 +206,20 @@ def _ends(paths: PrefixPaths) -> list[_Ends]:
 class RankChecker:
     """Compares plans within `group`, whose ranks all call `check` for every step.
 
-    group: a process group for host data, None for a rank that is alone. checked: steps in which
-    all plans were the same.
+    Attributes
+    ----------
+    group
+        A process group for host data, None for a rank that is alone.
+    checked
+        Steps in which all plans were the same.
+    apart_ns
+        By how much the planning of the slowest rank took longer than that of the fastest: bounds of
+        a histogram as in `PlanningTimes`, and how many steps lay below.
     """
 
     group: dist.ProcessGroup | None
     checked: Counter[str] = field(default_factory=Counter)
+    apart_ns: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of_sglang(cls) -> RankChecker:
@@ -221,15 +229,20 @@ class RankChecker:
         group = get_attn_tp_group()
         return cls(group.cpu_group if group.world_size > 1 else None)
 
-    def check(self, plan: DecodePlan) -> None:
-        """RuntimeError, on every rank, if a rank has another plan. Waits for the other ranks."""
+    def check(self, plan: DecodePlan, time: PlanningTime) -> None:
+        """RuntimeError, on every rank, if a rank has another plan. Waits for the other ranks.
+
+        time: in which this rank has planned the step.
+        """
         if self.group is None:
             return
-        digests: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(digests, digest(plan), group=self.group)
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, (digest(plan), time.nanoseconds), group=self.group)
+        digests, times = zip(*found, strict=True)
         if len(set(digests)) > 1:
-            raise RuntimeError(f"ranks planned the step differently: plans by rank {digests}")
+            raise RuntimeError(f"ranks planned the step differently: plans by rank {[*digests]}")
         self.checked["steps"] += 1
+        self.apart_ns[str(bound_of(max(times) - min(times)))] += 1
 
 
 def digest(plan: DecodePlan) -> str:

@@ -348,7 +348,7 @@ class ServedDecoder(Decoder):
         for drafting in list(self._drafting):
             more["draft"].append(drafting.plan_counts())
         if self._checks is not None:
-            more["ranks_alike"] = [self._checks.ranks_alike]
+            more |= {name: [counts] for name, counts in self._checks.counters().items()}
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(

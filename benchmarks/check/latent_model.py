@@ -1,0 +1,58 @@
+"""The tiny model with latent attention (MLA): a DeepSeek-V2 whose MLPs are all dense."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_pat.cli.demo.tiny_model import TinyModel
+from sglang_pat.workload.models import NAMED_CONFIGS
+
+_LITE = NAMED_CONFIGS["deepseek-v2-lite"]
+_LATENT, _ROPE = _LITE["kv_lora_rank"], _LITE["qk_rope_head_dim"]
+_NOPE, _VALUES = _LITE["qk_nope_head_dim"], _LITE["v_head_dim"]
+_OF_HEADS = ("num_key_value_heads", "head_dim")
+
+
+def write_latent(model: TinyModel, folder: Path) -> Path:
+    """Write config and weights of `model` to `folder`, with the latent sizes of a DeepSeek-V2.
+
+    Like the tiny model's, queries and keys are sharp enough that a far away token can decide.
+    """
+    model.write(folder)
+    config = {
+        **_LITE,
+        **{name: value for name, value in model.config().items() if name not in _OF_HEADS},
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": model.num_qo_heads,
+        "first_k_dense_replace": model.num_layers,
+        "rope_scaling": _LITE["rope_scaling"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {
+        name: weight
+        for name, weight in load_file(folder / "model.safetensors").items()
+        if ".self_attn." not in name
+    }
+    generator = torch.Generator().manual_seed(model.seed)
+
+    def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))
+
+    heads, hidden = model.num_qo_heads, model.hidden_size
+    for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}.self_attn"
+        weights |= {
+            f"{prefix}.q_proj.weight": normal(heads * (_NOPE + _ROPE), hidden, 2.0),
+            f"{prefix}.kv_a_proj_with_mqa.weight": normal(_LATENT + _ROPE, hidden, 2.0),
+            f"{prefix}.kv_a_layernorm.weight": torch.ones(_LATENT),
+            f"{prefix}.kv_b_proj.weight": normal(heads * (_NOPE + _VALUES), _LATENT, 2.0),
+            f"{prefix}.o_proj.weight": normal(hidden, heads * _VALUES),
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,58 @@
+"""Answers of servers that verify drafts: how many are accepted, and if tokens are the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang_pat.bench.server import Server, sampling_of
+
+DRAFT_TOKENS = 4  # of a step, the first of which is no draft
+# How far apart acceptance of two backends may be.
+ACCEPTANCE_LIMIT = 0.02
+# A token is off by as much as the best one is more probable, in log-probability. pat's largest may
+# be so many times FA3's, or as much as one step of a bfloat16 logit.
+OFF_RATIO, OFF_STEP = 2.0, 0.04
+_AT_ONCE = 4  # requests
+
+
+def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens of the answers per step and request."""
+    tokens = sum(len(answer["output_ids"]) for answer in answers)
+    steps = sum(
+        answer["meta_info"].get("spec_verify_ct") or len(answer["output_ids"]) for answer in answers
+    )
+    return tokens / steps
+
+
+def largest_off(
+    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
+) -> float:
+    """Return by how much a token of the answers is less probable than the best one, at most.
+
+    0 if all tokens are the model's own. The server prefills prompts and answers, without drafts.
+    """
+    found = 0.0
+    for first in range(0, len(prompts), _AT_ONCE):
+        chosen = slice(first, first + _AT_ONCE)
+        texts = [
+            [*prompt, *answer["output_ids"]]
+            for prompt, answer in zip(prompts[chosen], answers[chosen], strict=False)
+        ]
+        asked = {
+            "return_logprob": True,
+            "logprob_start_len": [len(prompt) - 1 for prompt in prompts[chosen]],
+            "top_logprobs_num": 1,
+        }
+        for reply in server.generate(texts, sampling_of(1), **asked):
+            info = reply["meta_info"]
+            own, best = info["input_token_logprobs"][1:], info["input_top_logprobs"][1:]
+            found = max(found, off(own, best))
+    return found
+
+
+def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -> float:
+    """own: (log-probability, token, ...) at each position. best: the most probable ones there."""
+    if not own:
+        raise ValueError("no position to compare")
+    return max(b[0][0] - mine[0] for mine, b in zip(own, best, strict=True))
