@@ -101,7 +101,7 @@ NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
 # Tokens of a block that SGLang takes for accepted.
 TAKEN = 4
-# pat's time per accepted token over FA3's, and its time of a step over FA3's where nothing is shared.
+# Time per accepted token over FA3's; time of a step over FA3's where nothing is shared.
 TIME_LIMIT, ALONE_LIMIT = 0.6, 1.01
 CHECKED = 32  # requests
 START_SECONDS = 180
