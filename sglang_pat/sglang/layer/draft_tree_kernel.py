@@ -115,7 +115,7 @@ def _merge_tiles(
     else:
         scale *= k_scale
     v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
-    # As in `_merge_drafts`.
+    # The first key is the same as in `_merge_drafts`.
     most = tl.load(lse + row * num_heads + head, mask=in_rows, other=0.0)
     total = tl.full((TILE_ROWS,), 1.0, tl.float32)
     places = out + (row * num_heads + head)[:, None] * V_DIM + v_dim[None, :]
