@@ -173,9 +173,9 @@ def test_chains_must_be_the_models_own_tokens_and_accepted() -> None:
         assert isinstance(found, list)
         return found
 
-    assert failures(0.05, 2.9) == []
-    assert len(failures(0.07, 2.9)) == 1
-    assert len(failures(float("nan"), 2.9)) == 1
+    assert failures(0.05, 2.95) == []
+    assert len(failures(0.07, 2.95)) == 1
+    assert len(failures(float("nan"), 2.95)) == 1
     assert len(failures(0.0, 2.8)) == 1
     assert failures(0.0, 1.0, of_others=1.0) == ["no draft was accepted"]
 
