@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tiny_model import NUM_SPECIAL_TOKENS
+
 from check import logits
 from check.logits import (
     COMMON,
@@ -37,7 +39,6 @@ from common.results import report
 from common.terminal import console
 from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LARGEST_RATIO = 0.9  # of KV that is planned, to what attention for each request alone reads

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
+from tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
 from check.memory import Memory, memory_of
 from common.metadata import metadata
@@ -37,7 +38,6 @@ from common.terminal import console, show_failure
 from sglang_pat.bench.answers import Answer, Parting, agreement, with_candidates
 from sglang_pat.bench.server import Server, contender, running_server
 from sglang_pat.cli.arguments import real_number
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20

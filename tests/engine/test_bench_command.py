@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from tiny_model import TinyModel
 
 
 @pytest.mark.engine

@@ -18,6 +18,7 @@ import sglang
 import torch
 from model_families import FAMILIES, VOCAB_SIZE, Family
 from sglang_plugins import install_plugin
+from tiny_model import TinyModel
 
 from check.logits import (
     COMMON,
@@ -30,7 +31,6 @@ from check.logits import (
     prompts,
 )
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
-from sglang_pat.cli.demo.tiny_model import TinyModel
 
 # SGLang's default on Hopper, which prefills for pat, is the yardstick.
 BACKENDS = ["pat", "triton", "fa3"]
