@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import settings
-from tiny_model import TinyModel
 
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 if TYPE_CHECKING:

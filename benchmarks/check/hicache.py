@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiny_model import NUM_SPECIAL_TOKENS
-
 from check import logits
 from check.logits import (
     COMMON,
@@ -37,6 +35,7 @@ from check.logits import (
 from common.counters import difference, read_ratio
 from common.results import report
 from common.terminal import console
+from common.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.sglang.cpu import cuda_driver_is_present

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
 from common.counters import read_ratio
 from common.metadata import gpu_state, metadata
 from common.results import write
 from common.suites import Refused, add_option
 from common.terminal import console, table_of
+from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.answers import Agreement, Answer, agreement, with_candidates
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.sglang.cpu import cuda_driver_is_present

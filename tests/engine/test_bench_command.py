@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_model import TinyModel
+
+from common.tiny_model import TinyModel
 
 
 @pytest.mark.engine

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from sglang_engines import Request, Workload, generate, running_engine, running_pat_engine, tokens
 from sglang_without_driver import go_without_driver
-from tiny_model import TinyModel
+
+from common.tiny_model import TinyModel
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

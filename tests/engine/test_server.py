@@ -22,8 +22,8 @@ from sglang_engines import (
     Workload,
     running_server,
 )
-from tiny_model import TinyModel
 
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 
 pytestmark = pytest.mark.engine

@@ -19,9 +19,9 @@ from sglang_engines import (
     tokens,
 )
 from sglang_without_driver import go_without_driver
-from tiny_model import TinyModel
 
 from check.qwen3 import write_qwen3
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

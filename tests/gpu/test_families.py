@@ -18,7 +18,6 @@ import sglang
 import torch
 from model_families import FAMILIES, VOCAB_SIZE, Family
 from sglang_plugins import install_plugin
-from tiny_model import TinyModel
 
 from check.logits import (
     COMMON,
@@ -30,6 +29,7 @@ from check.logits import (
     problems_of_decoding,
     prompts,
 )
+from common.tiny_model import TinyModel
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 
 # SGLang's default on Hopper, which prefills for pat, is the yardstick.

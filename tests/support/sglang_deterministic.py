@@ -17,7 +17,8 @@ from unittest import mock
 
 import requests
 from sglang.test import test_deterministic as sglang_test
-from tiny_model import NUM_SPECIAL_TOKENS
+
+from common.tiny_model import NUM_SPECIAL_TOKENS
 
 # Mode -> how many prompts it has.
 MODES = {"single": 1, "prefix": 4, "mixed": 3}

@@ -26,9 +26,9 @@ from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_acted_graphs import act_out_graphs
 from sglang_forks import forked_processes
-from tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 
 from check.cpu_ranks import environment_of_ranks
+from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.http_server import HttpServer, running_process
 from sglang_pat.sglang.report.stats_file import read_stats
 

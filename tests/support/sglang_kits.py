@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sglang_engines import LAUNCH_SERVER, Server, Stats, running_server
-from tiny_model import TinyModel
 from transformers import PreTrainedTokenizerFast
 
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 VOCAB_SIZE = 32000  # some kits ask with any of the tokens below

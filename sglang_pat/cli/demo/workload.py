@@ -10,7 +10,6 @@ import ast
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -58,11 +57,10 @@ class Request:
 
 
 class Words:
-    """The tokens of texts, and the texts of tokens."""
+    """The tokens of texts, and the texts of tokens. model: its folder."""
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
+    def __init__(self, model: Path = TRAINED) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
@@ -85,9 +83,9 @@ def docstrings() -> Iterator[str]:
                     yield text
 
 
-def make_requests(num_requests: int) -> list[Request]:
+def make_requests(num_requests: int, model: Path = TRAINED) -> list[Request]:
     """`num_requests` requests: system prompt + document + user's own text, in order of arrival."""
-    rng, words, texts = random.Random(SEED), Words(), [*docstrings()]
+    rng, words, texts = random.Random(SEED), Words(model), [*docstrings()]
 
     def text(length_range: tuple[int, int]) -> list[int]:
         length, found = rng.randint(*length_range), list[int]()
