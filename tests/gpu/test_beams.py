@@ -19,7 +19,7 @@ OTHERS = [(0, 30), (-1, 300)]  # requests beside the search; one shares what is 
 @pytest.mark.parametrize("width", [4, 8, 16, 64])
 @pytest.mark.parametrize("heads", [Heads(32, 8), Heads(8, 2, 64)], ids=["128", "64"])
 def test_one_plan_serves_beams_that_change_places(heads: Heads, width: int) -> None:
-    """As SGLang does it: a beam that continues another one gets that one's slots."""
+    """A beam that continues another one gets that one's slots, as in SGLang."""
     nodes = [(-1, CACHED), (0, PROMPT - CACHED)]
     case = make_case(nodes, [(1, ANSWER)] * width + OTHERS, spare_tokens=STEPS)
     grown = dataclasses.replace(case, seq_lens=case.seq_lens + STEPS)  # slots of all steps

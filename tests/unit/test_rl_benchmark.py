@@ -1,4 +1,4 @@
-"""What `benchmarks/server rl` and `planted` make of their measurements. No server is started."""
+"""Numbers and gates of `benchmarks/server rl` and `planted`. No server is started."""
 
 from __future__ import annotations
 
