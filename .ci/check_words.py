@@ -1,4 +1,4 @@
-"""Check words: openings of docstrings, calques (also in messages), long sentences of the docs.
+"""Check words: openings of docstrings and comments, calques, long sentences of the docs.
 
 Prints `file:line: what is wrong`; exits with 1 if there is anything. Standard library only.
 """
@@ -9,14 +9,15 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OPENING = re.compile(r"(Of|What|Whether|As|How|In which) ")
+OPENING = re.compile(r"(Of|What|Whether|As|How|In which|Which) ")
 CALQUE = re.compile(
     r"\b(anew|likewise|tells why|(is|are) pat's|(?<!all )but for"
-    r"|(leaves?|left|leaving) away|(brings?|brought) along)\b"
+    r"|(leaves?|left|leaving) away|(brings?|brought) along"
+    r"|[Ss]o do(es)? (?!not)|told (so|of|next|from)|(is|are|be) told(?= ?[.:]))\b"
 )
 MAX_WORDS = 35
 MAX_SHARE = 0.01  # of the sentences of README.md and docs/
@@ -27,9 +28,9 @@ Prose = Iterator[tuple[int, str]]  # line, text
 
 def python(text: str) -> Prose:
     """Comments, docstrings (those of constants too) and other strings, which begin with a space."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = (token for token in tokens if token.type == tokenize.COMMENT)
+    yield from joined((*token.start, token.line, token.string.lstrip("#: ")) for token in comments)
     nodes = list(ast.walk(ast.parse(text)))
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
@@ -51,7 +52,22 @@ def markdown(text: str) -> Prose:
 
 
 def c_comments(text: str) -> Prose:
-    return ((i, line.partition("//")[2]) for i, line in enumerate(text.split("\n"), start=1))
+    lines = enumerate(text.split("\n"), start=1)
+    found = ((i, line.find("//"), line) for i, line in lines if "//" in line)
+    return joined((i, column, line, line[column + 2 :].strip()) for i, column, line in found)
+
+
+def joined(comments: Iterable[tuple[int, int, str, str]]) -> Prose:
+    """Comments (line, column, its code, text) as one where each has a line of its own."""
+    begin, block = 0, list[str]()
+    for number, column, line, text in comments:
+        if block and (number != begin + len(block) or line[:column].strip()):
+            yield begin, " ".join(block)
+            block = []
+        begin = begin if block else number
+        block.append(text)
+    if block:
+        yield begin, " ".join(block)
 
 
 READERS = {".py": python, ".pyi": python, ".md": markdown}
@@ -66,8 +82,8 @@ def main() -> int:
             continue
         for line, text in READERS[path.suffix](path.read_text()):
             found += [f"{name}:{line}: calque: {m[0]}" for m in CALQUE.finditer(text)]
-            if path.suffix.startswith(".py") and OPENING.match(text):
-                found.append(f"{name}:{line}: a docstring opens with a noun or a verb: {text[:40]}")
+            if path.suffix != ".md" and OPENING.match(text):
+                found.append(f"{name}:{line}: opens with no noun or verb: {text[:40]}")
             if name.startswith(("docs/", "README")) and text[0] not in "|#":
                 sentences = re.split(r"(?<=[.!?])[)\"*]*\s+(?=[A-Z`*\[(])", text)
                 count += len(sentences)

@@ -76,7 +76,7 @@ struct NewRows {
   ScaleUse scale_use;  // kNone if the cache has the type of the source
 };
 
-// Where SGLang's padding goes: never written.
+// The slot of SGLang's padding: never written.
 inline constexpr int64_t kPaddingSlot = 0;
 
 // Parameters of write_kv. The width of its grid is num_tokens.

@@ -26,7 +26,7 @@ __device__ __forceinline__ void apply_scale(float (&numbers)[kWriteColumns], Sca
   if (use == ScaleUse::kNone) return;
   if (use == ScaleUse::kDivide) {
     scale =
-        ptx::unpack<T>(ptx::pack<T>(scale, 0.f)).x;  // so does torch with a divisor of the device
+        ptx::unpack<T>(ptx::pack<T>(scale, 0.f)).x;  // as torch does with a divisor on the device
 #pragma unroll
     for (float& number : numbers) number /= scale;
   } else {

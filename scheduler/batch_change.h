@@ -1,4 +1,4 @@
-// Where the requests of a batch stand in the one before. Requests are told apart by address.
+// Places of a batch's requests in the batch before. A request is recognised by its address.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Where the KV of a batch-invariant plan is cut: at positions that are the same for every request, whatever runs beside
+// Cuts of the KV in a batch-invariant plan: at positions that are the same for every request, whatever runs beside
 // it. Chunks grow with the position, so that a long request does not have hundreds of partials.
 #pragma once
 
@@ -23,7 +23,7 @@ class ChunkGrid {
   static constexpr bool is_cut(int32_t boundary, int32_t length) {
     return length > boundary && (boundary == 0 || length - boundary >= smallest_tail(boundary));
   }
-  // Where the chunk that begins at a cut ends.
+  // End of the chunk that begins at a cut.
   static constexpr int32_t chunk_end(int32_t begin, int32_t length) {
     const int64_t next = int64_t{begin} + chunk_tokens(begin);
     return next < length && is_cut(static_cast<int32_t>(next), length) ? static_cast<int32_t>(next)

@@ -46,7 +46,7 @@ class Packer {
 
  private:
   struct NodeState {
-    // Where the node's pack begins: before the node itself if it was merged upwards.
+    // Begin of the node's pack: before the node itself if it was merged upwards.
     int32_t pack_begin;
     int32_t remaining;  // requests still in the node's pack
     int32_t cursor;     // next free place in the pack's run of Packing::requests

@@ -1,4 +1,4 @@
-// Which parts of the tiles belong to which ticket, and how that becomes a Split.
+// Deals the parts of the tiles out to tickets, and writes them as a Split.
 #pragma once
 
 #include <cstdint>

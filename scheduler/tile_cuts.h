@@ -1,4 +1,4 @@
-// Where a tile is cut: between two segments, or within one.
+// Cuts of a tile: between two segments, or within one.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Which tile body executes a given number of query rows: PAT's round-up rule (section 5.2) on a tile table.
+// Selects the tile body for a number of query rows: PAT's round-up rule (section 5.2) on a tile table.
 #pragma once
 
 #include <cstdint>

@@ -237,7 +237,7 @@ def _num_layers(config: Mapping[str, Any]) -> int:
 
 
 def _kinds_by_rule(config: Mapping[str, Any], count: int) -> list[str]:
-    """Where a number says which layers differ instead of a list."""
+    """Return kinds of layers from a number in the config, which replaces a list."""
     linear = config.get("linear_attn_config")
     if isinstance(linear, Mapping):  # Kimi Linear counts layers from 1
         full = {int(index) - 1 for index in linear.get("full_attn_layers", ())}

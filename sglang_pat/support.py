@@ -144,8 +144,8 @@ _MATRIX = (
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
         "tanh soft-cap; attention sinks; latent attention (MLA) "
-        f"{_latent_devices()}, whose query heads times draft tokens are less than "
-        f"{MAX_LATENT_GROUP_SIZE}, without sinks, sparse attention (DSA) and LoRA on kv_b_proj",
+        f"{_latent_devices()}, if {MAX_LATENT_GROUP_SIZE} rows hold the query heads of more draft "
+        "tokens than a request has, without sinks, sparse attention (DSA) and LoRA on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),

@@ -4,8 +4,8 @@
 
 Needs a GPU, and compute-sanitizer: CUDA's own, or that of the package nvidia-cuda-sanitizer-api
 (`--sanitizer`). Each tool watches the cases of `check sanitizer-grid`, one process per tool and
-body, all at once. A tool that reports anything, or does not get through its cases, fails; and so do
-memcheck and initcheck if they do not report a fault that is planted.
+body, all at once. A tool that reports anything, or does not get through its cases, fails. memcheck
+and initcheck also fail if they do not report a fault that is planted.
 
 What the tools do not see: racecheck knows shared memory only, so neither the queue of tickets nor
 what pack_decode leaves for merge_partials. initcheck knows global memory here. No graph is

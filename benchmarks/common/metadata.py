@@ -36,7 +36,7 @@ def gpu_state() -> str | None:
 
 
 def gpu_id() -> str | None:
-    """Which card this is: two of the same name need not be equally fast."""
+    """UUID of the card: two of the same name need not be equally fast."""
     return _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 
 

@@ -12,7 +12,7 @@ included. The unit is CPU time, so other processes do not count. "read" is Batch
 "plan" is PackAttention.plan() up to the plan in its buffer, without the copy to a device. Documents
 are equally long, or of varied lengths. With varied lengths every document has more turns in the
 cache than run, and every fourth newcomer brings a document that no running request has: what looks
-like a split node must be told from one.
+like a split node must not be taken for one.
 
 Batches replaced: PrefixForest.update() from one batch to another one that shares no request with
 it, up to 16,384 requests.

@@ -202,7 +202,7 @@ def _rank(heads: int, vocab_size: int) -> dict[str, Any]:
     }
 
 
-# As many tokens in windows: else prompts lose theirs, which decides what can be found again.
+# Windows get the same number of tokens: else prompts lose theirs, and are found again less often.
 _WINDOWS = {"swa_full_tokens_ratio": 1.0}
 # SGLang counts five states per request that runs; the cached prompts have theirs among them.
 _STATES = {"max_mamba_cache_size": 640}

@@ -53,7 +53,7 @@ TOKENS = 104  # of an answer
 # Tokens at a prompt's end that are prefilled each time. A cache of recurrent states begins at a
 # state that it has kept, at a multiple of its chunks: prefix and private tokens are such multiples.
 TAIL = 2
-# Where nothing is shared: pat's time over the default's.
+# Limit with nothing shared: pat's time over the default's.
 UNSHARED_LIMIT = 1.02
 # A ratio is judged by its median and two standard errors, if its quartiles are no further apart.
 MOST_NOISE = 0.10

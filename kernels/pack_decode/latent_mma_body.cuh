@@ -143,7 +143,7 @@ struct LatentMmaConsumer {
       }
       parts[tile][tile][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
-    // What it has read is written again behind it, the sums behind the next stage's first one.
+    // The unit that it has read is written again behind this wait, the sums behind the next stage's first one.
     wait_for_unit();
 #pragma unroll
     for (int tile = 0; tile < LatentPart::kParts; ++tile) {
@@ -172,7 +172,7 @@ struct LatentMmaConsumer {
         ptx::load_matrices_transposed(
             values, step_address(first, LatentPart::kRows, pair) + step * 16 * kPanelRowBytes);
         if constexpr (Dims::kOneByte) {
-          // As in mma_body.cuh: first the even columns of a chunk, then the odd ones.
+          // Same order as in mma_body.cuh: first the even columns of a chunk, then the odd ones.
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int tile = 4 * pair + 2 * half;

@@ -67,7 +67,7 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Whether KV that is read once is copied as such.
+  // Switches the hint for KV that is read once.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // The next stage. lane_slot: the slot of token `lane`.

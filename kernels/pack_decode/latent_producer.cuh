@@ -26,7 +26,7 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Whether KV that is read once is copied as such.
+  // Switches the hint for KV that is read once.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // The next stage. lane_slot: the slot of this half's token `lane`.
@@ -86,7 +86,7 @@ class KvStages<Dims, kIsKey> {
     return panel % kPartPanels == kPartPanels - 1 || panel == Dims::kKeyPanels - 1;
   }
 
-  // Of slots that follow one another: one instruction for each panel.
+  // Copies slots that follow one another, by one instruction for each panel.
   __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot,
                                            const StageRecord& record, bool is_read_once) const {
     const void* map = &params_.kv_maps[0];

@@ -344,7 +344,7 @@ class Producer {
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
-    // As in publish().
+    // The same rule as in publish().
     const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
     stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
                          item_.num_requests * params_.rows.group_size,

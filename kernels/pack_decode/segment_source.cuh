@@ -1,4 +1,4 @@
-// Where the KV of a segment lies at this step.
+// The place of a segment's KV at this step.
 #pragma once
 
 #include "decode_params.h"
@@ -47,7 +47,7 @@ struct SegmentSource {
   __device__ __forceinline__ int end_request() const { return segment().end_request(); }
   __device__ __forceinline__ bool is_read_once() const { return segment().is_read_once(); }
 
-  // Where each lane holds one.
+  // The source of one lane, if each lane holds one.
   __device__ __forceinline__ SegmentSource of_lane(int lane) const {
     return {.slots = reinterpret_cast<const int32_t*>(
                 __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),

@@ -1,4 +1,4 @@
-// Where rows of keys, values and queries lie in shared memory, and which lane copies what of them. Plain arithmetic,
+// Layout of keys, values and queries in shared memory, and the part that each lane copies. Plain arithmetic,
 // so that a host compiler can check that the producers and the consumers mean the same bytes.
 #pragma once
 
@@ -197,7 +197,7 @@ struct LatentPart {
     return swizzled_offset(kRows, unit * kUnitRows + lane / 4, 2 * part + lane / 2 % 2) +
            lane % 2 * 8;
   }
-  // Of all 32 tokens, the 16 columns that belong to a panel of the queries.
+  // The 16 columns of all 32 tokens that belong to a panel of the queries.
   PAT_ANYWHERE constexpr uint32_t byte_keys(uint32_t query_panel, uint32_t lane) const {
     return swizzled_offset(kRows, lane, 4 * query_panel + part);
   }

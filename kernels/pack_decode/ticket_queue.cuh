@@ -1,4 +1,4 @@
-// Which items a CTA executes: tickets, drawn until none is left.
+// The items that a CTA executes: tickets, drawn until none is left.
 #pragma once
 
 #include "decode_params.h"

@@ -43,7 +43,7 @@ struct WarpAttention {
     clear();
   }
 
-  // Where queries are elsewhere.
+  // For queries that are elsewhere.
   __device__ __forceinline__ void begin_without_queries() {
     has_factors = false;
     clear();

@@ -59,7 +59,7 @@ inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTok
 template <typename Dims>
 inline constexpr bool kHasLatentWgmma = Dims::kIsLatent && !kHasPasses<Dims>;
 inline constexpr int kPassRows = 32;
-// Of a stage. One-byte KV is multiplied by mma.sync alone.
+// Tokens of a stage. One-byte KV is multiplied by mma.sync alone.
 template <KvType kKv>
 inline constexpr int kLatentTokens =
     kHasWgmma && kKv == KvType::kAsQueries ? 2 * kStageTokens : kStageTokens;
@@ -118,7 +118,7 @@ __device__ __forceinline__ int head_of_row(const QueryRows& rows, int row) {
   return row - request_of_row(rows, row) * rows.group_size;
 }
 
-// Where a query row's result goes: a row of partial_out and partial_lse, or the complement of a row of out and
+// Destination of a query row's result: a row of partial_out and partial_lse, or the complement of a row of out and
 // out_lse (the request's only partial), or nowhere.
 using RowTarget = int32_t;
 inline constexpr RowTarget kNoTarget = INT32_MIN;  // padding

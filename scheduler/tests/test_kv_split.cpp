@@ -59,7 +59,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   const Packing& packing = made.packing;
   const Split& split = made.split;
-  // Where each worker has four pieces of the usual length, none is shorter, else than a quarter of it.
+  // No piece is shorter than the usual length, or than a quarter of it if a worker has fewer than four.
   int64_t packed_tokens = 0;
   for (const Pack& pack : packing.packs) {
     for (const Segment& segment : packing.segments_of(pack)) {

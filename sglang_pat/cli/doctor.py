@@ -122,7 +122,7 @@ def _print(checks: list[Check]) -> None:
     for title in ("", "check", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for check in checks:
-        # As Text: brackets in what was found are no markup.
+        # Text objects: brackets in a finding are no markup.
         rest = map(Text, (check.topic, check.found, check.advice))
         table.add_row(Text(check.status, style=_STYLES[check.status]), *rest)
     Console().print(table)
@@ -205,7 +205,7 @@ def _ask_hub(model: str) -> None:
     """ValueError if the hub has no configuration of this name, or cannot be reached."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    except ImportError:  # comes with SGLang, whose absence is told next
+    except ImportError:  # comes with SGLang, whose absence is reported next
         return
     try:
         if not isinstance(try_to_load_from_cache(model, "config.json"), str):

@@ -2,7 +2,7 @@
 
 A backend that SGLang has built becomes an instance of a subclass of its own class (`backend.py`).
 Prefill, layers that pat does not decode and everything else that SGLang asks of a backend stay what
-they were; where pat decodes nothing, so does the backend.
+they were. A backend stays as it is if pat decodes nothing.
 
 A draft model has an attention backend for each step of a round, a container that prepares them all
 together, and one with which it reads verified drafts, and its prompts: these fall back.

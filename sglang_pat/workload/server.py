@@ -356,7 +356,7 @@ class Server:
         if policy == "dfs-weight":
             waiting[:] = [waiting[index] for index in tree.by_weight(waiting)]
             return
-        # Of requests with the same new beginning, one goes first: the others find what it brings.
+        # One of the requests with the same new beginning goes first: the others find its KV.
         seen = RadixTree(sum(request.wanted for request in waiting))
         keys: dict[int, float] = {}
         for request, length in zip(waiting, found, strict=True):

@@ -1,4 +1,4 @@
-"""Which bodies of pack_decode the tests of the kernels run."""
+"""Select the bodies of pack_decode that the tests of the kernels run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ all_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=KV_NAMES)
 both_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES[:2], ids=KV_NAMES[:2])
 both_pools = pytest.mark.parametrize("kv_dtype", [E4M3, None], ids=["e4m3", "as they are"])
 both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-# Of 1 nothing changes but the sign of NaN. Of 1e-9, float16 makes 0, and of 1e30 infinity.
+# 1 changes only the sign of NaN. float16 rounds 1e-9 to 0, and 1e30 to infinity.
 DIVISORS = [1.0, 0.3137, 3.0, 0.00217, 448.0, 1e-9, 1e30, 1e-42, -0.5]
 
 

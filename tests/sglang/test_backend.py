@@ -125,7 +125,7 @@ def test_other_modes_are_the_default_backends(mode: ForwardMode) -> None:
 def test_a_graph_is_prepared_for_both(
     delegates: bool, mixed_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As SGLang's graph runner does it: before a capture, in it, and before each replay.
+    # SGLang's graph runner calls it so: before a capture, in it, and before each replay.
     model_runner = mixed_runner if delegates else runner()
     backend = pat_backend(model_runner)
     order = backend.calls
@@ -345,7 +345,7 @@ def test_an_fp8_pool_is_stored_and_read_with_the_scales_of_the_default_backend(
     expected = (stored[1][0].float() * v_scale).repeat_interleave(QO_HEADS // KV_HEADS, dim=0)
     torch.testing.assert_close(out.view(QO_HEADS, HEAD_DIM), expected)
 
-    # Of two tokens the scale of the keys decides how much each counts.
+    # The scale of the keys decides how much each of two tokens counts.
     model_runner.req_to_token_pool.req_to_token[1, 1] = 10
     batch = decode_batch([1], [2], [10])
     backend.init_forward_metadata(batch)

@@ -1,4 +1,4 @@
-"""A server that keeps no prefixes is told so once, with the option that changes it."""
+"""A server that keeps no prefixes says so once, and names the option that changes it."""
 
 from __future__ import annotations
 

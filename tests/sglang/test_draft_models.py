@@ -191,7 +191,7 @@ def test_a_graph_writes_the_lengths_of_all_steps() -> None:
 
 
 def test_a_graph_that_does_not_is_told_the_lengths() -> None:
-    # As a runner would have it that does not ask the backend what to capture.
+    # A runner that does not ask the backend what to capture has it so.
     drafting = Drafting()
     drafting.steps.init_cuda_graph_state(2, 2)
     for lens in ([25, 31], [26, 33]):

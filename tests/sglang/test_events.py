@@ -12,7 +12,7 @@ from sglang_pat.sglang.tree.events import RadixEvents
 
 
 class Watched:
-    """A tree with its events, and what it told of."""
+    """A tree and the events that it reported."""
 
     def __init__(self, kind: str) -> None:
         self.tree = Tree(kind)

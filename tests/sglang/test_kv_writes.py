@@ -1,4 +1,4 @@
-"""Which kernel stores the new tokens' KV: pat's, or those of SGLang's pool."""
+"""New tokens' KV is stored by the right kernel: pat's, or those of SGLang's pool."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_only_one_rank_of_a_group_logs(
 
 
 class Metrics:
-    """In place of StepMetrics: what it was made with, and the steps that it was told of."""
+    """Stand-in for StepMetrics: its arguments, and the steps that were reported to it."""
 
     made: list[Metrics]
 
@@ -193,7 +193,7 @@ def test_labels_are_those_of_sglangs_scheduler_metrics(server_context: SimpleNam
     plain = {"model_name": "a model", "engine_type": "unified", "tp_rank": "3", "pp_rank": "0"}
     plain |= {"moe_ep_rank": "0", "cluster": "b"}
     assert scheduler_labels(SimpleNamespace()) == plain
-    # Where the model runner knows the replica, as in 0.5.17, and where the context does.
+    # The model runner knows the replica in 0.5.17, the context in later versions.
     in_runner = SimpleNamespace(ps=SimpleNamespace(dp_rank=5))
     assert scheduler_labels(in_runner) == plain | {"dp_rank": "5"}
     server_context.parallel.dp_rank = 2

@@ -1,4 +1,4 @@
-"""Which layers are left to the default backend, and why; in strict mode they are refused."""
+"""Layers that fall back to the default backend, and why; strict mode refuses them."""
 
 from __future__ import annotations
 

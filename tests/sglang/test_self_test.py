@@ -108,7 +108,7 @@ def test_slots_of_another_prompt_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("untested")
 def test_events_that_are_not_seen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = radix_cache.RadixCache.inc_lock_ref
-    # As if locks were taken by way of another method.
+    # Stand-in for a version that takes locks by another method.
     monkeypatch.setattr(self_test, "_lock", lambda cache, req: lock(cache, req.last_node))
     monkeypatch.setattr(self_test, "_CACHES", self_test._CACHES[:1])
     with pytest.raises(RuntimeError, match=r"events: found \{'insert': 2, 'lock': 0"):

@@ -363,7 +363,7 @@ def test_a_step_of_another_kind_is_no_repetition(
 ) -> None:
     server, reads, mask = new_server(algorithm, monkeypatch, is_checked)
     server.capture(2)
-    # As many requests in both graphs, or as many rows.
+    # Both graphs have the same number of requests, or of rows.
     size = 2 * DRAFTS if is_checked else 2
     for length in (25, 26, 27):
         lens = [length, length + 6]
@@ -475,7 +475,7 @@ def test_masks_of_trees_are_computed_once_per_step(
 
 
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:
-    # As a runner would have them that does not ask the backend what to capture.
+    # A runner that does not ask the backend what to capture has them so.
     server.backend._pat._checks = None
     for lens in ([25, 31], [26, 33], [29, 34]):
         view = server.view(lens, 2)
@@ -596,7 +596,7 @@ def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:
 
 
 def test_a_step_of_a_plan_stream_is_prepared_once(server: Server) -> None:
-    """Where a layer is the default backend's, SGLang asks that one, which may refuse."""
+    """SGLang asks the default backend if it has a layer, and that one may refuse."""
     view = server.view([25, 31], 2)
     server.backend.init_forward_metadata_out_graph(view)
     server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)

@@ -25,6 +25,9 @@ ON_CPU = ROOT / "benchmarks/results/cpu"
 COMMAND = "python tests/support/recorded_figures.py"
 PAGES = (
     "README.md",
+    "docs/bench.md",
+    "docs/design/index.md",
+    "docs/guide.md",
     "docs/index.md",
     "docs/kernels.md",
     "docs/numerics.md",
@@ -496,10 +499,6 @@ def gains_alone(folder: Path) -> list[float]:
 def gains_by_workload() -> str:
     """TPOT on an H100 and whole jobs on an H200, FA3's over pat's."""
     result, jobs = first_server(), read("jobs.json", OTHER_GPU)["jobs"]
-    rank = read("serving-gates.json")
-    (shard,) = (
-        case for case in rank["cases"] if case["model"] != MODEL and case["question"] == LONG_PREFIX
-    )
     latent = [
         case["default_over_pat"]["median"]
         for case in read("mla-serving.json", OTHER_GPU)["cases"]
@@ -520,7 +519,7 @@ def gains_by_workload() -> str:
         ],
         [
             "70B at TP 8: one GPU's share, communication left out",
-            f"{over_pat(shard):.2f}x: 128 requests, 8,192 shared tokens",
+            f"{over_pat(shard_of_70b()):.2f}x: 128 requests, 8,192 shared tokens",
             none,
         ],
         [
@@ -547,6 +546,16 @@ def gains_by_workload() -> str:
     return f"{head}\n\n{further}"
 
 
+def shard_of_70b() -> Case:
+    """Case of the long prefix on a rank of a 70B model."""
+    (found,) = (
+        case
+        for case in read("serving-gates.json")["cases"]
+        if case["model"] != MODEL and case["question"] == LONG_PREFIX
+    )
+    return dict(found)
+
+
 def job_gain(job: dict[str, Any]) -> str:
     (pat,), (other,) = job["measured"]["pat"], job["measured"]["default"]
     return (
@@ -555,16 +564,34 @@ def job_gain(job: dict[str, Any]) -> str:
     )
 
 
+def bench_run() -> str:
+    """Answer of `sglang-pat bench` with the 8B shape."""
+    result = read("bench.json")
+    meta, (pat, default) = result["meta"], ("pat", "default")
+    rows = []
+    for case in result["cases"]:
+        times = (case["tpot_ms"][pat], case["tpot_ms"][default], case["gain"])
+        cells = (f"{t['median']:.3f} ({t['low']:.3f} to {t['high']:.3f})" for t in times)
+        count = f"{case['requests']} request{'s' * (case['requests'] > 1)}"
+        rows.append([f"{count}, {case['prefix']:,} shared + {case['private']:,} private", *cells])
+    source = wrapped(
+        f"Llama-3-8B's shape on an H100 with SGLang {meta['versions']['sglang']} "
+        f"(`h100/bench.json`, commit {meta['commit']}), ms per output token with quartiles:"
+    )
+    return f"{source}\n\n{table(['batch', 'pat', 'FA3', 'gain'], rows)}"
+
+
 def gains_in_server() -> str:
     result = first_server()
     cases = [case for case in result["cases"] if case["model"] == MODEL]
     alone = [over_pat(case) for case in cases if case["part"] == "unshared"]
     return wrapped(
-        "Attention is a part of a step, so the gain in TPOT is smaller. Over FA3: "
+        "TPOT of FA3 over that of pat: "
         f"{over_pat(question(result, LONG_PREFIX)):.1f}x with 128 requests over 8,192 tokens, "
         f"{over_pat(question(result, SHORT_PREFIX)):.1f}x with 64 over 2,048, and "
         f"{min(alone):.2f}x to {max(alone):.2f}x with nothing shared "
-        f"({model(result, cases[0])})."
+        f"({model(result, cases[0])}). One GPU's share of a 70B at TP 8 gains "
+        f"{over_pat(shard_of_70b()):.1f}x with 128 over 8,192, communication left out."
     )
 
 
@@ -727,6 +754,14 @@ def model(result: dict[str, Any], case: Case) -> str:
     return f"Llama-3-8B shape{cut}, SGLang {result['meta']['versions']['sglang']}"
 
 
+def not_yet_tested() -> str:
+    """The list in the README's status."""
+    text = (ROOT / "README.md").read_text()
+    (found,) = re.findall(r"\*\*Not yet tested:\*\* (.*?)\n(?:\n|- )", text, re.DOTALL)
+    items = re.sub(r"\s+", " ", re.sub(r"\s*\(\[[^]]*\]\([^)]*\)\)", "", found)).rstrip(". ")
+    return wrapped(f"Not yet tested: {items}.")
+
+
 # --- when it pays ---
 
 
@@ -763,6 +798,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for function in (
         headline,
         gains_by_workload,
+        bench_run,
         gains_in_server,
         rollout,
         agents,
@@ -793,6 +829,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         gains_by_sharing,
         gains_without_sharing,
         sharing_curve,
+        not_yet_tested,
     )
 }
 _BLOCK = re.compile(

@@ -29,7 +29,7 @@ def act_out_graphs(folder: Path, environment: pytest.MonkeyPatch) -> None:
 
 
 class Place:
-    """Where the steps of a backend run: SGLang's buffers, and the graph that is chosen."""
+    """Place in which the steps of a backend run: SGLang's buffers, and the graph that is chosen."""
 
     def __init__(self) -> None:
         self._random = random.Random(1)

@@ -151,7 +151,7 @@ class Expected:
     def in_conversation(self, turns: Sequence[Request]) -> list[Request]:
         """The turns as requests that stand for themselves: all that was said before, then the turn.
 
-        As many as can be told: the last one's answer need not be known.
+        The last turn's answer need not be known.
         """
         whole: list[Request] = []
         said: list[int] = []

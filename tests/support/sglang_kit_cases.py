@@ -44,8 +44,8 @@ from sglang_kits import (
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 ON_GPU = cuda_driver_is_present()
-# Of 1,000 tokens one ends the answer, of the first few none. On a GPU, where the last bits decide
-# about it, of 2,000, so that it is never one of the first, and an answer that must end has longer.
+# One of 1,000 tokens ends the answer, and none of the first few. On a GPU the last bits decide, so
+# it is one of 2,000, which is never among the first, and an answer that must end has longer.
 GAIN_OF_END, PATIENCE_FOR_END = (1.25, 16) if ON_GPU else (1.6, 1)
 # Between decode by pat and prefill by SGLang. Float32 on a CPU moves by 1e-11; what is right on a
 # GPU is far from what wrong attention gives, which is above 1.

@@ -48,7 +48,7 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, is_tied: 
         drawn = -1 - noise.abs()
     elif weight.dim() > 1:
         is_embedding = "embed" in name or "wte" in name or "wpe" in name
-        # Where the embeddings are the head as well, large ones let every token answer itself.
+        # If the embeddings are the head as well, large ones let every token answer itself.
         of_embedding = 0.2 / math.sqrt(weight.shape[-1]) if is_tied else 1.0
         drawn = noise * (of_embedding if is_embedding else GAIN / math.sqrt(weight.shape[-1]))
     elif bool((weight == 1).all()):  # a norm

@@ -39,7 +39,7 @@ def install() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-    # As on a GPU: the next round begins before the results of the last one are known to the host,
+    # The same as on a GPU: the next round begins before the host knows the results of the last one,
     # and no backend asks for lengths there.
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
@@ -82,7 +82,7 @@ def _view_with_triton(view: Callable[[Any], Any]) -> type:
 
 
 def _decode_backend(factory: Any) -> Any:
-    # As SGLang's: the step that reads what was accepted is the only one of its round.
+    # SGLang's own rule: the step that reads what was accepted is the only one of its round.
     if factory.speculative_num_steps <= 1:
         return None
     return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps, factory.topk)

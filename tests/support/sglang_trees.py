@@ -64,7 +64,7 @@ def request(rid: str, last_node: Any, protected: int, row: int = 1) -> Any:
 
 
 def place(req: Any) -> Any:
-    """Where a request keeps its row and its protected length."""
+    """Return the object that holds a request's row and its protected length."""
     return req.kv if hasattr(req.kv, "req_pool_idx") else req
 
 

@@ -1,4 +1,4 @@
-"""The measure of decoding: which steps count, and how noise is told."""
+"""The measure of decoding: the steps that count, and the noise."""
 
 from __future__ import annotations
 

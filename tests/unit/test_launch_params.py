@@ -144,7 +144,7 @@ def test_a_driver_that_makes_no_maps_is_told_of_once(
 def test_maps_are_copied_into_the_parameters() -> None:
     """They come last, where the driver wants a map: at a multiple of 64 bytes."""
     maps = [bytes([first, *range(1, MAP_BYTES)]) for first in (11, 22)]
-    # As within Python objects: not where the parameters want them.
+    # Python objects lie so: not where the parameters want them.
     buffers = [ctypes.create_string_buffer(64 + MAP_BYTES) for _ in maps]
     keys, values = (begin + (16 - begin) % 64 for begin in map(ctypes.addressof, buffers))
     for place, each in zip((keys, values), maps, strict=True):

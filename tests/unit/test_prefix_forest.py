@@ -212,7 +212,7 @@ def test_a_leaf_beside_longer_ones_outdates_nothing() -> None:
 
 
 def test_a_node_that_comes_again_elsewhere_after_all_have_left_it() -> None:
-    # As if ids were given out again after an eviction.
+    # Stand-in for ids that are given out again after an eviction.
     batches = Batches(Request([SYSTEM, LONG]))
     assert batches.go_to([Request([PathNode(2, 0, 30)])]) == (1, 1, 0, 0)
     batches.check()

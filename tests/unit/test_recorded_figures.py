@@ -29,7 +29,20 @@ def test_every_block_is_shown_and_no_marker_is_broken() -> None:
 EVIDENCE = re.compile(
     r"docs/(results|recorded-runs|kernels|kernels-log|measuring|check|advise|design/.*)\.md"
 )
-MEASURED = re.compile(r"\b\d+(?:\.\d+)?(?:x| us| ms)\b|\b\d+\.\d+ times\b")
+_NUMBER = r"\b\d[\d,]*(?:\.\d+)?"
+_UNIT = r"x\b|%| (?:us|ms|s|seconds|minutes|TB/s)\b| (?:tokens|requests) (?:a|per) s"
+_TIMES = r"(?:\b\d+\.\d+ times|(?:\b\d+|two|three|four|five|ten) times as|twice as)\b"
+MEASURED = re.compile(rf"{_NUMBER}(?:{_UNIT})|{_TIMES}")
+# Numbers that nobody measured, or that a page of evidence explains: limits, examples, constants.
+EXPLAINED = {
+    "README.md": ["47%", "18%", "25%"],  # of an example; the error of `advise`, as on its page
+    "docs/bench.md": ["10%", "10%"],  # limits
+    "docs/configuration.md": ["0.1 s"],
+    "docs/guide.md": ["53%"],  # of an example
+    "docs/operate/index.md": ["3%", "15 minutes"],  # limits
+    "docs/recipes/fp8.md": ["twice as"],  # bytes
+    "docs/when-it-does-not-pay.md": ["1%"],  # noise
+}
 
 
 def measured_by_hand(page: str) -> list[str]:
@@ -37,15 +50,18 @@ def measured_by_hand(page: str) -> list[str]:
     blocks = r"<!-- (?:recorded|generated): ([a-z-]+) -->.*?<!-- end(?: of|:) \1 -->"
     for pattern in (blocks, r"<!--.*?-->", r"^ *```.*?^ *```", r"`[^`\n]*`"):
         page = re.sub(pattern, "", page, flags=re.DOTALL | re.MULTILINE)
-    return MEASURED.findall(page)
+    return [found[0] for found in MEASURED.finditer(page)]
 
 
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
         ("It takes 3 ms, or 1.5x, or\n1.25 times as long.", ["3 ms", "1.5x", "1.25 times"]),
+        ("1,200.5 us (12%), 2 times as fast", ["1,200.5 us", "12%", "2 times as"]),
+        ("three times as fast, three times", ["three times as"]),
+        ("9 s for 1,000 requests per second", ["9 s", "1,000 requests per s"]),
         ("<!-- recorded: a -->\n3 ms\n<!-- end of a -->\n4 us", ["4 us"]),
-        ("```\n3 ms\n```\n`4 us` 5 tokens, 0.5.17, 10.x", []),
+        ("```\n3 ms\n```\n`4 us` 5 tokens, 0.5.17, 10.x, 64 times", []),
     ],
 )
 def test_a_number_that_was_typed_is_found(page: str, expected: list[str]) -> None:
@@ -60,7 +76,7 @@ def test_users_read_recorded_numbers_only() -> None:
         for name in names
         if not EVIDENCE.fullmatch(name) and (found := measured_by_hand((ROOT / name).read_text()))
     }
-    assert typed == {}, f"put them between markers of {recorded_figures.__name__}.py"
+    assert typed == EXPLAINED, f"put others between markers of {recorded_figures.__name__}.py"
 
 
 def test_other_results_give_other_figures(

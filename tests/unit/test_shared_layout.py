@@ -1,4 +1,4 @@
-"""Where the kernels' producers put keys, values and queries is where their consumers look."""
+"""Producers of the kernels put keys, values and queries where the consumers look."""
 
 from __future__ import annotations
 

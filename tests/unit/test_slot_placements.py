@@ -1,4 +1,4 @@
-"""Where tests and benchmarks put KV in a pool is where they say."""
+"""Tests and benchmarks put KV in a pool where they say."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def reads_of(tokens: float) -> Any:
     return Reads(tokens)
 
 
-# As published: the rest are defaults of transformers.
+# The published fields: the rest are defaults of transformers.
 GEMMA_3_4B = {
     "model_type": "gemma3",
     "text_config": {

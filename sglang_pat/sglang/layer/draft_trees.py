@@ -212,14 +212,14 @@ def _merge_in_torch(
 
 
 def square_masks(mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int) -> torch.Tensor:
-    """Which draft tokens each one reads: bool `[requests, draft tokens, draft tokens]`.
+    """Return the draft tokens that each one reads: bool `[requests, draft tokens, draft tokens]`.
 
     Parameters
     ----------
     mask : torch.Tensor
         SGLang's: for each request its rows one after the other, over all that it has before the
         step and the draft tokens; or over the draft tokens alone, as on a CPU and where
-        `choose_masks()` has been told so.
+        `choose_masks()` asked for it.
     seq_lens : torch.Tensor
         What each request has before the step.
     num_drafts : int

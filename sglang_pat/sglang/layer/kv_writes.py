@@ -172,7 +172,7 @@ def _writer(model_runner: Any, shape: Shape) -> KvWriter | str:
 
 
 def _write_location(forward_batch: Any) -> KVWriteLoc:
-    """Where the new tokens go."""
+    """Return the slots of the new tokens."""
     if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
         return KVWriteLoc.for_batch(forward_batch)
     return KVWriteLoc(forward_batch.out_cache_loc)

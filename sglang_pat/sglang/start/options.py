@@ -21,8 +21,8 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Where drafts come from: a model, in chains or, with a topk above 1, in trees; a
-# model that gives a chain at once; or what was said before, in trees.
+# Sources of drafts: a model, in chains or, with a topk above 1, in trees; a model
+# that gives a chain at once; or earlier text, in trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)

@@ -35,7 +35,7 @@ from sglang_pat.sglang.tree.view import StepView
 
 
 class Place(Enum):
-    """Where a step runs: without a graph, while one is captured, or in its replay."""
+    """Place in which a step runs: without a graph, while one is captured, or in its replay."""
 
     EAGER = "eager"
     CAPTURE = "capture"

@@ -264,7 +264,7 @@ def block_hook(algorithm: str) -> Hook:
     return Hook(worker, "forward_batch_generation", _around_blocks, HookType.AROUND)
 
 
-# Where the target model verifies drafts.
+# The methods in which the target model verifies drafts.
 VERIFY_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",

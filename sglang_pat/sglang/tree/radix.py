@@ -68,8 +68,8 @@ class RadixSource(Protocol):
         """The path of each request.
 
         A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
-        So does one whose path does not end where its shared KV ends, if `on_mismatch` of
-        `radix_source()` returns.
+        A request whose path does not end where its shared KV ends gets one too, if `on_mismatch`
+        of `radix_source()` returns.
         """
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
@@ -133,7 +133,7 @@ def _climbs(core: Any) -> bool:
 
 
 class RequestFields(NamedTuple):
-    """Where a Req keeps what we read: on itself up to 0.5.17, later in `req.kv`."""
+    """Fields of a Req that we read: on itself up to 0.5.17, later in `req.kv`."""
 
     row: attrgetter[int]
     protected_len: attrgetter[int]

@@ -204,7 +204,7 @@ class BatchReader:
         self._moved.clear()
 
     def _source_of_rows(self) -> RadixSource:
-        """Where the paths of the last step's rows are read."""
+        """Return the source of the paths of the last step's rows."""
         assert self._source is not None
         if self._drafts is None:
             return self._source

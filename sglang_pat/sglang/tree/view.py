@@ -119,8 +119,8 @@ def host_lengths(
 def _is_idle(forward_batch: Any) -> bool:
     """Return True if a batch has no requests, and keeps a rank of data parallelism in step.
 
-    A graph that is replayed shows the mode of its capture, and the batch's own beside it. So does a
-    batch that SGLang has turned into a verify step, of padding alone, for a hybrid model.
+    A graph that is replayed shows the mode of its capture, and the batch's own beside it. A batch
+    of padding that SGLang turned into a verify step, for a hybrid model, shows both too.
     """
     kinds = ("", "actual_", "_original_")
     modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
