@@ -50,7 +50,7 @@ def main() -> None:
     on_gpu = cuda_driver_is_present()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     size = (
-        {"mem_fraction_static": 0.4}
+        {"mem_fraction_static": 0.4, "enable_memory_saver": True}
         if on_gpu
         else {"max_total_tokens": 16384, "sleep_on_idle": True}
     )
@@ -77,10 +77,16 @@ def main() -> None:
             advantage = (reward - reward.mean()).to(device)
             loss = loss - (advantage[:, None] * trained).mean()
             rewards.append(reward.mean().item())
+        if on_gpu:  # the trainer has the memory for a while
+            engine.release_memory_occupation(["kv_cache", "weights"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if on_gpu:
+            engine.resume_memory_occupation(["weights"])
         sync(engine, model)
+        if on_gpu:
+            engine.resume_memory_occupation(["kv_cache"])
         reward, off = sum(rewards) / PROMPTS, sum(mismatch) / PROMPTS
         print(f"iteration {iteration}: reward {reward:.3f}, mismatch {off:.2e}", flush=True)
     engine.shutdown()

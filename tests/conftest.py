@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 if TYPE_CHECKING:

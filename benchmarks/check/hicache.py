@@ -35,9 +35,9 @@ from check.logits import (
 from common.counters import difference, read_ratio
 from common.results import report
 from common.terminal import console
+from common.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 LARGEST_RATIO = 0.9  # of KV that is planned, to what attention for each request alone reads

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 from sglang_pat.workload.models import NAMED_CONFIGS
 
 _LITE = NAMED_CONFIGS["deepseek-v2-lite"]

@@ -35,9 +35,9 @@ from common.metadata import gpu_state, metadata
 from common.results import write
 from common.suites import Refused, add_option
 from common.terminal import console, table_of
+from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.answers import Agreement, Answer, agreement, with_candidates
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 REQUESTS = 32

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 
 
 def write_qwen3(model: TinyModel, folder: Path) -> Path:

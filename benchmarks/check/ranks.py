@@ -64,10 +64,10 @@ from common.metadata import metadata
 from common.results import at_most, write
 from common.suites import Refused, add_option
 from common.terminal import console, show_failure, table_of
+from common.tiny_model import TinyModel
 from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import whole_number
-from sglang_pat.cli.demo.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.stats import PlanningTimes
 

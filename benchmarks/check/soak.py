@@ -34,10 +34,10 @@ from common.metadata import metadata
 from common.results import write
 from common.suites import add_option
 from common.terminal import console, show_failure
+from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.answers import Answer, Parting, agreement, with_candidates
 from sglang_pat.bench.server import Server, contender, running_server
 from sglang_pat.cli.arguments import real_number
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20

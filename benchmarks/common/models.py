@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,19 @@ def write(path: Path | None, data: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def at_most(value: float, limit: float) -> dict[str, Any]:
-    """Return a gate: value, limit and whether it is met."""
-    return {"value": value, "limit": limit, "met": value <= limit}
+def at_most(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any]:
+    """Return a gate, which `value` may exceed by `noise`: value, limit and whether it is met."""
+    return _gate(value, limit, noise, met=value <= limit + noise)
 
 
 def at_least(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any]:
     """Return a gate that `value` may miss by `noise`."""
+    return _gate(value, limit, noise, met=value >= limit - noise)
+
+
+def _gate(value: float, limit: float, noise: float, *, met: bool) -> dict[str, Any]:
     more = {"noise": noise} if noise else {}
-    return {"value": value, "limit": limit, **more, "met": value >= limit - noise}
+    return {"value": value, "limit": limit, **more, "met": met}
 
 
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:

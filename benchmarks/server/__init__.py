@@ -5,6 +5,8 @@ SUITES = (
     "traffic",
     "speculation",
     "trained",
+    "rl",
+    "planted",
     "hybrids",
     "jobs",
     "planning",

@@ -107,6 +107,31 @@ class Server:
     def abort(self, rid: str) -> None:
         self._post("abort_request", {"rid": rid})
 
+    def release_memory(self) -> None:
+        """Let a server with `enable_memory_saver` give back weights and KV pool, on a GPU."""
+        self.flush()  # which waits until it is idle
+        self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    def resume_memory(self, tag: str) -> None:
+        """Let the server take memory again. tag: `weights` or `kv_cache`."""
+        self._post("resume_memory_occupation", {"tags": [tag]})
+
+    def update_weights(self, serialized: str) -> None:
+        """Give the server other weights, which empties its cache.
+
+        serialized: names and tensors, pickled for another process, in base64.
+        """
+        try:
+            self._post("begin_weight_update", {})
+            has_sessions = True
+        except RuntimeError as error:  # SGLang 0.5.17 has none
+            if not str(error).startswith("begin_weight_update: 404"):
+                raise
+            has_sessions = False
+        self._post("update_weights_from_tensor", {"serialized_named_tensors": [serialized]})
+        if has_sessions:
+            self._post("end_weight_update", {})
+
     def start_profile(self, **options: Any) -> None:
         """options: of SGLang's ProfileReq."""
         self._post("start_profile", options)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 
 
 @pytest.mark.engine

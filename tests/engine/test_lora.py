@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from sglang_engines import Request, Workload, generate, running_engine, running_pat_engine, tokens
 from sglang_without_driver import go_without_driver
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

@@ -23,7 +23,7 @@ from sglang_engines import (
     running_server,
 )
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 
 pytestmark = pytest.mark.engine

@@ -21,7 +21,7 @@ from sglang_engines import (
 from sglang_without_driver import go_without_driver
 
 from check.qwen3 import write_qwen3
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

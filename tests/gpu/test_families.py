@@ -29,8 +29,8 @@ from check.logits import (
     problems_of_decoding,
     prompts,
 )
+from common.tiny_model import TinyModel
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
-from sglang_pat.cli.demo.tiny_model import TinyModel
 
 # SGLang's default on Hopper, which prefills for pat, is the yardstick.
 BACKENDS = ["pat", "triton", "fa3"]

@@ -249,6 +249,64 @@ def trained_model() -> str:
     return "\n\n".join((source, table(columns, rows), accepted, verdict))
 
 
+def roll_outs_and_trainer() -> str:
+    """Mismatch of the log-probabilities of servers and trainer in a loop."""
+    found = _of_either_gpu("rl.json")
+    if found is None:
+        return "Not yet run."
+    where, result = found
+    names = {"pat": "pat", "fa3": "FA3"}
+    rows = []
+    for server, each in result["servers_found"].items():
+        backend, _, cache = server.partition(" ")
+        numbers = [f"{1000 * each[key]:.2f}" for key in ("mean", "p99", "worst", "stale")]
+        rewards = [f"{each['reward_by_iteration'][i]:.2f}" for i in (0, -1)]
+        title = f"{cache} KV{' with scales' if cache == 'fp8' else ''}, {names[backend]}"
+        rows.append([title, *numbers, " -> ".join(rewards)])
+    source = wrapped(
+        f"Distance of a token's log-probability in the server from the trainer's, in thousandths, "
+        f"{result['iterations']} iterations. Old weights: with those of the step before. Source: "
+        f"`{where}` (`benchmarks/server rl`, commit {result['meta']['commit']})."
+    )
+    columns = ["", "mean", "99th percentile", "largest", "old weights", "reward"]
+    gates = result["gates"]
+    missed = [
+        f"- {name}: {gate['value']:.3g}, limit {gate['limit']:.3g}"
+        for name, gate in gates.items()
+        if not gate["met"]
+    ]
+    held = f"{len(gates) - len(missed)} of {len(gates)} rules held (`gates` in the file)."
+    verdict = "\n".join([f"{held} **Missed:**", "", *missed]) if missed else held
+    return f"{source}\n\n{table(columns, rows)}\n\n{verdict}"
+
+
+def planted_errors() -> str:
+    """Kinds of planted errors that were found on a GPU, and false alarms."""
+    found = _of_either_gpu("planted-errors.json")
+    if found is None:
+        return "Not yet run on a GPU; [on the CPU](check.md#without-a-gpu)."
+    where, result = found
+    gates = result["gates"]
+    kinds, runs, alarms = (
+        next(gate for name, gate in gates.items() if name.startswith(begin))
+        for begin in ("kinds", "runs", "alarms")
+    )
+    missed = f" Not found: {', '.join(result['missed'])}." if result["missed"] else ""
+    return wrapped(
+        f"{kinds['value']} of {kinds['limit']} kinds of errors planted in pat were found, and "
+        f"{runs['value']} runs without one raised {alarms['value']} alarms ({result['dtype']}; "
+        f"`{where}`, `benchmarks/server planted`, commit {result['meta']['commit']}).{missed}"
+    )
+
+
+def _of_either_gpu(name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return a run of either GPU, with its place; None if there is none."""
+    for folder in (RESULTS, OTHER_GPU):
+        if (folder / name).is_file():
+            return f"{folder.name}/{name}", read(name, folder)
+    return None
+
+
 def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
     return (over_floor(case, name) for case in cases if name in case["us"])
 
@@ -899,6 +957,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         latent_kernels,
         latent_one_byte_kernels,
         trained_model,
+        roll_outs_and_trainer,
+        planted_errors,
         latent_servers,
         latent_one_byte_servers,
         several_ranks,

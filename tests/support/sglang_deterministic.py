@@ -18,7 +18,7 @@ from unittest import mock
 import requests
 from sglang.test import test_deterministic as sglang_test
 
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS
+from common.tiny_model import NUM_SPECIAL_TOKENS
 
 # Mode -> how many prompts it has.
 MODES = {"single": 1, "prefix": 4, "mixed": 3}

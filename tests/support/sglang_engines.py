@@ -28,8 +28,8 @@ from sglang_acted_graphs import act_out_graphs
 from sglang_forks import forked_processes
 
 from check.cpu_ranks import environment_of_ranks
+from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.http_server import HttpServer, running_process
-from sglang_pat.cli.demo.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sglang_engines import LAUNCH_SERVER, Server, Stats, running_server
 from transformers import PreTrainedTokenizerFast
 
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 VOCAB_SIZE = 32000  # some kits ask with any of the tokens below

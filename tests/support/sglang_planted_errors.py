@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def _scaled_logits(run: Any, layer: Any) -> Any:
 
 def _scaled_values(run: Any, layer: Any) -> Any:
     """Values are 1% too large, as by a wrong scale of an fp8 pool."""
-    return run(layer._replace(v_scale=layer.v_scale * 1.01))
+    out, lse = run(layer)
+    return out * 1.01, lse
 
 
 def _swapped_heads(run: Any, layer: Any) -> Any:
@@ -79,6 +81,15 @@ KINDS = (*OF_LAYERS, *OF_SLOTS, STALE, SHORT, LONG, MERGE)
 
 def register() -> None:
     """Plant the errors. Called by SGLang in each process of the engine."""
+    from sglang_pat.sglang.cpu import cuda_driver_is_present
+
+    if cuda_driver_is_present():
+        _plant_around_kernels()
+    else:
+        _plant_in_reference()
+
+
+def _plant_in_reference() -> None:
     from sglang_pat.executors import reference
 
     run, gather_slots = reference.PlanExecution.run, reference.gather_slots
@@ -122,3 +133,67 @@ def register() -> None:
     reference.gather_slots = gather_wrongly
     reference.PlanExecution._group = group_wrongly  # type: ignore[method-assign]
     reference.merge_partials = merge_wrongly
+
+
+def _plant_around_kernels() -> None:
+    """Plant them on a GPU: in what the kernels read of a plan, or in what they have written.
+
+    Steps must not be replayed by graphs.
+    """
+    import torch
+
+    from sglang_pat.executors.cuda import CudaExecutor
+    from sglang_pat.plan import SHARED_KV
+
+    run, send, write = CudaExecutor.run, CudaExecutor._send, CudaExecutor._write
+    before: list[Any] = []
+
+    def write_wrongly(self: Any, scheduler: Any) -> Any:
+        staging, plan = write(self, scheduler)
+        if plan is not None and planted() == LONG:
+            segments = plan.kv_segments
+            is_followed = segments[:, 2] < plan.header.num_shared_slots
+            segments[(segments[:, 0] == SHARED_KV) & is_followed, 2] += 1
+        return staging, plan
+
+    def send_wrongly(self: Any, staging: Any, step: Any) -> None:
+        send(self, staging, step)
+        slots = self.buffers.shared_slots[: self.buffers.loaded.num_shared_slots]
+        wrong, right = OF_SLOTS.get(planted()), slots.clone()
+        if wrong is not None:
+            wrong(slots, None)
+        if planted() == STALE and before:
+            count = min(len(slots), len(before[0]), 64)
+            slots[:count] = before[0][:count]
+        before[:] = [right]
+
+    def run_wrongly(self: Any, layer: Any) -> None:
+        name, step, kernels = planted(), self.step, self.kernels
+
+        def run_here(given: Any) -> Any:
+            run(self, given)
+            return given.out, given.lse
+
+        def merge_unweighted(launch: Any) -> Any:
+            def merge(*argument: Any) -> None:
+                lse = self.buffers.partial_lse
+                lse.copy_(torch.where(lse.isinf(), lse, 0.0))
+                launch(*argument)
+
+            return merge
+
+        try:
+            if name == SHORT:
+                self.step = step._replace(seq_lens=(step.seq_lens - 1).clamp_(min=1))
+            if name == MERGE:
+                self.kernels = copy(kernels)
+                self.kernels.merge_partials = [*map(merge_unweighted, kernels.merge_partials)]
+            out, _ = OF_LAYERS.get(name, lambda run, layer: run(layer))(run_here, layer)
+        finally:
+            self.step, self.kernels = step, kernels
+        if out is not layer.out:
+            layer.out.copy_(out)
+
+    CudaExecutor.run = run_wrongly  # type: ignore[method-assign]
+    CudaExecutor._send = send_wrongly  # type: ignore[method-assign]
+    CudaExecutor._write = write_wrongly  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """The demo: one live workload through SGLang twice, decoded by pat and by SGLang's own backend.
 
-The shortest way to see everything at work: a real engine, its scheduler and its radix tree, on a
-small model that is written on the spot. Every token is compared.
+The shortest way to see everything at work: a real engine, its scheduler and its radix tree, on the
+tiny trained model of `sglang-pat tiny-model`. Every token is compared, and some answers are shown.
 """
 
 from __future__ import annotations

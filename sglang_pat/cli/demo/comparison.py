@@ -13,9 +13,9 @@ import warnings
 from pathlib import Path
 
 from sglang_pat.cli.demo.engine import Machine, serve
-from sglang_pat.cli.demo.report import Report, console
-from sglang_pat.cli.demo.tiny_model import TinyModel
+from sglang_pat.cli.demo.report import Report, console, show_answers
 from sglang_pat.cli.demo.workload import make_requests
+from sglang_pat.cli.tiny_model import TRAINED
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 
@@ -36,23 +36,23 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
     """
     on_cpu = enable_cpu_engine()  # before SGLang is imported
     machine = Machine.choose(on_cpu=on_cpu)
-    model = TinyModel()
-    requests = make_requests(num_requests, model.vocab_size)
+    model = json.loads((TRAINED / "config.json").read_text())
+    requests = make_requests(num_requests)
     console.print(
-        f"A Llama of {model.num_layers} layers, {model.num_qo_heads} query and "
-        f"{model.num_kv_heads} KV heads, random weights, {machine.arguments['dtype']}, on the "
-        f"{'CPU' if on_cpu else 'GPU'}. {len(requests)} requests over a three-level prefix tree "
-        "(system prompt, document, user) arrive one after another."
+        f"A Llama of {model['num_hidden_layers']} layers, {model['num_attention_heads']} query and "
+        f"{model['num_key_value_heads']} KV heads, trained on docstrings, "
+        f"{machine.arguments['dtype']}, on the {'CPU' if on_cpu else 'GPU'}. {len(requests)} "
+        "requests over a three-level prefix tree (system prompt, document, user) arrive one after "
+        "another."
     )
-    folder = Path(tempfile.mkdtemp())  # removed with all of TMPDIR (session.py)
-    model_path = model.write(folder / "model")
-    stats_file = folder / "stats.json"
+    stats_file = Path(tempfile.mkdtemp()) / "stats.json"  # removed with all of TMPDIR (session.py)
     os.environ["SGLANG_PAT_STATS_FILE"] = str(stats_file)
-    pat = serve(model_path, "pat", requests, machine, stats_file)
+    pat = serve(TRAINED, "pat", requests, machine, stats_file)
     del os.environ["SGLANG_PAT_STATS_FILE"]
-    own = serve(model_path, machine.own_backend, requests, machine)
+    own = serve(TRAINED, machine.own_backend, requests, machine)
     report = Report(machine.own_backend or "SGLang's default", pat, own, pat.stats)
     report.print()
+    show_answers(requests, pat.tokens)
     if result_file is not None:
         result_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     return 0 if report.difference is None else 1

@@ -12,12 +12,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sglang_pat.bench.answers import Candidate
+from sglang_pat.cli.demo.workload import Request, Words
 
 # Two tokens tie if their log-probabilities are this close: some ten times the rounding of float16
 # in the demo's model.
 TIE_LOGPROB = 0.02
+SHOWN_ANSWERS = 3
 
 console = Console(highlight=False)
 
@@ -180,3 +183,14 @@ class Report:
             "stats": self.stats,
             "seconds": {"pat": self.pat.seconds, self.own_backend: self.own.seconds},
         }
+
+
+def show_answers(requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
+    """The questions that end the first prompts, and pat's answers in words."""
+    words = Words()
+    table = Table(title="what the model answered", show_lines=True)
+    table.add_column("end of the prompt")
+    table.add_column("answer by pat")
+    for request, answer in [*zip(requests, tokens, strict=True)][:SHOWN_ANSWERS]:
+        table.add_row(Text(request.question), Text(words.answer([*answer]).strip()))
+    console.print(table)

@@ -1,42 +1,97 @@
 """The demo's workload: requests over a three-level prefix tree, which join and leave over time.
 
-The number of requests and `SEED` determine everything, so both runs, on every machine, serve the
-same requests.
+The texts are docstrings of sglang-pat, which the model can continue. The number of requests and
+`SEED` determine everything, so both runs, on every machine, serve the same requests.
 """
 
 from __future__ import annotations
 
+import ast
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from sglang_pat.cli.tiny_model import TRAINED
 
 SEED = 7
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS_PER_SYSTEM_PROMPT = 3
-SYSTEM_PROMPT_TOKENS = (512, 640)
-DOCUMENT_TOKENS = (256, 448)
-USER_TOKENS = (12, 48)
+# With an answer, less than the 1,024 tokens of the texts that the model was trained on.
+SYSTEM_PROMPT_TOKENS = (400, 512)
+DOCUMENT_TOKENS = (256, 384)
 NEW_TOKENS = (16, 64)
 MEAN_GAP_S = 0.05
-# Tokenizers keep the ids below for special tokens.
-FIRST_TOKEN_ID = 8
+BEGIN, END = "<s>", "</s>"  # of a docstring
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_LEAST_CHARACTERS = 200  # of a docstring that is used
+# The docstrings that users begin.
+_RESULTS = (
+    "mean",
+    "median",
+    "sum",
+    "largest value",
+    "variance",
+    "rank",
+    "number of elements",
+    "norm",
+)
+_OPERANDS = ("an array", "a matrix", "a tensor", "a graph", "a sparse matrix", "a tree")
+_PLACES = ("along an axis", "over a window", "for each row", "in place", "without copying it")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Prompt, number of tokens to generate, and seconds from the start to its arrival."""
+    """Prompt, number of tokens to generate, and seconds from the start to its arrival.
+
+    question: the end of the prompt, as text.
+    """
 
     prompt: list[int]
     num_new_tokens: int
     arrival_s: float
+    question: str
 
 
-def make_requests(num_requests: int, vocab_size: int) -> list[Request]:
+class Words:
+    """The tokens of texts, and the texts of tokens. model: its folder."""
+
+    def __init__(self, model: Path = TRAINED) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def answer(self, tokens: list[int]) -> str:
+        """Return the text of an answer, up to the end of its docstring."""
+        end = self._tokenizer.token_to_id(END)
+        text: str = self._tokenizer.decode(tokens[: (*tokens, end).index(end)])
+        return text
+
+
+def docstrings() -> Iterator[str]:
+    """Docstrings of sglang-pat, in a fixed order."""
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= _LEAST_CHARACTERS:
+                    yield text
+
+
+def make_requests(num_requests: int, model: Path = TRAINED) -> list[Request]:
     """`num_requests` requests: system prompt + document + user's own text, in order of arrival."""
-    rng = random.Random(SEED)
+    rng, words, texts = random.Random(SEED), Words(model), [*docstrings()]
 
     def text(length_range: tuple[int, int]) -> list[int]:
-        length = rng.randint(*length_range)
-        return [rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(length)]
+        length, found = rng.randint(*length_range), list[int]()
+        while len(found) < length:
+            found += words.tokens(f"{BEGIN}{rng.choice(texts)}{END}")
+        return found[:length]
 
     contexts = [
         system_prompt + text(DOCUMENT_TOKENS)
@@ -45,7 +100,9 @@ def make_requests(num_requests: int, vocab_size: int) -> list[Request]:
     ]
     requests, now = [], 0.0
     for _ in range(num_requests):
-        prompt = rng.choice(contexts) + text(USER_TOKENS)
-        requests.append(Request(prompt, rng.randint(*NEW_TOKENS), now))
+        result, operand, place = map(rng.choice, (_RESULTS, _OPERANDS, _PLACES))
+        question = f"Return the {result} of {operand} {place}."
+        prompt = rng.choice(contexts) + words.tokens(f"{END}{BEGIN}{question}")
+        requests.append(Request(prompt, rng.randint(*NEW_TOKENS), now, question))
         now += rng.expovariate(1 / MEAN_GAP_S)
     return requests

@@ -1,7 +1,7 @@
 """A tiny Llama with random weights, written to a folder: a model for SGLang without any download.
 
-`sglang-pat tiny-model` writes it for users. The demo and the engine tests serve it, on the CPU, in
-seconds.
+Engine tests and benchmarks serve it, on the CPU in seconds. What users get is trained
+(`sglang_pat/cli/trained`).
 """
 
 from __future__ import annotations

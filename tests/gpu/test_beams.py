@@ -1,0 +1,49 @@
+"""Rows of a beam search: they share their prompt, and change places behind it in every step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from forests import make_case
+from pack_decode_cases import Heads, Tensors, check, needs_gpu, planned_step, run
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+
+CACHED, PROMPT = 1500, 1700  # tokens that the tree holds; the rest of the prompt is a node, too
+ANSWER, STEPS = 40, 12
+OTHERS = [(0, 30), (-1, 300)]  # requests beside the search; one shares what is cached
+
+
+@pytest.mark.parametrize("width", [4, 8, 16, 64])
+@pytest.mark.parametrize("heads", [Heads(32, 8), Heads(8, 2, 64)], ids=["128", "64"])
+def test_one_plan_serves_beams_that_change_places(heads: Heads, width: int) -> None:
+    """A beam that continues another one gets that one's slots, as in SGLang."""
+    nodes = [(-1, CACHED), (0, PROMPT - CACHED)]
+    case = make_case(nodes, [(1, ANSWER)] * width + OTHERS, spare_tokens=STEPS)
+    grown = dataclasses.replace(case, seq_lens=case.seq_lens + STEPS)  # slots of all steps
+    tensors = Tensors.make(grown, heads)
+    tensors.seq_lens -= STEPS
+    step = planned_step(heads)
+    plan = step.write(
+        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    )
+    assert plan.kv_tokens.planned < 0.3 * plan.kv_tokens.query_centric
+    out, lse = run(step, tensors)
+    check(out, lse, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
+    generator = torch.Generator("cuda").manual_seed(width)
+    rows, behind = tensors.req_pool_indices[:width], slice(PROMPT, PROMPT + ANSWER + STEPS)
+    for _ in range(STEPS):
+        before = out.clone()
+        survivors = torch.randint(width, (width,), generator=generator, device="cuda")
+        tensors.req_to_token[rows, behind] = tensors.req_to_token[rows[survivors], behind]
+        tensors.seq_lens += 1
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        check(out, lse, tensors)
+        assert not torch.equal(out, before)
