@@ -91,7 +91,7 @@ ON_A_CPU = ("tp", "pp")
 LEAST_REUSED = 0.5
 # KV that is planned, of what attention for each request alone reads.
 LARGEST_RATIO = 0.9
-# Of 90% of the steps: the slowest rank's planning less the fastest's.
+# Limit for 90% of the steps: the slowest rank's planning less the fastest's.
 APART_US, APART_PERCENT = 50.0, 90
 
 

@@ -22,7 +22,7 @@ from common.models import MODELS, TINY, ModelShape
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, NAMED_CONFIGS
 
-# Of each server, beside weights and KV: context, graphs, workspaces, activations of a prefill.
+# Memory of each server beside weights and KV: context, graphs, workspaces, a prefill.
 _OTHER_BYTES = 4e9
 _SHARE = 0.95  # of the GPU's memory, for servers
 
