@@ -183,15 +183,15 @@ def other_gpu_servers() -> str:
 
 
 def latent_kernels() -> str:
-    return _latent_kernels("mla.json")
+    return _latent_kernels("mla.json", RESULTS)
 
 
 def latent_one_byte_kernels() -> str:
-    return _latent_kernels("mla-fp8.json")
+    return _latent_kernels("mla-fp8.json", OTHER_GPU)
 
 
-def _latent_kernels(name: str) -> str:
-    result = read(name, OTHER_GPU)
+def _latent_kernels(name: str, folder: Path) -> str:
+    result = read(name, folder)
     cases = result["cases"]
     peers = {**PEERS, "flashmla": "FlashMLA", "triton": "Triton"}
     timed = cases[0]["us"]
@@ -208,7 +208,7 @@ def _latent_kernels(name: str) -> str:
         cells = [*ratios, min(gains), max(gains)]
         rows.append([title, str(len(found)), *(f"{value:.2f}" for value in cells)])
     source = wrapped(
-        f"Time of another kernel over pat's, geometric means. Source: `{OTHER_GPU.name}/{name}` "
+        f"Time of another kernel over pat's, geometric means. Source: `{folder.name}/{name}` "
         f"(`benchmarks/kernel mla`, {len(cases)} cases, commit {result['meta']['commit']})."
     )
     columns = ["cases", "number", *peers.values(), "best other / pat: least", "most"]
@@ -256,6 +256,7 @@ def roll_outs_and_trainer() -> str:
         return "Not yet run."
     where, result = found
     names = {"pat": "pat", "fa3": "FA3"}
+    iterations = min(each["iterations"] for each in result["servers_found"].values())
     rows = []
     for server, each in result["servers_found"].items():
         backend, _, cache = server.partition(" ")
@@ -265,7 +266,7 @@ def roll_outs_and_trainer() -> str:
         rows.append([title, *numbers, " -> ".join(rewards)])
     source = wrapped(
         f"Distance of a token's log-probability in the server from the trainer's, in thousandths, "
-        f"{result['iterations']} iterations. Old weights: with those of the step before. Source: "
+        f"{iterations} iterations. Old weights: with those of the step before. Source: "
         f"`{where}` (`benchmarks/server rl`, commit {result['meta']['commit']})."
     )
     columns = ["", "mean", "99th percentile", "largest", "old weights", "reward"]

@@ -18,8 +18,8 @@ from sglang_pat.executors.layer import Scale
 _STEPS_AT_ONCE = 4
 # Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
 _NUMBERS_PER_WARP = 1024
-# Keys of a group from which they are multiplied as tiles, and the sizes of these.
-FIRST_TILED = 16
+# Weights of a group, rows times keys, from which they are multiplied as tiles, and the sizes of these.
+_FIRST_TILED = 64
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
@@ -29,6 +29,11 @@ def reads(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is torch.float8_e4m3fn:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
     return True
+
+
+def is_tiled(rows: int, keys: int) -> bool:
+    """True if a group of so many rows and keys is multiplied as tiles."""
+    return rows * keys >= _FIRST_TILED
 
 
 @triton.jit
@@ -181,7 +186,7 @@ def merge_drafts(
     q, slots, biases, scales
         See there.
     tiled : bool or None
-        Whether keys are multiplied as tiles. None: if they are many.
+        Whether keys are multiplied as tiles. None: see `is_tiled`.
 
     Returns
     -------
@@ -215,7 +220,7 @@ def merge_drafts(
         "K_SCALE_ON_DEVICE": isinstance(scales[0], torch.Tensor),
         "V_SCALE_ON_DEVICE": isinstance(scales[1], torch.Tensor),
     }
-    if tiled if tiled is not None else keys >= FIRST_TILED:
+    if is_tiled(rows, keys) if tiled is None else tiled:
         lines = rows * group
         # A row of 256 numbers takes the registers of two rows of 128.
         tile = min(
