@@ -18,7 +18,7 @@ from sglang_pat.executors.layer import Scale
 _STEPS_AT_ONCE = 4
 # Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
 _NUMBERS_PER_WARP = 1024
-# Weights of a group, rows times keys, from which they are multiplied as tiles, and the sizes of these.
+# Weights of a group, rows times keys, from which these are multiplied as tiles; their sizes.
 _FIRST_TILED = 64
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
