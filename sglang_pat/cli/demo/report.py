@@ -17,8 +17,8 @@ from rich.text import Text
 from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli.demo.workload import Request, Words
 
-# Two tokens tie if their log-probabilities are this close. In float16 the gap of the demo's two best
-# tokens is off by 0.005 in the median, and by 0.05 at most (1,280 tokens, against float32).
+# Two tokens tie if their log-probabilities are this close. In float16 the gap of the best two
+# tokens is off by 0.005 in the median, by 0.05 at most (1,280 tokens of the demo, against float32).
 TIE_LOGPROB = 0.05
 SHOWN_ANSWERS = 3
 
