@@ -541,7 +541,8 @@ def gains_by_workload() -> str:
     further = wrapped(
         f"Attention kernels alone gain {few:.1f}x where 3 requests share a KV token on average, "
         f"{many:.1f}x where 12 to 14 do, over fp8 KV at least {fp8:.1f}x. TPOT with drafts, 64 "
-        f"requests over 8,192 shared tokens: EAGLE {eagle:.2f}x (H200, 10 layers), NGRAM {ngram:.2f}x."
+        f"requests over 8,192 shared tokens: EAGLE {eagle:.2f}x (H200, 10 layers), NGRAM "
+        f"{ngram:.2f}x."
     )
     columns = ["workload", "TPOT gain", "whole-job gain (mean TTFT, FA3 -> pat)"]
     head = "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * 3, *rows))
