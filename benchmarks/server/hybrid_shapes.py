@@ -11,13 +11,14 @@ quantised: the 8 of gpt-oss are as many bytes as the 32 of the real one, which h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from common.fleet import SHARED_GPU
+from common.fleet import SHARED_GPU, groups_that_fit
 from common.models import MODELS, TINY, ModelShape
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, NAMED_CONFIGS
@@ -79,25 +80,20 @@ class HybridModel:
         return time.held_weight_bytes + pool + _OTHER_BYTES
 
 
-def groups_that_fit(
+def groups_on_gpu(
     models: Sequence[HybridModel], memory: float | None = None
 ) -> list[list[HybridModel]]:
-    """Models whose servers, two of each, fit on a GPU at once. The first of a group decides.
+    """Models whose servers, two of each, fit on a GPU at once.
 
     memory: of the GPU, in bytes. None: of the one here; without a GPU all fit.
     """
     if memory is None:
         found = torch.cuda.is_available()
-        memory = float(torch.cuda.mem_get_info()[1]) if found else float("inf")
-    groups: list[list[HybridModel]] = []
-    for model in models:
-        for group in groups:
-            if 2 * sum(each.server_bytes for each in (*group, model)) <= _SHARE * memory:
-                group.append(model)
-                break
-        else:
-            groups.append([model])
-    return groups
+        memory = float(torch.cuda.mem_get_info()[1]) if found else math.inf
+    by_name = {model.name: model for model in models}
+    needs = {name: 2 * model.server_bytes / 1e9 for name, model in by_name.items()}
+    groups = groups_that_fit(needs, _SHARE * memory / 1e9, servers_each=2)
+    return [[by_name[name] for name in group] for group in groups]
 
 
 def _layer_types(windowed: int, groups: int) -> list[str]:

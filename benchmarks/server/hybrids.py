@@ -52,7 +52,7 @@ from common.models import TINY
 from common.results import earlier, write
 from common.suites import Refused, add_option
 from common.terminal import console, show_failure, table_of
-from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, HybridModel, groups_that_fit
+from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, HybridModel, groups_on_gpu
 from server.kernel_times import kernel_times, trace
 from sglang_pat.bench import timing
 from sglang_pat.bench.cases import Case
@@ -225,7 +225,7 @@ def measure_all(args: argparse.Namespace, save: Save) -> list[str]:
         HYBRIDS[name].served(args.kv_cache_dtype, args.ranks, own_requests=args.dp_attention)
         for name in args.models
     ]
-    for group in groups_that_fit(models):
+    for group in groups_on_gpu(models):
         took = time.monotonic() - begun
         if took > args.seconds:
             failures += [f"{model.name}: not begun in time" for model in group]

@@ -24,7 +24,7 @@ from check.memory import Memory
 from common import drafts, suites
 from common.models import MODELS
 from server import hybrids, speculation, waits
-from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, groups_that_fit
+from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, groups_on_gpu
 from server.nested_models import write_head, write_nested
 from sglang_pat.bench.answers import Answer, Candidate, agreement
 from sglang_pat.bench.decoding import DecodeRun
@@ -297,7 +297,7 @@ def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
 
 def test_models_are_served_together_while_they_fit() -> None:
     def names(memory: float, *models: str) -> list[list[str]]:
-        groups = groups_that_fit([HYBRIDS[name] for name in models], memory)
+        groups = groups_on_gpu([HYBRIDS[name] for name in models], memory)
         return [[model.name for model in group] for group in groups]
 
     assert names(150e9, *LATENT) == [[*LATENT]]  # an H200
