@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kinds",
         nargs="+",
         choices=KINDS,
-        default=list(KINDS),
         help="of layers (default: all that have kernels for this GPU)",
     )
     parser.set_defaults(run=run)
@@ -69,25 +68,30 @@ def run(arguments: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
         machine = Machine.of(device)
         print(f"{machine.gpu}, driver {machine.driver}, kernels {machine.kernels}")
-        kinds = dict.fromkeys(arguments.kinds)
-        if not has_kernels(*LATENT_HEAD_DIMS, torch.cuda.get_device_capability(device)):
-            kinds = dict.fromkeys(kind for kind in kinds if kind == PLAIN)
-        if not kinds:
+    except (KernelBuildError, KernelCacheError) as error:
+        return _fail(1, str(error))
+    kinds = dict.fromkeys(arguments.kinds or KINDS)
+    if not has_kernels(*LATENT_HEAD_DIMS, torch.cuda.get_device_capability(device)):
+        if arguments.kinds is not None and set(kinds) != {PLAIN}:
             return _fail(1, f"latent attention has no kernels for the {machine.gpu}")
-        measured = {}
-        for kind in kinds:
+        kinds = {PLAIN: None}
+    measured: dict[str, Sequence[Measurement]] = {}
+    statuses = []
+    for kind in kinds:  # each is kept before the next one, which may fail
+        try:
             report = print if arguments.verbose else lambda _: None
             measured[kind] = calibration.measure(report, kind)
             if arguments.samples is not None:  # before the fit: a bad one is when they are wanted
                 arguments.samples.write_text(calibration.samples_json(machine, measured))
-    except calibration.CalibrationError as error:
-        return _fail(1, f"{error} Nothing was changed.")
-    except (KernelBuildError, KernelCacheError) as error:
-        return _fail(1, str(error))
-    except OSError as error:
-        return _fail(1, f"the samples cannot be written: {error}")
+        except calibration.CalibrationError as error:
+            statuses.append(_fail(1, f"{kind}: {error} Its file was not changed."))
+        except (KernelBuildError, KernelCacheError) as error:
+            statuses.append(_fail(1, f"{kind}: {error}"))
+        except OSError as error:
+            return _fail(1, f"the samples cannot be written: {error}")
+        else:
+            statuses.append(_keep(machine, kind, measured[kind], arguments.dry_run))
     print(f"measured in {time.perf_counter() - begin:.0f} s")
-    statuses = [_keep(machine, kind, each, arguments.dry_run) for kind, each in measured.items()]
     return max(statuses)
 
 
@@ -98,7 +102,7 @@ def _keep(machine: Machine, kind: str, measured: Sequence[Measurement], dry_run:
     try:
         found = calibration.calibrate(machine, measured, kind)
     except calibration.CalibrationError as error:
-        return _fail(1, f"{kind}: {error} Nothing was changed.")
+        return _fail(1, f"{kind}: {error} Its file was not changed.")
     print(f"{kind} layers:")
     for name, us in found.microseconds.items():
         print(f"{name:14}{us:12.6f}" + (" of a token" if name.startswith("body") else " us"))

@@ -85,8 +85,11 @@ class Calibration:
         """Write the file, all at once. OSError if it cannot be written."""
         path = _folder(cache) / self.machine.file_name(self.kind)
         path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"format": _FORMAT, **asdict(self)}
+        if self.kind == PLAIN:
+            del data["kind"]  # earlier versions, which have the same kernels, do not know it
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as new:
-            json.dump({"format": _FORMAT, **asdict(self)}, new, indent=1)
+            json.dump(data, new, indent=1)
         os.chmod(new.name, 0o644)
         os.replace(new.name, path)
         return path

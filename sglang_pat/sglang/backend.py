@@ -287,11 +287,11 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             raise reason.refusal(f" (layer {layer_id})")
         routes = self._pat_routes
         if not routes.delegated:  # the default backend is not prepared for this step
-            if self._pat.verifies_trees:
+            kind = self._pat_kinds.get(_VERIFY)  # None: of what a draft model reads of such a step
+            if kind is not None and self._pat.verifies_trees:
                 has_mask = forward_batch.forward_mode is _VERIFY and not self._pat_is_captured
                 # In a warm-up it is a large buffer.
                 has_mask = has_mask and CHANNEL.is_within_step
-                kind = self._pat_kinds[_VERIFY]
                 undo_square_masks(forward_batch if has_mask else None, kind.masks)
             self._catch_up(forward_batch)
         routes.delegate(layer_id, reason)

@@ -431,9 +431,11 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     assert (told["pat_layers"], told["default_layers"]) == (1, {"sliding window 8": 1})
 
 
-def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
-    extending = Extending()
-    extending.verify([25, 31], 2)
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -> None:
+    extending = Extending(arguments={"speculative_eagle_topk": topk})
+    if topk == 1:
+        extending.verify([25, 31], 2)
     view = extending.view([25, 31], 2)
     extending.prepare(view, 2)
     extending.attend(view, layer=0, rope=1)
@@ -441,8 +443,9 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     told = route_reports._after_get_init_info({})["pat"]
     assert told["draft_extend"]["default_layers"] == {"the argument rope": 1}
     assert told["default_layers"] == {}
-    q, out = extending.attend(view, layer=1)
-    extending.assert_request(q, out, 0, 25, layer=1)
+    if topk == 1:
+        q, out = extending.attend(view, layer=1)
+        extending.assert_request(q, out, 0, 25, layer=1)
 
 
 @pytest.mark.parametrize(

@@ -684,12 +684,12 @@ def test_sglang_may_write_masks_over_the_drafts_alone(
     assert branching.backend.verify_mask is None
 
 
-@pytest.mark.parametrize("when", ["step", "buffer", "padded", "warm-up", "capture"])
+@pytest.mark.parametrize("when", ["step", "buffer", "own", "padded", "warm-up", "capture"])
 def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
     when: str, worker: Any, branching: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its default backend may read them, in this step too."""
-    worker.USE_FULL_MASK = when == "buffer"
+    worker.USE_FULL_MASK = when in ("buffer", "own")  # own: a batch that is larger than all graphs
     lens = [25, 31]
     mask, is_known = torch.cat([BRANCHES.flatten(), CHAIN.flatten()]), True
     if when == "buffer":

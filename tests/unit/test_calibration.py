@@ -417,8 +417,43 @@ def test_a_bad_fit_leaves_the_file_alone(
     made.save(tmp_path)
     monkeypatch.setattr(bench, "measure", lambda *_: timed(planned, noise=0.4))
     assert main.main(["calibrate"]) == 1
-    assert "Nothing was changed" in capsys.readouterr().err
+    assert "Its file was not changed" in capsys.readouterr().err
     assert load(MACHINE, tmp_path) == made
+
+
+def test_a_kind_that_fails_leaves_the_others_kept(
+    planned: list[Planned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(report: object, kind: str) -> list[Measurement]:
+        if kind != PLAIN:
+            raise jit.KernelBuildError("no kernels")
+        return timed(planned)
+
+    _on_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(bench, "measure", measure)
+    assert main.main(["calibrate"]) == 1
+    assert f"{LATENT}: no kernels" in capsys.readouterr().err
+    assert load(MACHINE, tmp_path) is not None
+    (kept,) = tmp_path.rglob("*.json")
+    assert "kind" not in json.loads(kept.read_text())
+
+
+def test_a_kind_without_kernels_is_refused_if_it_is_asked_for(
+    planned: list[Planned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _on_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(bench, "measure", lambda *_: timed(planned))
+    assert main.main(["calibrate", "--kinds", PLAIN, LATENT]) == 1
+    assert "latent attention has no kernels" in capsys.readouterr().err
+    assert load(MACHINE, tmp_path) is None
+    assert main.main(["calibrate"]) == 0
 
 
 def test_doctor_names_a_file_that_is_wrong(

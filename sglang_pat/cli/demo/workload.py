@@ -1,7 +1,7 @@
 """The demo's workload: requests over a three-level prefix tree, which join and leave over time.
 
-The texts are docstrings of sglang-pat, which the model can continue. The number of requests and
-`SEED` determine everything, so both runs, on every machine, serve the same requests.
+The texts are docstrings of sglang-pat, which the model can continue. Its version, the number of
+requests and `SEED` determine everything, so both runs, on every machine, serve the same requests.
 """
 
 from __future__ import annotations

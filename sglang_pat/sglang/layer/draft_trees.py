@@ -302,6 +302,8 @@ def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = N
     if forward_batch is None:
         return
     drafts, count = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
-    if are_square or _is_same(drafts.custom_mask, buffer):
+    # A batch that is larger than all graphs has a mask of its own size, of either form.
+    is_square = drafts.custom_mask.numel() == forward_batch.batch_size * count**2
+    if are_square or is_square or _is_same(drafts.custom_mask, buffer):
         squares = drafts.custom_mask.view(-1, count, count)[: forward_batch.batch_size]
         drafts.custom_mask = full_masks(squares, forward_batch.seq_lens[: len(squares)])
