@@ -31,6 +31,15 @@ SHARED_GPU = {
     "sleep_on_idle": True,  # another server is being measured
     "enable_cache_report": True,
 }
+# Servers that run there to see that a suite works.
+ON_CPU = {
+    "dtype": "float32",
+    "device": "cpu",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.95,
+    "skip_tokenizer_init": True,
+    "sleep_on_idle": True,
+}
 TAIL_LINES = 30  # of the log of a server that failed
 MOST_AT_ONCE = 8  # servers that start together: each takes a core and more
 _POLL_SECONDS = 0.3

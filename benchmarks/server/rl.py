@@ -40,7 +40,7 @@ import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 
 from common.counters import difference, read_ratio
-from common.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
+from common.fleet import ON_CPU, SHARED_GPU, Member, fleet, report_starts, wait, watched
 from common.metadata import metadata
 from common.results import at_least, at_most, write
 from common.suites import add_option
@@ -61,14 +61,6 @@ RUNNING = PROMPTS * SAMPLES
 E4M3_MAX, MARGIN = 448.0, 1.5  # rotation makes a key at most sqrt(2) times as large
 RESAMPLES, STANDARD_ERRORS = 1000, 2.0
 STALE_RATIO, READ_RATIO, FREED_SHARE = 2.0, 0.9, 0.9
-_CPU = {
-    "dtype": "float32",
-    "device": "cpu",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.95,
-    "skip_tokenizer_init": True,
-    "sleep_on_idle": True,
-}
 
 
 class Trainer:
@@ -152,7 +144,7 @@ def write_scaled(model: Path, folder: Path, scales: Mapping[str, torch.Tensor]) 
 def starts(model: Path, scaled: Path, *, saves_memory: bool) -> dict[str, Start]:
     """The servers, by name: backend and type of the KV cache."""
     common = {
-        **(SHARED_GPU | {"load_format": "auto"} if ON_GPU else _CPU),
+        **(SHARED_GPU | {"load_format": "auto"} if ON_GPU else ON_CPU),
         "max_running_requests": RUNNING,
         "max_total_tokens": POOL_TOKENS,
         "context_length": 2048,

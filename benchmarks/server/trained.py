@@ -45,8 +45,8 @@ from typing import Any
 import numpy as np
 
 from common.counters import read_ratio
-from common.drafts import accepted, largest_off
-from common.fleet import SHARED_GPU, fleet, report_starts, wait, watched
+from common.drafts import ACCEPTANCE_LIMIT, accepted, largest_off
+from common.fleet import ON_CPU, SHARED_GPU, fleet, report_starts, wait, watched
 from common.metadata import metadata
 from common.results import at_least, at_most, write
 from common.suites import Refused, add_option
@@ -75,18 +75,10 @@ RUNNING = 32  # at once
 TOKENS, SAMPLES = 192, 8  # of an answer; of every fourth prompt
 SPECULATED = 256  # tokens of an answer with drafts
 INVARIANT_PROMPTS, INVARIANT_TOKENS = 8, 64
-RATIO_LIMIT, BEYOND_LIMIT, ACCEPTANCE_LIMIT = 1.1, 6, 0.02
+RATIO_LIMIT, BEYOND_LIMIT = 1.1, 6
 LARGEST_READ_RATIO = 0.9
 COMMAND_SECONDS = 300
 RESAMPLES = 1000
-_CPU = {
-    "dtype": "float32",
-    "device": "cpu",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.95,
-    "skip_tokenizer_init": True,
-    "sleep_on_idle": True,
-}
 _ON_GPU = cuda_driver_is_present()
 PEERS = ("fa3", "flashinfer") if _ON_GPU else ("torch_native",)
 CACHES = {"bfloat16": {}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}} if _ON_GPU else {"float32": {}}
@@ -118,7 +110,7 @@ def prompts(tokens: Path, shared: int) -> list[list[int]]:
 def starts(model: Path, draft: Path | None, parts: Sequence[str]) -> dict[str, Start]:
     """All servers, by name."""
     common = {
-        **(SHARED_GPU | {"load_format": "auto"} if _ON_GPU else _CPU),
+        **(SHARED_GPU | {"load_format": "auto"} if _ON_GPU else ON_CPU),
         "max_running_requests": RUNNING,
         "max_total_tokens": 1 << 17 if _ON_GPU else 1 << 15,
         "context_length": 4096,
