@@ -31,7 +31,7 @@ SHARED_GPU = {
     "sleep_on_idle": True,  # another server is being measured
     "enable_cache_report": True,
 }
-# Servers that run there to see that a suite works.
+# The same on a CPU, to see that a suite works.
 ON_CPU = {
     "dtype": "float32",
     "device": "cpu",
