@@ -834,7 +834,7 @@ def several_ranks() -> str:
         if not (folder / "ranks.json").exists():
             continue
         result = read("ranks.json", folder)
-        ranks, gpu = result.get("ranks", 2), folder.name.upper()
+        ranks, gpu = result.get("ranks", 2), result["meta"]["gpu"].split()[1]
         found = {name: result[name] for name in LAYOUTS if "plans" in result.get(name, {})}
         for layout in [name for name in found if name not in shown]:
             shown.add(layout)
