@@ -130,6 +130,9 @@ def _replay(arguments: argparse.Namespace, command: str) -> int:
 
     recorder = Recorder(arguments.forest_step)
     report = workload.answered(recorder)
+    if recorder.forest is None and arguments.forest_step is not None:
+        last = f"{recorder.num_steps - 1:,}"
+        raise ValueError(f"--forest-step {arguments.forest_step}; the server has steps 0 to {last}")
     workload_options.show(report, arguments.verbose)
 
     def write_json(path: Path) -> None:

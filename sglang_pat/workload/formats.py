@@ -333,7 +333,13 @@ def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceReq
         arrival = _seconds(values[0])
     except ValueError as error:
         raise ValueError(f"{columns.time}: {error}") from None
-    input_length, output_length = int(values[1]), int(values[2])
+    lengths = []
+    for name, text in zip(columns[1:], values[1:], strict=True):
+        try:
+            lengths.append(int(text))
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}; a whole number is needed") from None
+    input_length, output_length = lengths
     if output_length == 0:
         return None
     for name, value in zip(columns[1:], (input_length, output_length), strict=True):

@@ -49,16 +49,20 @@ class Recorder:
         The step whose forest is kept. None: the one that shares most.
     rows
         Steps of one batch each; whenever there are too many, every second one goes.
+    num_steps
+        Steps so far.
     """
 
     forest_step: int | None = None
     rows: list[Step] = field(default_factory=list)
     forest: Forest | None = None
+    num_steps: int = 0
     _stride: int = 1
     _seen: int = 0
     _most_shared: float = 0.0
 
     def __call__(self, step: Step, event: Decode, tree: Tree) -> None:
+        self.num_steps = step.step + step.steps
         if self.forest_step is None:
             shared = step.kv_tokens - step.distinct
             if self.forest is None or shared > self._most_shared:

@@ -138,6 +138,7 @@ WRONG: tuple[tuple[tuple[object, ...], str], ...] = (
     (("--trace", TRACE, "--kv-tokens", "10", "--page-size", "16"), "two pages of 16 are needed"),
     (("--trace", TRACE, "--kv-tokens", "100"), "no request of the trace fits into a KV pool of"),
     (("--trace", TRACE, "--format", "csv"), "format 'csv'; allowed: auto, mooncake"),
+    (("--trace", TRACE, "--limit", "2", "--forest-step", "9999999"), "has steps 0 to "),
     (("--trace", TRACE, "--json", TRACE), "would overwrite the input"),
     (("--generate", "toolagent", "--json", "x", "--csv", "./x"), "are the same file"),
     (

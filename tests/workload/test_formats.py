@@ -119,7 +119,7 @@ def test_burstgpt_columns_are_found_by_name(tmp_path):
     [
         ("x,ChatGPT,472,18,490,log", "Timestamp: 'x' is no time: a number or ISO 8601"),
         ("nan,ChatGPT,472,18,490,log", "Timestamp: 'nan' is no time: a number from 0"),
-        ("5,ChatGPT,472.5,18,490,log", "'472.5'"),
+        ("5,ChatGPT,472.5,18,490,log", "Request tokens is '472.5'; a whole number is needed"),
         ("5,ChatGPT,0,18,18,log", "Request tokens is 0"),
         ("5,ChatGPT,472,-1,471,log", "Response tokens is -1"),
         ("5,ChatGPT,472", "fewer values than columns"),
