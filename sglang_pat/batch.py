@@ -64,6 +64,8 @@ class PrefixPaths:
 
         Raises
         ------
+        TypeError
+            A path is no list. The message names its request.
         ValueError
             A node is not three integers, of which the id fits into int64 and the positions into
             int32. The message names the node and its request.
@@ -71,7 +73,12 @@ class PrefixPaths:
         path_begin = [0]
         flat: list[PathNode | tuple[int, int, int]] = []
         for path in paths:
-            flat.extend(path)
+            try:
+                flat.extend(path)
+            except TypeError:
+                request = len(path_begin) - 1
+                message = f"the path of request {request} must be a list of nodes, got {path!r}"
+                raise TypeError(message) from None
             path_begin.append(len(flat))
         nodes = _checked_nodes(flat, path_begin)
         return cls(
@@ -83,7 +90,9 @@ class PrefixPaths:
 
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
-        """No request shares anything."""
+        """No request shares anything. ValueError for a negative number of requests."""
+        if num_requests < 0:
+            raise ValueError(f"num_requests must not be negative, got {num_requests}")
         nothing = np.zeros(0, dtype=np.int32)
         return cls(
             path_begin=np.zeros(num_requests + 1, dtype=np.int32),

@@ -60,6 +60,17 @@ def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
         PrefixPaths.from_lists([[(1, 0), (5, 2), (5, 9)]])  # type: ignore[list-item]
 
 
+def test_a_path_that_is_no_list_is_named() -> None:
+    with pytest.raises(TypeError, match="the path of request 1 must be a list of nodes, got None"):
+        PrefixPaths.from_lists([[], None])  # type: ignore[list-item]
+
+
+def test_private_paths_of_fewer_than_no_requests_are_refused() -> None:
+    assert len(PrefixPaths.private(0)) == 0
+    with pytest.raises(ValueError, match="num_requests must not be negative, got -1"):
+        PrefixPaths.private(-1)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
