@@ -146,13 +146,18 @@ class PackAttention:
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            num_workers=num_workers,
             growth_tokens=growth_tokens,
-            max_requests=max_requests,
             max_shared_slots=max_shared_slots,
-            max_seq_len=max_seq_len,
         )
+        optional = {
+            "v_head_dim": v_head_dim,
+            "num_workers": num_workers,
+            "max_requests": max_requests,
+            "max_seq_len": max_seq_len,
+        }
+        _check_integers(**{name: value for name, value in optional.items() if value is not None})
+        if not isinstance(batch_invariant, bool):
+            raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.shape = shape = Shape(num_qo_heads, num_kv_heads, head_dim, v_head_dim)
         self.dtype = dtype
@@ -245,11 +250,11 @@ class PackAttention:
         req_pool_indices : torch.Tensor
             int64 or int32 `[num_requests]`: the row of each request.
         seq_lens : torch.Tensor
-            int64 or int32 `[num_requests]`: `batch.seq_lens`, or a few tokens more, of which the
-            host need not know: no plan depends on them, but in batch-invariant mode. Or one token
-            less, where KV behind the path is read live. Read in each
-            run(), so that a captured graph sees the lengths of its replay. Plain torch refuses
-            others there; the kernels do not look, since that would wait for the device.
+            int64 or int32 `[num_requests]`: `batch.seq_lens`. Where a request has KV behind its
+            path, also one token less, or a few more, of which the host need not know: no plan
+            depends on them, but in batch-invariant mode. Read in each run(), so that a captured
+            graph sees the lengths of its replay. Plain torch refuses others there; the kernels do
+            not look, since that would wait for the device.
 
         Returns
         -------
@@ -326,17 +331,24 @@ class PackAttention:
             raise RuntimeError("advance() needs a plan: call plan() first")
         if self._batch_invariant:
             raise ValueError("advance() is not batch-invariant; call plan() for each step")
+        _check_integers(tokens=tokens)
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         planned = self.seq_lens
         self._check_per_request("seq_lens", seq_lens, planned)
-        lens = np.where(planned > 0, planned + np.int32(tokens), 0)
-        longest = int(lens.max(initial=0))
+        longest = int(planned.max(initial=0)) + tokens
         if longest > self._table_width:
             raise ValueError(
                 f"requests must be at most as long as req_to_token's width {self._table_width}, "
                 f"got {longest}"
             )
+        fixed = np.setdiff1d(np.flatnonzero(planned), self._plan.live_requests())
+        if tokens and len(fixed):
+            raise ValueError(
+                f"request {fixed[0]} has no KV behind its path, so the plan reads {tokens} too few "
+                "of its tokens; call plan()"
+            )
+        lens = np.where(planned > 0, planned + np.int32(tokens), 0)
         self._executor.reuse_plan(self._step._replace(seq_lens=seq_lens, host_seq_lens=lens))
 
     @overload
@@ -459,15 +471,14 @@ class PackAttention:
         out_shape = (num_requests, num_heads, v_head_dim)
         if out is not None:
             self._check_tensor("out", out, out_shape, dtype)
-        if not 0 <= logit_cap < math.inf:
-            raise ValueError(f"logit_cap must be 0 (off) or positive, got {logit_cap}")
+        if logit_cap != 0:
+            _check_positive("logit_cap", logit_cap, "0 (off) or positive")
         self._check_scale("k_scale", k_scale)
         self._check_scale("v_scale", v_scale)
         if sinks is not None:
             self._check_tensor("sinks", sinks, (num_heads,), *_SINK_DTYPES)
         scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        if not 0 < scale < math.inf:
-            raise ValueError(f"sm_scale must be positive, got {scale}")
+        _check_positive("sm_scale", scale)
         out = q.new_empty(out_shape) if out is None else out
         lse = None
         if return_lse:
@@ -597,8 +608,7 @@ class PackAttention:
 
     def _check_scale(self, name: str, scale: Scale) -> None:
         if not isinstance(scale, torch.Tensor):
-            if not 0 < scale < math.inf:
-                raise ValueError(f"{name} must be positive, got {scale}")
+            _check_positive(name, scale)
             return
         if self.kv_dtype == self.dtype:
             raise ValueError(f"{name} must be a number over a KV cache of {self.dtype}")
@@ -642,11 +652,19 @@ def _check_is_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
-def _check_integers(**values: int | None) -> None:
-    """TypeError or ValueError for a value that is neither None nor an integer within int32."""
+def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
+    """TypeError for what is no number, ValueError for one that is not positive and finite."""
+    try:
+        is_right = bool(0 < value < math.inf)
+    except (TypeError, RuntimeError):  # another type; a tensor of several numbers
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not is_right:
+        raise ValueError(f"{name} must be {allowed}, got {value}")
+
+
+def _check_integers(**values: int) -> None:
+    """TypeError or ValueError for a value that is no integer within int32."""
     for name, value in values.items():
-        if value is None:
-            continue
         if not isinstance(value, (int, np.integer)):
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if not -1 << 31 <= value < 1 << 31:
@@ -681,7 +699,11 @@ def _check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 def _canonical_device(device: torch.device | str) -> torch.device:
     """`cuda` as the `cuda:N` that tensors report."""
-    device = torch.device(device)
+    given = device
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):  # the text of torch's lists devices that pat does not know
+        raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
     if device.type == "cuda" and device.index is None:

@@ -199,6 +199,12 @@ class DecodePlan:
         begin = self.capacity.layout()["header"]
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
+    def live_requests(self) -> IntArray:
+        """Requests that read KV up to their length in each run(); others read what was planned."""
+        segments = self.kv_segments
+        live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
+        return live
+
     def describe(self) -> str:
         """The plan as text: one line per work item: ticket, tile, KV segments, requests."""
         return "\n".join(self._describe_lines())

@@ -80,7 +80,7 @@ def _slots_of(segment: list[int], shared_slots: torch.Tensor, step: Step) -> tor
     kv_request, kv_begin, kv_end, _ = segment
     if kv_request == SHARED_KV:
         return shared_slots[kv_begin:kv_end]
-    end = int(step.host_seq_lens[kv_request])
+    end = int(step.seq_lens[kv_request])
     if kv_end != OPEN_END:
         end = min(end, kv_end)
     return step.req_to_token[step.req_pool_indices[kv_request], kv_begin:end].long()

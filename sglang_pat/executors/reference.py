@@ -275,21 +275,25 @@ def _check_rows(step: Step) -> None:
 
 
 def _check_lengths(step: Step, plan: DecodePlan) -> None:
-    """Raise ValueError for a length that is below the host's, or beyond the table.
+    """Raise ValueError for a length that is below the host's, beyond the table, or not read.
 
     Checked when the step runs, not when it begins: a captured graph fills the lengths in between.
 
-    A request whose tail is read live may be one token shorter: that token may not be there yet.
+    A request whose tail is read live may be one token shorter: that token may not be there yet. One
+    without a tail ends where its path does. Padding has any length.
     """
     lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
-    least = step.host_seq_lens.copy()
-    least[plan.kv_segments[plan.kv_segments[:, 2] == OPEN_END, 0]] -= 1
-    wrong = np.flatnonzero((lens < least) | (lens > width))
+    least, most = step.host_seq_lens.copy(), step.host_seq_lens.copy()
+    live = plan.live_requests()
+    least[live] -= 1
+    most[live] = most[least == 0] = width
+    wrong = np.flatnonzero((lens < least) | (lens > most))
     if len(wrong):
         index = wrong[0]
         raise ValueError(
-            f"seq_lens must be batch.seq_lens or a few tokens more, at most {width}: request "
-            f"{index} has {lens[index]}, and {step.host_seq_lens[index]} on the host"
+            f"seq_lens must be batch.seq_lens or, with KV behind the path, a few tokens more, at "
+            f"most {width}: request {index} has {lens[index]}, and {step.host_seq_lens[index]} on "
+            "the host"
         )
 
 

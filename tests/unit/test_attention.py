@@ -74,27 +74,36 @@ def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
         message = f"request 1 has {lens[1]}, and {steps.lens[1]} on the host"
         with pytest.raises(ValueError, match=message):
             steps.attention.run(q, *caches)
+        q, caches = torch.randn(3, 8, 64), list(_caches(steps))
         for right in (3, -1):  # the last token may not be there yet
             lens[1] = int(steps.lens[1]) + right
             steps.attention.plan(batch, seq_lens=lens, **steps.tables)
-            steps.attention.run(q, *caches)
+            expected, _ = dense_attention(q, *caches, **steps.tables, seq_lens=lens)
+            out = steps.attention.run(q, *caches).double()
+            torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
 
-def test_a_request_without_a_tail_is_never_shorter_than_on_the_host() -> None:
+def test_a_request_without_a_tail_has_the_length_of_the_host() -> None:
     """A range that it shares ends where it ends."""
-    attention = PackAttention(4, 2, 64, dtype=torch.float32, device="cpu")
+    attention = make_attention()
     lens = np.array([20, 30], dtype=np.int32)
     paths = PrefixPaths.from_lists([[(1, 0, 20)], [(1, 0, 20)]])
-    seq_lens = torch.tensor([19, 30])
-    attention.plan(
-        DecodeBatch(lens, paths),
-        req_to_token=torch.zeros(2, 40, dtype=torch.int32),
-        req_pool_indices=torch.arange(2),
-        seq_lens=seq_lens,
-    )
-    caches = [torch.zeros(50, 2, 64)] * 2
-    with pytest.raises(ValueError, match="request 0 has 19, and 20 on the host"):
-        attention.run(torch.zeros(2, 4, 64), *caches)
+    step = {
+        "batch": DecodeBatch(lens, paths),
+        "req_to_token": torch.zeros(2, 40, dtype=torch.int32),
+        "req_pool_indices": torch.arange(2),
+    }
+    q, caches = torch.zeros(2, 8, 64), [torch.zeros(50, 2, 64)] * 2
+    for wrong in (19, 21):
+        attention.plan(**step, seq_lens=torch.tensor([wrong, 30]))
+        with pytest.raises(ValueError, match=f"request 0 has {wrong}, and 20 on the host"):
+            attention.run(q, *caches)
+    attention.plan(**step, seq_lens=torch.tensor([20, 32]))
+    attention.run(q, *caches)
+    with pytest.raises(ValueError, match="request 0 has no KV behind its path, so the plan reads"):
+        attention.advance(torch.tensor([22, 34]), 2)
+    attention.advance(torch.tensor([20, 30]), 0)
+    attention.run(q, *caches)
 
 
 def test_another_number_of_rows_is_another_batch() -> None:
@@ -257,6 +266,8 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 64), {"kv_dtype": torch.float16}, "torch.float32 and torch.float16; supported"),
         ((8, 2, 64), {"policy": "greedy"}, "packing policy = greedy; supported: memory"),
         ((8, 2, 64), {"device": "meta"}, "device must be cpu or cuda, got meta"),
+        ((8, 2, 64), {"device": "gpu"}, "^device must be cpu or cuda, got 'gpu'$"),
+        ((8, 2, 64), {"device": None}, "^device must be cpu or cuda, got None$"),
         ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
         ((8, 2, 64), {"growth_tokens": 1 << 31}, "growth_tokens must fit into int32, got 214748"),
@@ -276,6 +287,9 @@ def test_unsupported_configurations(
         ((8, 2, 64.0), {}, "head_dim must be an integer, got 64.0"),
         (("8", 2, 64), {}, "num_qo_heads must be an integer, got '8'"),
         ((8, 2, 64), {"num_workers": 1.5}, "num_workers must be an integer, got 1.5"),
+        ((8, 2, 64), {"growth_tokens": None}, "growth_tokens must be an integer, got None"),
+        ((8, 2, 64), {"max_shared_slots": None}, "max_shared_slots must be an integer, got None"),
+        ((8, 2, 64), {"batch_invariant": "no"}, "batch_invariant must be True or False, got 'no'"),
         ((8, 2, 64), {"dtype": "float32"}, "a dtype must be a torch.dtype, got 'float32'"),
         ((8, 2, 64), {"kv_dtype": "float8_e5m2"}, "a torch.dtype, got 'float8_e5m2'"),
     ],
@@ -423,6 +437,9 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("sinks", [0.0] * 8, "sinks must be a torch.Tensor, got list"),
         ("sm_scale", math.nan, "sm_scale must be positive, got nan"),
         ("sm_scale", -1.0, "sm_scale must be positive, got -1.0"),
+        ("sm_scale", "1", "sm_scale must be a number, got '1'"),
+        ("logit_cap", None, "logit_cap must be a number, got None"),
+        ("k_scale", None, "k_scale must be a number, got None"),
         ("logit_cap", math.nan, "logit_cap must be 0 .off. or positive, got nan"),
         ("logit_cap", math.inf, "logit_cap must be 0 .off. or positive, got inf"),
         ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
@@ -549,10 +566,12 @@ def test_padding_stays_padding_in_a_later_step() -> None:
         (None, 1, "seq_lens must be a torch.Tensor, got NoneType"),
         (torch.ones(3, dtype=torch.int64), -1, "tokens must not be negative, got -1"),
         (torch.ones(3, dtype=torch.int64), 1000, r"as long as req_to_token's width \d+, got \d+"),
+        (torch.ones(3, dtype=torch.int64), 2**31 - 10, r"as long as req_to_token's width \d+, got"),
+        (torch.ones(3, dtype=torch.int64), 1.5, "tokens must be an integer, got 1.5"),
     ],
 )
 def test_a_bad_later_step_leaves_the_last_one_in_force(
-    lens: Any, tokens: int, message: str
+    lens: Any, tokens: Any, message: str
 ) -> None:
     steps = Steps()
     steps.step(0)
