@@ -10,10 +10,11 @@ without pat.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 TOOLS = "".join(
     f"Tool {name}: call it as {name}(path). It returns the {what} of a file.\n"
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
     args = parser.parse_args()
+    if min(args.agents, args.turns) < 1:
+        parser.error("each number must be at least 1")
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     model = client.models.list().data[0].id
 
@@ -54,4 +57,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIError as error:  # no server at --url, or one that refuses the job
+        sys.exit(f"{error.request.url}: {error}")

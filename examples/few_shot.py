@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 
 def main() -> None:
@@ -22,6 +23,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--shots", type=int, default=40)
     args = parser.parse_args()
+    if min(args.questions, args.shots) < 1:
+        parser.error("each number must be at least 1")
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     model = client.models.list().data[0].id
 
@@ -50,4 +53,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIError as error:  # no server at --url, or one that refuses the job
+        sys.exit(f"{error.request.url}: {error}")

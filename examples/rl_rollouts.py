@@ -10,6 +10,7 @@ reward is the share of even tokens. MODEL is a folder, such as `sglang-pat tiny-
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="1e-3 is for a tiny model")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="which samples share")
     args = parser.parse_args()
+    if not Path(args.model, "config.json").is_file():
+        parser.error(f"MODEL {args.model}: no config.json there; allowed: the folder of a model")
     on_gpu = cuda_driver_is_present()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     size = (

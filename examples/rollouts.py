@@ -9,10 +9,11 @@ together on one server. Start the server as README or the guide says, with and w
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 RULES = "You solve problems of arithmetic. Think step by step. End with the number alone.\n" * 12
 
@@ -24,6 +25,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
+    if min(args.prompts, args.samples, args.tokens) < 1:
+        parser.error("each number must be at least 1")
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     model = client.models.list().data[0].id
 
@@ -51,4 +54,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIError as error:  # no server at --url, or one that refuses the job
+        sys.exit(f"{error.request.url}: {error}")

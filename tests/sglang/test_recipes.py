@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,20 @@ def test_our_own_options_exist(page: str, command: str) -> None:
     parser = parsers.choices[words[1]]
     allowed = {name for action in parser._actions for name in action.option_strings}
     assert set(flags(command)) <= allowed, page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rollouts --url http://127.0.0.1:1", "http://127.0.0.1:1/v1/models: Connection error."),
+        ("few_shot --shots -1", "few_shot.py: error: each number must be at least 1"),
+        ("rl_rollouts missing", "MODEL missing: no config.json there; allowed: the folder of a"),
+    ],
+)
+def test_an_example_that_cannot_run_says_why(words: str, message: str) -> None:
+    script, *arguments = words.split()
+    command = [sys.executable, str(ROOT / f"examples/{script}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
