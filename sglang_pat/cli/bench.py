@@ -209,7 +209,7 @@ def _table(compared: list[Compared], other: str) -> Table:
 
     table = Table(title="ms per output token: median (quartiles)")
     for column in ("batch", "pat", other, "gain"):
-        table.add_column(column, justify="left" if column == "batch" else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "batch" else "right")
     for each in compared:
         cells = (
             f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from sglang_pat.bench import comparison, server
 from sglang_pat.bench.cases import Case
@@ -204,6 +205,16 @@ def test_the_verdict_knows_its_noise() -> None:
     assert result["tokens_per_second"] == pytest.approx({"pat": 4000, "fa3": 4000 / 1.3})
     assert result["gain"]["median"] == pytest.approx(1.3)
     assert not result["too_noisy"]
+
+
+def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = Spread(1234.567, 1200.111, 1288.888, 1.0)
+    case = Case(64, 4096, 256, 32)
+    compared = Compared("shared", case, slow, slow, Spread(1.609, 1.596, 1.627, 0.01))
+    Console(width=80).print(bench._table([compared], "fa3 (SGLang's default)"))
+    text = capsys.readouterr().out
+    for number in ("1234.567", "1200.111", "1288.888)", "1.609", "1.596", "1.627)", "256"):
+        assert number in text
 
 
 class FakeServer:
