@@ -94,9 +94,9 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     missing = [name for name, is_needed in needed.items()
                if is_needed and importlib.util.find_spec(name) is None]  # fmt: skip
     if missing:
+        extras = ",".join("replay" if name == "jinja2" else name for name in missing)
         print(
-            f"sglang-pat replay needs {', '.join(missing)}: "
-            "pip install '.[sglang,replay]' in a clone",
+            f"sglang-pat replay needs {', '.join(missing)}: pip install '.[{extras}]' in a clone",
             file=sys.stderr,
         )
         return 2

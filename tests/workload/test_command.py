@@ -196,6 +196,15 @@ def test_a_value_that_is_not_allowed_is_named(
     assert message in error
 
 
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert trace("--html", "x") == 2
+    error = "sglang-pat replay needs jinja2: pip install '.[replay]' in a clone\n"
+    assert capsys.readouterr().err == error
+
+
 def test_neither_sglang_nor_torch_is_needed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['sglang'] = sys.modules['torch'] = None\n"
