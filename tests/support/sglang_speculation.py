@@ -56,6 +56,32 @@ def install() -> None:
     )
 
 
+def mend_streaming_sessions() -> None:
+    """Let a turn compute the KV of the last token before it, unless a step has.
+
+    SGLang takes it for computed, which it is not where a turn ends with a token that no draft gave:
+    later turns are then wrong, over any backend.
+    """
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    finish = StreamingSession.try_cache_finished_req
+
+    def finish_as_computed(self: Any, req: Any, **more: Any) -> bool:
+        computed = _record(req).kv_committed_len
+        is_kept: bool = finish(self, req, **more)
+        if is_kept:
+            kept = _record(self.slots[req.session.session_id])
+            kept.kv_committed_len = min(kept.kv_committed_len, computed)
+        return is_kept
+
+    StreamingSession.try_cache_finished_req = finish_as_computed
+
+
+def _record(holder: Any) -> Any:
+    """The record of the KV of a request or session: in 0.5.17 a part of it."""
+    return holder.kv if hasattr(holder.kv, "kv_committed_len") else holder
+
+
 def _allow_several_heads() -> None:
     """Let a head of a Llama take its number: SGLang gives one to each of several draft layers."""
     from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
