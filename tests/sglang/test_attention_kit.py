@@ -87,9 +87,8 @@ def test_verification(
     without_kernels: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # torch_native has no graphs, and is not asked: pat decodes all layers.
-    for name in ("init_cuda_graph_state", "init_forward_metadata_out_graph"):
-        monkeypatch.setattr(TorchNativeAttnBackend, name, lambda *_, **__: None)
+    # torch_native has no graphs, and nothing to prepare for them: pat decodes all layers.
+    monkeypatch.setattr(TorchNativeAttnBackend, "init_cuda_graph_state", lambda *_: None)
     fill = "get_cuda_graph_seq_len_fill_value"
     monkeypatch.setattr(TorchNativeAttnBackend, fill, lambda self: 1, raising=False)
     # The kit's masks are those of a GPU, over all that a request has.
