@@ -54,7 +54,7 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     head, *rows, _, as_a_draft_model, drafts = child.stdout.splitlines()
     assert f"those of {support.row_of('speculative decoding').supported}. Otherwise" in drafts
     assert "pat decodes the same layers" in as_a_draft_model
-    assert as_a_draft_model.endswith("by torch_native.")
+    assert as_a_draft_model.endswith("torch_native reads its prompts.")
     assert head == (
         "pat decodes 2 of 4 layers; 2 on torch_native: sliding window 31; prefill on torch_native"
     )
