@@ -2,10 +2,9 @@
 
 All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers behind an L2
 that holds other data: read (clean) and written (dirty). Each is compared with float64 before it is
-timed. KV slots are scattered over the pool, as in a
-server that has run for a while; with `--slots runs`, those of a node follow one another, as in one
-that has just started. Times are per layer. The suites are in workloads.py; what has to hold is in
-kernel_gates.py.
+timed. KV slots are scattered over the pool, as in a server that has run for a while; with
+`--slots runs`, those of a node follow one another, as in one that has just started. Times are per
+layer. workloads.py has the suites, gates.py has the gates.
 
     python benchmarks/kernel attention --quick --seconds 110 --no-compile
     python benchmarks/kernel attention --suite rank unshared --json FILE

@@ -167,8 +167,8 @@ def starts(parts: Sequence[str], folder: Path) -> dict[str, Start]:
     if "fp8" in parts:
         add("pat fp8", "llama-3-8b", "pat", 140_000, kv_cache_dtype="fp8_e4m3")
     if "rank" in parts:
-        add("pat", "llama-3-70b-rank", "pat", 75_000)
-        add("fa3", "llama-3-70b-rank", "fa3", 75_000)
+        add("pat", "llama-3-70b-rank", "pat", 140_000)
+        add("fa3", "llama-3-70b-rank", "fa3", 140_000)
     return found
 
 
@@ -193,13 +193,15 @@ def questions(parts: Sequence[str]) -> list[Question]:
         name = f"{case.batch} x ({groups}{case.prefix:,} shared) + {case.private}"
         return Question.of_case(name, part, shape, case, whole_ms)
 
-    chat = ragged(200, llama.vocab_size)
+    def chat(part: str, shape: ModelShape) -> Question:
+        return Question("200 ragged", part, shape.name, ragged(200, shape.vocab_size), [])
+
     found = [
         shared("shared", llama, Case(128, 8192, 256, TOKENS), 9.0),
         unshared("unshared", llama, 128, 1024),
         unshared("unshared", llama, 1, 500),
         unshared("unshared", llama, 4, 700),
-        Question("200 ragged", "unshared", llama.name, chat, []),
+        chat("unshared", llama),
         shared("shared", llama, Case(64, 2048, 128, TOKENS), 7.1),
         shared("shared", llama, Case(256, 1024, 64, TOKENS), 10.0),
         shared("shared", llama, Case(256, 1024, 0, TOKENS, groups=32), 12.8),
@@ -208,8 +210,10 @@ def questions(parts: Sequence[str]) -> list[Question]:
         shared("rank", rank, Case(128, 8192, 256, TOKENS), None),
         unshared("rank", rank, 1, 500),
         unshared("rank", rank, 4, 700),
+        chat("rank", rank),
         unshared("rank", rank, 64, 1024),
-        unshared("rank", rank, 1, 60_000),
+        unshared("rank", rank, 8, 16_000),
+        unshared("rank", rank, 1, 100_000),
     ]
     # The servers with e4m3 KV are asked what the others are asked as well.
     kept = [*parts, "shared", "unshared"] if "fp8" in parts else parts

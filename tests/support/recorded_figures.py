@@ -260,13 +260,15 @@ def roll_outs_and_trainer() -> str:
     rows = []
     for server, each in result["servers_found"].items():
         backend, _, cache = server.partition(" ")
-        numbers = [f"{1000 * each[key]:.2f}" for key in ("mean", "p99", "worst", "stale")]
+        numbers = [f"{1000 * each[key]:.2f}" for key in ("mean", "p99", "worst")]
+        numbers.append(f"{max(each['old_share_by_iteration']):.2f}")
         rewards = [f"{each['reward_by_iteration'][i]:.2f}" for i in (0, -1)]
         title = f"{cache} KV{' with scales' if cache == 'fp8' else ''}, {names[backend]}"
         rows.append([title, *numbers, " -> ".join(rewards)])
     source = wrapped(
         f"Distance of a token's log-probability in the server from the trainer's, in thousandths, "
-        f"{iterations} iterations. Old weights: with those of the step before. Source: "
+        f"{iterations} iterations. Old weights: the largest share, in any iteration, of the last "
+        f"step's change that the server lacks: 0 with the new weights, 1 with the old. Source: "
         f"`{where}` (`benchmarks/server rl`, commit {result['meta']['commit']})."
     )
     columns = ["", "mean", "99th percentile", "largest", "old weights", "reward"]
@@ -649,7 +651,7 @@ DRAFTS = {
 
 
 def speculation() -> str:
-    """Every recorded case, the drafts in the order above; then what shares nothing."""
+    """Drafts in the order above, once per GPU and number of layers; then what shares nothing."""
     runs = [
         (f"{folder.name}/{path.name}", json.loads(path.read_text()))
         for folder in (RESULTS, OTHER_GPU)
@@ -658,9 +660,13 @@ def speculation() -> str:
     found = [(name, run, case) for name, run in runs for case in run["cases"]]
     found.sort(key=lambda each: [*DRAFTS].index(each[2]["drafts"]))
     rows, alone = [], []
+    shown = set[tuple[str, str]]()
     for name, run, case in found:
         drafts, times = case["drafts"], case["ms_per_accepted_token"]
         title = f"{DRAFTS[drafts]}, {run['layers'][drafts]} layers"
+        if (key := (name.partition("/")[0], title)) in shown:
+            continue
+        shown.add(key)
         goal = run["gates"][f"{drafts}: time per accepted token over FA3's"]
         missed = "" if goal["met"] else ", **missed**"
         accepted = ", ".join(f"{case['accepted_per_step'][who]:.2f}" for who in ("pat", "default"))
@@ -821,33 +827,39 @@ LAYOUTS = {
 
 
 def several_ranks() -> str:
-    """Ranks against one rank, and their times if they were measured."""
-    folder = RESULTS if (RESULTS / "ranks.json").exists() else OTHER_GPU
-    result = read("ranks.json", folder)
-    ranks, rows = result.get("ranks", 2), []
-    for layout, title in LAYOUTS.items():
-        if "plans" not in (found := result.get(layout, {})):
+    """Ranks against one rank, each layout from the first file that has it, and servers' times."""
+    rows, sources = [], []
+    shown = set[str]()
+    for folder in (RESULTS, OTHER_GPU):
+        if not (folder / "ranks.json").exists():
             continue
-        if "drafted" in found:
-            off = [f"{found['drafted'][name]['off']:.3f}" for name in ("pat", "fa3")]
-        else:
-            off = [f"{found['moved'][name]['max']:.3f}" for name in ("pat", "fa3")]
-        plans = found["plans"]
-        apart = plans.get("apart_us") or {}
-        times = f"{apart['p50']:.0f} / {apart['p90']:.0f}" if apart else ""
-        rows.append([title.format(ranks), *off, str(plans["steps_alike"] or ""), times])
+        result = read("ranks.json", folder)
+        ranks, gpu = result.get("ranks", 2), result["meta"]["gpu"].split()[1]
+        found = {name: result[name] for name in LAYOUTS if "plans" in result.get(name, {})}
+        for layout in [name for name in found if name not in shown]:
+            shown.add(layout)
+            rows.append([LAYOUTS[layout].format(ranks), f"{ranks} x {gpu}", *_of(found[layout])])
+        commit = result["meta"]["commit"]
+        sources.append(f"`{folder.name}/ranks.json` (`benchmarks/check ranks`, commit {commit})")
     source = wrapped(
-        f"{ranks} GPUs ({result['meta']['gpu']}): by how much logits move from those of one, at "
-        "most; with drafts, by how much a token is less probable than the best one. Steps with "
-        "equal plans on all ranks, and how much longer the slowest rank planned than the fastest. "
-        f"Source: `{folder.name}/ranks.json` (`benchmarks/check ranks`, commit "
-        f"{result['meta']['commit']})."
+        "By how much logits move from those of one GPU, at most; with drafts, by how much a token "
+        "is less probable than the best one. Steps with equal plans on all ranks, and how much "
+        f"longer the slowest rank planned than the fastest. Source: {', '.join(sources)}."
     )
-    columns = ["layout", "pat", "FA3", "steps alike", "planning apart, us: p50 / p90"]
-    shown = f"{source}\n\n{table(columns, rows)}"
+    columns = ["layout", "GPUs", "pat", "FA3", "steps alike", "planning apart, us: p50 / p90"]
+    text = f"{source}\n\n{table(columns, rows)}"
     if not (RESULTS / "ranks-serving.json").exists():
-        return shown
-    return f"{shown}\n\n{_servers_of_models(RESULTS / 'ranks-serving.json')}"
+        return text
+    return f"{text}\n\n{_servers_of_models(RESULTS / 'ranks-serving.json')}"
+
+
+def _of(layout: Case) -> list[str]:
+    plans = layout["plans"]
+    key, number = ("drafted", "off") if "drafted" in layout else ("moved", "max")
+    off = [f"{layout[key][name][number]:.3f}" for name in ("pat", "fa3")]
+    apart = plans.get("apart_us") or {}
+    times = f"{apart['p50']:.0f} / {apart['p90']:.0f}" if apart else ""
+    return [*off, str(plans["steps_alike"] or ""), times]
 
 
 def servers_without_sharing() -> str:

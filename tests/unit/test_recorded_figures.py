@@ -133,7 +133,7 @@ def test_figures_follow_runs_that_are_recorded_later(
     ranks = {"meta": meta, "ranks": 4, "chains": {"drafted": drafted, "plans": plans}}
     (tmp_path / "ranks.json").write_text(json.dumps(ranks | {"tp": {"failed": True}}))
     told = BLOCKS["several-ranks"]()
-    assert "| chains of drafts, `--tp-size 4` | 0.020 | 0.030 | 90 | 9 / 20 |" in told
+    assert "| chains of drafts, `--tp-size 4` | 4 x H100 | 0.020 | 0.030 | 90 | 9 / 20 |" in told
     assert "ranks-serving.json" in told
 
 

@@ -17,7 +17,7 @@ from sglang_pat.cli.tiny_model import TRAINED
 
 def followed(*groups: list[float]) -> rl.Followed:
     arrays = [np.array(group) for group in groups]
-    return rl.Followed(arrays, stale=[0.5], rewards=[0.25, 0.5], iterations=len(groups) // 2)
+    return rl.Followed(arrays, old_shares=[0.5], rewards=[0.25, 0.5], iterations=len(groups) // 2)
 
 
 def test_mismatches_are_compared_over_all_tokens() -> None:
@@ -57,6 +57,16 @@ def test_a_step_of_the_trainer_raises_the_probability_of_what_is_rewarded() -> N
     trainer.step()
     after = trainer.logprobs(prompt, answers)
     assert (after - before).sum(1)[0] > 0 > (after - before).sum(1)[1]
+    change = trainer.change(prompt, answers)
+    torch.testing.assert_close(change, (after - before).detach(), rtol=0, atol=1e-4)
+
+
+def test_the_share_of_old_weights_shows_below_the_rounding() -> None:
+    rng = np.random.default_rng(0)
+    changes = [0.03 * rng.standard_normal(2048)]
+    rounding = 0.1 * rng.standard_normal(2048)
+    assert abs(rl.old_share([rounding], changes)) < 0.3
+    assert rl.old_share([rounding + changes[0]], changes) > 0.7
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,35 @@ def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
     assert passed(0.35, 3) == [True, False, True, True]
 
 
+def test_acceptance_is_compared_in_the_same_answers() -> None:
+    def compared(*pat: tuple[int, int]) -> tuple[float, dict[str, float]]:
+        # Answers by their last token, with the steps that they took. FA3 says 4 in 2 steps.
+        given = {"pat": pat, "default": [(4, 2)] * len(pat)}
+        runs = {
+            name: [
+                DecodeRun(
+                    {0: 1.0, 8: 1.0},
+                    1.0,
+                    1.0,
+                    [
+                        {"output_ids": [1, 2, 3, last], "meta_info": {"spec_verify_ct": steps}}
+                        for last, steps in answers
+                    ],
+                )
+            ]
+            for name, answers in given.items()
+        }
+        found = speculation.summary(runs)
+        return found["same_answers"], found["accepted_in_same_answers"]
+
+    assert compared((4, 2), (5, 4)) == (0.5, {"pat": 2.0, "default": 2.0})
+    assert compared((4, 4), (5, 2)) == (0.5, {"pat": 1.0, "default": 2.0})
+    assert compared((5, 2), (5, 2)) == (0.0, {})
+    none = {"drafts": "ngram", "pat_over_default": 0.5, "alone": []}
+    gates = speculation.gates([none | {"accepted_in_same_answers": {}}])
+    assert [gate["met"] for gate in gates.values()] == [True, False]
+
+
 def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
     best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
     assert drafts.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
@@ -359,7 +388,7 @@ def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> N
         case = {
             "drafts": "same",
             "pat_over_default": 0.5,
-            "accepted_per_step": {"pat": 4, "default": 4},
+            "accepted_in_same_answers": {"pat": 4, "default": 4},
             "alone": [],
             "off": {"pat": pat, "default": default},
             "stops": {"off": stopped},
@@ -379,7 +408,7 @@ def test_steps_that_share_nothing_may_be_one_percent_longer() -> None:
         case = {
             "drafts": "dflash",
             "pat_over_default": 0.5,
-            "accepted_per_step": {"pat": 4, "default": 4},
+            "accepted_in_same_answers": {"pat": 4, "default": 4},
             "alone": alone,
         }
         return all(gate["met"] for gate in speculation.gates([case]).values())
