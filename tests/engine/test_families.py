@@ -501,7 +501,7 @@ def test_sessions_under_speculation(
 def test_kv_that_comes_back_from_the_host_under_speculation(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Of the draft model as well: as many drafts are right as before."""
+    """The draft model's comes back, too: as many drafts are right as before."""
     if cuda_driver_is_present():
         pytest.skip("runs only where there is no CUDA driver")
     small = FAMILIES["llama"]
