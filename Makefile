@@ -47,7 +47,7 @@ help:
 demo: setup
 	@$(RUN) -m sglang_pat demo $(ARGS)
 
-# Two processes: one runs the tests that start engines, in turn, the other one all the rest.
+# Two processes: one runs most tests that start engines, in turn, the other one all the rest.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadgroup
 
 test: setup

@@ -171,10 +171,11 @@ _MATRIX = (
     ),
     SupportRow(
         "speculative decoding",
-        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP, STANDALONE, "
-        "NGRAM, DFLASH, and DSPARK with SGLANG_RAGGED_VERIFY_MODE=static; without batch-invariant "
-        "mode and SGLANG_ENABLE_OVERLAP_PLAN_STREAM in versions whose plan stream does not wait "
-        "(0.5.17); --speculative-attention-mode decode where prefill has another backend",
+        "--speculative-algorithm EAGLE, EAGLE3, NEXTN (MTP), FROZEN_KV_MTP, STANDALONE, NGRAM, "
+        "DFLASH, DSPARK; not UNO, DSPARK with SGLANG_RAGGED_VERIFY_MODE=compact or cap-accept, "
+        "batch-invariant mode, --speculative-attention-mode prefill where prefill has another "
+        "backend, nor SGLANG_ENABLE_OVERLAP_PLAN_STREAM in versions whose plan stream does not "
+        "wait (0.5.17)",
         MODEL,
     ),
     SupportRow(
@@ -191,6 +192,11 @@ _BY_TOPIC = {row.topic: row for row in _MATRIX}
 def support_matrix() -> tuple[SupportRow, ...]:
     """Every row of the support table, in the order of the documentation."""
     return _MATRIX
+
+
+def row_of(topic: str) -> SupportRow:
+    """The row of the support table under `topic`."""
+    return _BY_TOPIC[topic]
 
 
 def unsupported(topic: str, value: object) -> ValueError:

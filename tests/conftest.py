@@ -28,9 +28,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start engines run in one process: each of them needs most of the machine."""
+    """Tests that start engines run in one process, those of a group of their own in another.
+
+    Each needs most of the machine. The groups are chosen so that two processes end together.
+    """
     for item in items:
-        if item.get_closest_marker("engine"):
+        if item.get_closest_marker("engine") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("engine"))
 
 

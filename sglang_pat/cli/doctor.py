@@ -141,6 +141,7 @@ _AS_A_DRAFT_MODEL = (
     "As a draft model of speculative decoding, pat decodes the same layers, and reads in them what "
     "was verified; {} reads its prompts."
 )
+_DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 
 def _print_routes(model: str, report: Path | None) -> int:
@@ -172,6 +173,8 @@ def _print_routes(model: str, report: Path | None) -> int:
     print(_NOT_KNOWN)
     if routes.shapes:
         print(_AS_A_DRAFT_MODEL.format(routes.default))
+        drafts = support.row_of("speculative decoding")
+        print(_DRAFTS.format(drafts.supported, drafts.everything_else))
     if report is not None:
         write_output("--json", report, json.dumps(routes.as_json(), indent=2) + "\n")
     return 0

@@ -15,6 +15,7 @@ import pytest
 import sglang
 from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines, twice
 from model_families import FAMILIES, Family
+from sglang_without_driver import HICACHE_ARGUMENTS
 
 from check.cpu_ranks import environment_of_ranks
 from sglang_pat.sglang.cpu import cuda_driver_is_present
@@ -43,7 +44,7 @@ def test_tokens_and_routes(engines: FamilyEngines, family: Family) -> None:
     refused = family.refused.get(sglang.__version__)
     if refused is not None:
         pytest.skip(f"SGLang {sglang.__version__} on a CPU: {refused}")
-    expected = engines.run(family, None)
+    expected = engines.alone(family)
     assert_telling(expected)
     assert expected.routes is None
     found = engines.run(family, "pat")
@@ -79,6 +80,16 @@ TREES = {
 }
 
 
+def drafts_with(options: dict[str, Any], small: Family, folder: Path) -> dict[str, Any]:
+    """The options, with the same model where one drafts."""
+    algorithm = options.get("speculative_algorithm")
+    if algorithm == "NGRAM" and sglang.__version__ == "0.5.17":
+        pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
+    if algorithm != "STANDALONE":
+        return options
+    return options | {"speculative_draft_model_path": str(small.write(folder / "draft"))}
+
+
 def run_with_drafts(
     engines: FamilyEngines, small: Family, speculation: dict[str, Any]
 ) -> tuple[Run, Run, Run]:
@@ -86,7 +97,7 @@ def run_with_drafts(
 
     The answers are the same in all, and as many drafts are accepted on pat as elsewhere.
     """
-    alone = engines.run(small, None)
+    alone = engines.alone(small)
     expected = engines.run(small, None, **speculation)
     found = engines.run(small, "pat", **speculation)
     assert found.tokens == expected.tokens == alone.tokens
@@ -138,14 +149,10 @@ def test_speculation(
 ) -> None:
     """The answers are those without drafts, and as many drafts are accepted as elsewhere."""
     small = FAMILIES[family]
-    if speculation["speculative_algorithm"] == "NGRAM" and sglang.__version__ == "0.5.17":
-        pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
     has_trees = speculation.get("speculative_eagle_topk", 1) > 1
     if has_trees and "page_size" in speculation and sglang.__version__ == "0.5.17":
         pytest.skip("SGLang 0.5.17 allows trees over pages by the name of the backend")
-    if speculation["speculative_algorithm"] == "STANDALONE":  # the same model drafts
-        draft = small.write(tmp_path / "draft")
-        speculation = speculation | {"speculative_draft_model_path": str(draft)}
+    speculation = drafts_with(speculation, small, tmp_path)
     alone, expected, found = run_with_drafts(engines, small, speculation)
     assert_telling(alone)
     # Some drafts are accepted, not all.
@@ -274,7 +281,7 @@ def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) 
         "speculative_adaptive": True,
         "speculative_adaptive_config": str(config),
     }
-    stopped = answers_that_stop(engines.run(small, None))
+    stopped = answers_that_stop(engines.alone(small))
     stops = {"stop_tokens": [answer[-1] for answer in stopped]}
     expected = engines.run(small, None, **stops, **adaptive)
     found = engines.run(small, "pat", **stops, **adaptive)
@@ -345,7 +352,7 @@ def test_blocks_of_drafts(
 ) -> None:
     """A draft model gives a block at once. layers: of the draft model, which pat decodes."""
     small = FAMILIES["llama"]
-    alone = engines.run(small, None)
+    alone = engines.alone(small)
     drafts = drafts_of_blocks(small, tmp_path / "draft", **config) | options
     expected = engines.run(small, None, answers=alone.tokens, **drafts)
     found = engines.run(small, "pat", answers=alone.tokens, **drafts)
@@ -409,7 +416,7 @@ def test_requests_that_are_aborted_under_speculation(
     """In the middle of their answers, while others with the same prompts go on."""
     small = FAMILIES["llama"]
     drafts = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
-    alone = engines.run(small, None)
+    alone = engines.alone(small)
     found = engines.run(small, "pat", aborts=True, **drafts)
     assert found.tokens == alone.tokens
     assert found.aborted >= len(alone.tokens) // 2
@@ -427,7 +434,7 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     """
     small = FAMILIES["llama"]
     drafts = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
-    alone = engines.run(small, None)
+    alone = engines.alone(small)
     stopped = answers_that_stop(alone)
     stop_tokens = [answer[-1] for answer in stopped]
     found = engines.run(small, "pat", stop_tokens=stop_tokens, max_running_requests=3, **drafts)
@@ -443,6 +450,77 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     found = engines.run(small, "pat", **few, **drafts)
     assert found.tokens == alone.tokens
     assert found.retractions > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        pytest.param(BRANCHES, "streaming", id="branches, streaming"),
+        *(
+            pytest.param(options, kind, id=f"{name}, {kind}", marks=pytest.mark.nightly)
+            for options, name, kind in (
+                (BRANCHES, "branches", "session"),
+                (CHAINS, "chains", "session"),
+                (CHAINS, "chains", "streaming"),
+                (CHAINS | {"page_size": 16}, "pages", "streaming"),
+                (TREES, "trees", "session"),
+                (TREES, "trees", "streaming"),
+            )
+        ),
+    ],
+)
+def test_sessions_under_speculation(
+    engines: FamilyEngines, tmp_path: Path, options: dict[str, Any], kind: str
+) -> None:
+    """A turn ends in the middle of its drafts, and the next one goes on from there."""
+    small = FAMILIES["llama"]
+    drafts = drafts_with(options, small, tmp_path) | {
+        "conversations": kind,
+        "enable_streaming_session": True,
+        "max_running_requests": 16,  # a streaming session keeps its row between turns
+    }
+    alone = engines.run(small, None, conversations="whole")
+    assert alone.smallest_gap > CLEAR_CUT
+    expected = engines.run(small, None, **drafts)
+    found = engines.run(small, "pat", **drafts)
+    assert found.tokens == expected.tokens == alone.tokens
+    assert_shared_drafts(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BRANCHES,
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in (CHAINS, CHAINS | {"page_size": 16}, TREES)
+        ),
+    ],
+    ids=["branches", "chains", "pages", "trees"],
+)
+def test_kv_that_comes_back_from_the_host_under_speculation(
+    engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The draft model's comes back, too: as many drafts are right as before."""
+    if cuda_driver_is_present():
+        pytest.skip("runs only where there is no CUDA driver")
+    small = FAMILIES["llama"]
+    drafts = drafts_with(options, small, tmp_path) | HICACHE_ARGUMENTS
+    drafts |= {
+        "evictions": True,
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 8.0,
+        "hicache_write_policy": "write_through",
+        "enable_cache_report": True,
+        "max_total_tokens": 900,  # too small for all that is asked
+    }
+    alone = engines.alone(small)
+    expected = engines.run(small, None, **drafts)
+    found = engines.run(small, "pat", **drafts)
+    assert found.tokens == expected.tokens == [2 * answer for answer in alone.tokens]
+    assert min(found.from_host, expected.from_host) > PREFIX
+    assert found.stats["tree_events"]["evict"] > 0
+    assert_shared_drafts(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -468,11 +546,8 @@ def test_a_step_in_a_graph_has_a_plan_that_serves_it(
 ) -> None:
     """In graphs of several sizes and without, while requests join, stop and come twice."""
     small = FAMILIES["llama"]
-    if options.get("speculative_algorithm") == "NGRAM" and sglang.__version__ == "0.5.17":
-        pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
-    if options.get("speculative_algorithm") == "STANDALONE":
-        options = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
-    stopped = answers_that_stop(engines.run(small, None))
+    options = drafts_with(options, small, tmp_path)
+    stopped = answers_that_stop(engines.alone(small))
     options = options | {
         "has_graphs": True,
         "stop_tokens": twice([answer[-1] for answer in stopped]),
@@ -529,6 +604,14 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
     assert drafted["plans_reused"] > drafted["plans_built"]
     tokens = found.stats["draft_kv_tokens"]
     assert tokens["lower_bound"] <= tokens["planned"] < 0.5 * tokens["query_centric"]
+
+
+def assert_shared_drafts(found: Run, expected: Run) -> None:
+    """Assert that as many drafts are right as elsewhere, and that steps of pat share."""
+    assert found.verify_steps == expected.verify_steps
+    assert_routes(found, FAMILIES["llama"])
+    assert found.stats["private_steps"] == {}
+    assert found.stats["kv_tokens_planned"] < 0.6 * found.stats["kv_tokens_query_centric"]
 
 
 def assert_routes(run: Run, family: Family) -> None:

@@ -21,6 +21,7 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.xdist_group("commands"),
     pytest.mark.skipif(cuda_driver_is_present(), reason="there is a CUDA driver"),
 ]
 

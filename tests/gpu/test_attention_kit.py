@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
     DenseAttentionCase,
     make_dense_cases,
@@ -28,11 +26,15 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
     run_dense_attention_case,
 )
 from sglang_attention_kit import (
+    VERIFIED,
     KitTestCase,
+    draft_case,
     drafting_by_pat,
+    extend_case,
     extending_by_pat,
     is_decoded_by_pat,
     pat_over,
+    verify_by_pat,
     verify_case,
     windowed_decode_case,
 )
@@ -136,66 +138,31 @@ def test_prefill_in_pieces(case: DenseAttentionCase, breakable: bool) -> None:
     assert decoded.layers == 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+@pytest.mark.parametrize(("kind", "topk"), VERIFIED)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
-def test_verification_of_a_chain_of_drafts(
-    case: DenseAttentionCase, page_size: int, kind: str
+def test_verification_of_drafts(
+    case: DenseAttentionCase, page_size: int, kind: str, topk: int
 ) -> None:
-    case = verify_case(case.backend, page_size)
-    _verify_a_chain(case, "run_dense_spec_verify_case", spec_kind=kind)
+    with kernels_of_default():
+        verify_by_pat(verify_case(case.backend, page_size), kind, topk, dtype=DTYPE)
 
 
+@pytest.mark.parametrize(("kind", "topk"), VERIFIED)
 @pytest.mark.parametrize("case", [verify_case(name, 16) for name in BACKENDS], ids=name_of)
-def test_verification_of_a_chain_of_drafts_around_a_cuda_graph(case: DenseAttentionCase) -> None:
-    # The kit writes prefixes in order where it has shuffled their pages: a request is in one page.
-    _verify_a_chain(case, "run_dense_spec_verify_cuda_graph_case")
-
-
-def _verify_a_chain(case: DenseAttentionCase, run: str, **more: str) -> None:
-    from sglang.test.kits.attention_unittest.runner_modes import (
-        speculative_target_verify_runner as runner,
-    )
-
-    drafts = (case.extend_lens[0], True)
-    with kernels_of_default(), pat_over(case.backend, head_dim=64, drafts=drafts) as decoded:
-        getattr(runner, run)(KitTestCase(), case, topk=1, head_dim=64, dtype=DTYPE, **more)
-    assert decoded.layers > 0
-
-
-@pytest.mark.parametrize(("kind", "topk"), [("ngram", 1), ("ngram", 2), ("eagle", 2)])
-@pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
-def test_verification_of_trees_of_drafts(case: DenseAttentionCase, kind: str, topk: int) -> None:
-    from sglang.test.kits.attention_unittest.runner_modes import (
-        speculative_target_verify_runner as runner,
-    )
-
-    with (
-        kernels_of_default(),
-        pat_over(case.backend, head_dim=64, drafts=(case.extend_lens[0], False)) as decoded,
-    ):
-        runner.run_dense_spec_verify_case(
-            KitTestCase(), case, topk=topk, spec_kind=kind, head_dim=64, dtype=DTYPE
-        )
-    assert decoded.layers > 0
-
-
-def draft_case(backend: str, page_size: int) -> DenseAttentionCase:
-    return DenseAttentionCase(
-        name="draft",
-        backend=backend,
-        forward_mode=ForwardMode.DECODE,
-        num_heads=4,
-        num_kv_heads=2,
-        page_size=page_size,
-        prefix_lens=(5, 9, 11),
-    )
+def test_verification_of_drafts_around_a_cuda_graph(
+    case: DenseAttentionCase, kind: str, topk: int
+) -> None:
+    with kernels_of_default():
+        verify_by_pat(case, kind, topk, dtype=DTYPE, in_graph=True)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["against the default", "against itself"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("case", [draft_case(name, 1) for name in BACKENDS], ids=name_of)
-def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager: bool) -> None:
+@pytest.mark.parametrize(("topk", "page_size"), [(1, 1), (1, 16), (2, 1), (4, 1)])
+@pytest.mark.parametrize("case", [draft_case(name) for name in BACKENDS], ids=name_of)
+def test_rounds_of_a_draft_model(
+    case: DenseAttentionCase, topk: int, page_size: int, eager: bool
+) -> None:
     """SGLang's runner captures all steps of a round in one graph, and replays it padded."""
     if case.backend == "fa3" and page_size > 1 and not eager:
         pytest.skip("the kit puts drafts outside of their prefixes' pages; fa3 reads pages")
@@ -207,6 +174,7 @@ def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager
         runner.run_dense_eagle_draft_cuda_graph_runner_case(
             KitTestCase(),
             draft_case(case.backend, page_size),
+            topk=topk,
             speculative_num_steps=4,
             speculative_num_draft_tokens=5,
             cuda_graph_capture_batch_size=REPLAYED,
@@ -217,20 +185,11 @@ def test_rounds_of_a_draft_model(case: DenseAttentionCase, page_size: int, eager
     assert decoded.layers >= 3 * (2 if eager else 1)
 
 
-def extend_case(backend: str, page_size: int) -> DenseAttentionCase:
-    return replace(
-        draft_case(backend, page_size),
-        name="extend",
-        forward_mode=ForwardMode.DRAFT_EXTEND_V2,
-        extend_lens=(3, 3, 3),
-    )
-
-
 @pytest.mark.parametrize("eager", [False, True], ids=["against the default", "against itself"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("case", [extend_case(name, 1) for name in BACKENDS], ids=name_of)
+@pytest.mark.parametrize(("topk", "page_size"), [(1, 1), (1, 16), (2, 1), (2, 16)])
+@pytest.mark.parametrize("case", [extend_case(name) for name in BACKENDS], ids=name_of)
 def test_what_a_draft_model_reads_of_a_verify_step(
-    case: DenseAttentionCase, page_size: int, eager: bool
+    case: DenseAttentionCase, topk: int, page_size: int, eager: bool
 ) -> None:
     """SGLang's runner captures the step, and replays it padded."""
     from sglang.test.kits.attention_unittest.runner_modes import (
@@ -244,6 +203,7 @@ def test_what_a_draft_model_reads_of_a_verify_step(
         runner.run_dense_eagle_draft_extend_v2_cuda_graph_runner_case(
             KitTestCase(),
             extend_case(case.backend, page_size),
+            topk=topk,
             cuda_graph_capture_batch_size=REPLAYED,
             head_dim=64,
             dtype=DTYPE,

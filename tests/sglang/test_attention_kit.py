@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sglang_cpu_kernels
+import sglang_speculation
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
     DenseAttentionCase,
     make_dense_cases,
@@ -14,9 +20,15 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
     run_dense_attention_case,
 )
 from sglang_attention_kit import (
+    VERIFIED,
     KitTestCase,
+    draft_case,
+    drafting_by_pat,
+    extend_case,
+    extending_by_pat,
     is_decoded_by_pat,
     pat_over,
+    verify_by_pat,
     verify_case,
     windowed_decode_case,
 )
@@ -41,31 +53,109 @@ def test_eager(case: DenseAttentionCase, head_dim: int, server_context: SimpleNa
     assert decoded.layers == is_decoded_by_pat(case)
 
 
-@pytest.mark.parametrize(
-    ("kind", "topk"), [("eagle", 1), ("dflash", 1), ("eagle", 2), ("ngram", 2)]
-)
-def test_verification(
-    kind: str, topk: int, server_context: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Verify a chain and trees. The kit's module imports kernels of other layers."""
+@pytest.fixture
+def without_kernels(server_context: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kit's runners of drafts be imported: they name kernels of other layers."""
     for name in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
         monkeypatch.setattr(torch.ops.sgl_kernel, name, None, raising=False)
-    # Its masks are those of a GPU, over all that a request has.
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    from sglang.test.kits.attention_unittest.runner_modes import (
-        speculative_target_verify_runner as runner,
-    )
 
-    case = verify_case(BACKEND)
-    drafts = (case.extend_lens[0], topk == 1)
-    with torch.no_grad(), pat_over(BACKEND, head_dim=64, drafts=drafts) as decoded:
-        runner.run_dense_spec_verify_case(
+
+@pytest.fixture
+def drafting(without_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch_native draft, and the kit go without a GPU and without compiling."""
+    for name in ("forward_decode", "forward_extend"):
+        monkeypatch.setattr(TorchNativeAttnBackend, name, getattr(sglang_cpu_kernels, name))
+    for name, make in sglang_speculation.DRAFT_BACKENDS.items():
+        monkeypatch.setattr(DraftBackendFactory, name, make)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize(("kind", "topk"), VERIFIED)
+@pytest.mark.parametrize(
+    ("page_size", "in_graph"),
+    [(1, False), (16, True)],
+    ids=["eager", "around a graph"],
+)
+def test_verification(
+    kind: str,
+    topk: int,
+    page_size: int,
+    in_graph: bool,
+    without_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch_native has no graphs, and nothing to prepare for them: pat decodes all layers.
+    monkeypatch.setattr(TorchNativeAttnBackend, "init_cuda_graph_state", lambda *_: None)
+    fill = "get_cuda_graph_seq_len_fill_value"
+    monkeypatch.setattr(TorchNativeAttnBackend, fill, lambda self: 1, raising=False)
+    # The kit's masks are those of a GPU, over all that a request has.
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    case = verify_case(BACKEND, page_size)
+    with torch.no_grad():
+        verify_by_pat(case, kind, topk, dtype=torch.float32, device="cpu", in_graph=in_graph)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_rounds_of_a_draft_model(
+    topk: int, drafting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager, where SGLang's runner has a graph; against torch_native."""
+    from sglang.test.kits.attention_unittest.runner_modes import speculative_draft_runner as runner
+
+    def without_graph(worker: Any, backend: Any, settings: Any) -> Any:
+        return SimpleNamespace(
+            can_run_graph=lambda batch: True,
+            execute=lambda batch: runner._run_eagle_draft_eager(worker, batch, settings=settings),
+        )
+
+    monkeypatch.setattr(runner, "_capture_eagle_draft_graph_runner", without_graph)
+    with torch.no_grad(), drafting_by_pat(head_dim=64, eager=False) as decoded:
+        runner.run_dense_eagle_draft_cuda_graph_runner_case(
             KitTestCase(),
-            case,
+            draft_case(BACKEND),
             topk=topk,
-            spec_kind=kind,
+            speculative_num_steps=4,
+            speculative_num_draft_tokens=5,
             head_dim=64,
             dtype=torch.float32,
             device="cpu",
         )
-    assert decoded.layers > 0
+    assert decoded.layers == 3
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_what_a_draft_model_reads_of_a_verify_step(
+    topk: int, drafting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager, where SGLang's runner has a graph; against torch_native."""
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_draft_extend_runner as runner,
+    )
+
+    def without_graph(worker: Any, backend: Any, settings: Any) -> Any:
+        def execute(batch: Any, index: Any = ...) -> Any:  # none is given in 0.5.17
+            found = runner._run_eagle_draft_extend_eager(worker, batch, settings)
+            return SimpleNamespace(
+                next_token_logits=found.next_token_logits[index],
+                hidden_states=found.hidden_states[index],
+            )
+
+        return SimpleNamespace(can_run_graph=lambda batch: True, execute=execute)
+
+    monkeypatch.setattr(runner, "_capture_eagle_draft_extend_graph_runner", without_graph)
+    with (
+        torch.no_grad(),
+        extending_by_pat(head_dim=64, drafts=3, requests=4, eager=False) as decoded,
+    ):
+        runner.run_dense_eagle_draft_extend_v2_cuda_graph_runner_case(
+            KitTestCase(),
+            extend_case(BACKEND),
+            topk=topk,
+            head_dim=64,
+            dtype=torch.float32,
+            device="cpu",
+        )
+    assert decoded.layers == 1

@@ -51,9 +51,10 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     model, report = FAMILIES["gemma-3"].write(tmp_path / "model"), tmp_path / "report.json"
     child = run_doctor(model, "--json", str(report))
     assert child.returncode == 0, child.stderr
-    head, *rows, _, as_a_draft_model = child.stdout.splitlines()
+    head, *rows, _, as_a_draft_model, drafts = child.stdout.splitlines()
+    assert f"those of {support.row_of('speculative decoding').supported}. Otherwise" in drafts
     assert "pat decodes the same layers" in as_a_draft_model
-    assert as_a_draft_model.endswith("by torch_native.")
+    assert as_a_draft_model.endswith("torch_native reads its prompts.")
     assert head == (
         "pat decodes 2 of 4 layers; 2 on torch_native: sliding window 31; prefill on torch_native"
     )

@@ -223,6 +223,7 @@ def test_a_request_of_a_streaming_session_is_private(tree: Tree) -> None:
     reqs = [shared[0], session, shared[1]]
     paths = source.paths(reqs, 3)
     assert spans(paths)[1] == []
+    assert source.shared_slots(session).tolist() == []
     assert ids(paths)[0][:2] == ids(paths)[2][:2]
     assert source.key(reqs) == source.key(reqs)
     assert source.key(reqs) != source.key(shared)

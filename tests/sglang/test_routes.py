@@ -30,10 +30,13 @@ from sglang_pat import support
 from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start.kv_scales import read_scales
 from sglang_pat.sglang.start.options import (
+    BLOCKS,
+    CHAINS,
     DELEGATED_ARGUMENTS,
     GLUE_GRAPH,
     PLAN_STREAM,
     RAGGED_VERIFY,
+    TREES,
     early_reason,
 )
 from sglang_pat.sglang.start.routes import Routes, attention_layers, window_reason
@@ -455,6 +458,19 @@ def test_a_graph_in_place_of_planning_delegates(monkeypatch: pytest.MonkeyPatch)
     # Its replays would read the plan of the step that it was captured in.
     monkeypatch.setenv(GLUE_GRAPH, "1")
     assert type(pat_backend(runner())) is DefaultBackend
+
+
+def test_the_table_has_what_the_log_says_of_drafts() -> None:
+    supported, excluded = support.row_of("speculative decoding").supported.split("; not ")
+    assert all(name in supported for name in CHAINS + BLOCKS + TREES)
+    for said in (
+        "UNO",
+        f"{RAGGED_VERIFY}=compact",
+        "batch-invariant mode",
+        "--speculative-attention-mode prefill",
+        PLAN_STREAM,
+    ):
+        assert said in excluded
 
 
 def test_as_many_drafts_as_pay_delegate(

@@ -23,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class Run:
         Of the first prompt, which is asked alone before all.
     retractions : int
         How often a request was sent back to the queue.
+    from_host : int
+        Prompt tokens whose KV came back from the host's tier of the cache.
     aborted : int
         Requests that were aborted in the middle of their answers.
     smallest_gap : float
@@ -71,6 +74,7 @@ class Run:
     verify_steps: list[int]
     first_verify_steps: int
     retractions: int
+    from_host: int
     aborted: int
     smallest_gap: float
     calls: Counter[tuple[str, int]]
@@ -94,6 +98,7 @@ class FamilyEngines:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
+        self._alone: dict[str, Run] = {}
         self._log = (folder / "imports.log").open("w")
         command = [sys.executable, __file__]
         self._process = subprocess.Popen(
@@ -116,6 +121,12 @@ class FamilyEngines:
             self._process.wait()
         self._log.close()
 
+    def alone(self, family: Family) -> Run:
+        """Answer the prompts on SGLang's default backend, without options; once for all tests."""
+        if family.name not in self._alone:
+            self._alone[family.name] = self.run(family, None)
+        return self._alone[family.name]
+
     def run(
         self,
         family: Family,
@@ -127,6 +138,8 @@ class FamilyEngines:
         environment: dict[str, str] | None = None,
         has_graphs: bool = False,
         aborts: bool = False,
+        conversations: str | None = None,
+        evictions: bool = False,
         **arguments: Any,
     ) -> Run:
         """Answer the prompts with an engine of this family.
@@ -150,6 +163,12 @@ class FamilyEngines:
             KV is computed twice and freed once, and the others do not come.
         aborts : bool
             Whether all prompts come once before, while others that are the same are aborted.
+        conversations : str, optional
+            Prompts begin conversations of several turns, whose answers are put together. "whole": a
+            turn repeats what was said before. "session" and "streaming": SGLang's sessions keep it,
+            the second kind with its KV, and mended for drafts (`sglang_speculation`).
+        evictions : bool
+            Whether the prompts come twice, and others between, which need the pool.
         arguments : object
             As of sglang.Engine.
         """
@@ -167,6 +186,8 @@ class FamilyEngines:
             "environment": environment or {},
             "has_graphs": has_graphs,
             "aborts": aborts,
+            "conversations": conversations,
+            "evictions": evictions,
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -245,11 +266,15 @@ def _in_child(order: dict[str, Any]) -> None:
     status = 1
     try:
         os.environ.update(order["environment"])
-        if order["ranks"] is not None:
+        if order["ranks"] is not None or order["evictions"]:
             import sglang_without_driver
 
             sglang_without_driver.register()
-            os.environ.update(order["ranks"])
+            os.environ.update(order["ranks"] or {})
+        if order["conversations"] == "streaming":
+            import sglang_speculation
+
+            sglang_speculation.mend_streaming_sessions()
         if order["has_graphs"]:
             import sglang_acted_graphs
 
@@ -266,6 +291,8 @@ def _in_child(order: dict[str, Any]) -> None:
             order["stop_tokens"],
             has_graphs=order["has_graphs"],
             aborts=order["aborts"],
+            conversations=order["conversations"],
+            evictions=order["evictions"],
         )
         status = 0
     except BaseException:
@@ -375,14 +402,15 @@ def _record_calls() -> None:
 
 
 def _prompts(*, are_twins: bool) -> list[list[int]]:
-    chooser = random.Random(5)
-
-    def some(count: int) -> list[int]:
-        return [chooser.randrange(3, VOCAB_SIZE) for _ in range(count)]
-
-    prefix = some(PREFIX)
-    prompts = [prefix + some(5 + 3 * i) for i in range(8)]
+    prefix, *ends = _texts(5, [PREFIX, *(5 + 3 * i for i in range(8))])
+    prompts = [prefix + end for end in ends]
     return twice(prompts) if are_twins else prompts
+
+
+def _texts(seed: int, counts: list[int]) -> list[list[int]]:
+    """Random tokens, so many in each."""
+    chooser = random.Random(seed)
+    return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(count)] for count in counts]
 
 
 def twice(items: list[Any]) -> list[Any]:
@@ -398,6 +426,8 @@ def _answer_prompts(
     *,
     has_graphs: bool,
     aborts: bool,
+    conversations: str | None,
+    evictions: bool,
 ) -> None:
     import sglang
     import sglang_draft_blocks
@@ -432,24 +462,35 @@ def _answer_prompts(
         asked = [params | {"ignore_eos": False, "stop_token_ids": [each]} for each in stop_tokens]
     # SGLang 0.5.17 has none with blocks of drafts.
     scores = {} if sglang_draft_blocks.answers else {"return_logprob": True, "top_logprobs_num": 2}
-    answers = engine.generate(input_ids=prompts, sampling_params=asked, **scores)
-    again = answers[0]["output_ids"]
+    if conversations is not None:
+        turns = _turns(engine, prompts, {"sampling_params": params} | scores, conversations)
+    else:
+        turns = [engine.generate(input_ids=prompts, sampling_params=asked, **scores)]
+    if evictions:
+        engine.generate(input_ids=_texts(6, [90] * 8), sampling_params=params)
+        turns.append(engine.generate(input_ids=prompts, sampling_params=asked, **scores))
+    answers = [*zip(*turns, strict=True)]  # of each prompt
+    again = turns[0][0]["output_ids"]
     assert first[0]["output_ids"][: len(again)] == again, "the cache changes the answer"
-    for early, later in zip(before, answers, strict=aborts):
+    for early, later in zip(before, turns[0], strict=aborts):
         assert early == later["output_ids"], "aborts of others change the answer"
+    told = [[answer["meta_info"] for answer in each] for each in answers]
     run = {
-        "tokens": [answer["output_ids"] for answer in answers],
-        "verify_steps": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
+        "tokens": [[token for turn in each for token in turn["output_ids"]] for each in answers],
+        "verify_steps": [sum(turn.get("spec_verify_ct", 0) for turn in each) for each in told],
         "first_verify_steps": first[0]["meta_info"].get("spec_verify_ct", 0),
         "smallest_gap": min(
             (
                 best[0] - second[0]
-                for answer in answers
-                for best, second in answer["meta_info"].get("output_top_logprobs", ())
+                for turn in chain(*told)
+                for best, second in turn.get("output_top_logprobs", ())
             ),
             default=math.inf,
         ),
-        "retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
+        "retractions": sum(turn["num_retractions"] for turn in chain(*told)),
+        "from_host": sum(
+            (turn.get("cached_tokens_details") or {}).get("host", 0) for turn in chain(*told)
+        ),
         "aborted": aborted,
         "routes": engine.get_server_info().get("pat"),
     }
@@ -457,6 +498,37 @@ def _answer_prompts(
     if Path(os.environ["SGLANG_PAT_STATS_FILE"]).exists():
         read_stats(Path(os.environ["SGLANG_PAT_STATS_FILE"]))  # waits until it has the last step
     engine.shutdown()
+
+
+def _turns(
+    engine: Any, prompts: list[list[int]], asked: dict[str, Any], kind: str
+) -> list[list[dict[str, Any]]]:
+    """Lead a conversation from each prompt; its answers, turn by turn. kind: see `run`."""
+    sessions = [
+        None if kind == "whole" else engine.open_session(10_000, streaming=kind == "streaming")
+        for _ in prompts
+    ]
+    said: list[list[int]] = [[] for _ in prompts]
+    turns: list[list[dict[str, Any]]] = []
+
+    async def answer(i: int, text: list[int]) -> dict[str, Any]:
+        if sessions[i] is None:
+            return await engine.async_generate(input_ids=said[i] + text, **asked)
+        session = {"id": sessions[i]}
+        if kind == "session" and turns:
+            session["rid"] = turns[-1][i]["meta_info"]["id"]
+        return await engine.async_generate(input_ids=text, session_params=session, **asked)
+
+    async def answer_all(texts: list[list[int]]) -> list[dict[str, Any]]:
+        return await asyncio.gather(*(answer(i, text) for i, text in enumerate(texts)))
+
+    for texts in (prompts, *(_texts(seed, list(range(4, 12))) for seed in (7, 8))):
+        turns.append(engine.loop.run_until_complete(answer_all(texts)))
+        for i, text in enumerate(texts):
+            said[i] += text + turns[-1][i]["output_ids"]
+    for session in filter(None, sessions):
+        engine.close_session(session)
+    return turns
 
 
 def _answers_among_aborts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import unittest
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +191,76 @@ def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
         page_size=page_size,
         prefix_lens=(5, 9),
         extend_lens=(3, 3),
+    )
+
+
+# Kinds of drafts and their topk, of which more than one branch. Those of n-grams may branch anyway.
+VERIFIED = [
+    ("eagle", 1),
+    ("frozen_kv_mtp", 1),
+    ("dflash", 1),
+    ("ngram", 1),
+    ("eagle", 2),
+    ("frozen_kv_mtp", 2),
+    ("ngram", 2),
+]
+
+
+def verify_by_pat(
+    case: DenseAttentionCase,
+    kind: str,
+    topk: int,
+    *,
+    dtype: torch.dtype,
+    device: str = "cuda",
+    in_graph: bool = False,
+) -> None:
+    """Let the kit verify drafts of one of the kinds VERIFIED on pat.
+
+    in_graph: eager, then prepared for a graph's capture and its padded replay. The kit writes
+    prefixes in order there, where it has shuffled their pages: a request must be in one page.
+    """
+    from sglang.test.kits.attention_unittest.runner_modes import (
+        speculative_target_verify_runner as runner,
+    )
+
+    run = runner.run_dense_spec_verify_case
+    if in_graph:
+        run = runner.run_dense_spec_verify_cuda_graph_case
+    drafts = (case.extend_lens[0], topk == 1 and kind != "ngram")
+    with pat_over(case.backend, head_dim=64, drafts=drafts) as decoded:
+        run(
+            KitTestCase(),
+            case,
+            topk=topk,
+            spec_kind=kind,
+            head_dim=64,
+            dtype=dtype,
+            device=device,
+        )
+    assert decoded.layers == (3 if in_graph else 1)
+
+
+def draft_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
+    """A step in which three requests draft."""
+    return DenseAttentionCase(
+        name="draft",
+        backend=backend,
+        forward_mode=ForwardMode.DECODE,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=page_size,
+        prefix_lens=(5, 9, 11),
+    )
+
+
+def extend_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
+    """A step in which a draft model reads what was accepted of three requests."""
+    return replace(
+        draft_case(backend, page_size),
+        name="extend",
+        forward_mode=ForwardMode.DRAFT_EXTEND_V2,
+        extend_lens=(3, 3, 3),
     )
 
 

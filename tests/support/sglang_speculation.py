@@ -50,10 +50,34 @@ def install() -> None:
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
     _allow_several_heads()
-    DraftBackendFactory.create_decode_backend = _decode_backend
-    DraftBackendFactory.create_draft_extend_backend = lambda self: _torch_native(
-        self.draft_model_runner
-    )
+    for name, make in DRAFT_BACKENDS.items():
+        setattr(DraftBackendFactory, name, make)
+
+
+def mend_streaming_sessions() -> None:
+    """Let a turn compute the KV of the last token before it, unless a step has.
+
+    SGLang takes it for computed, which it is not where a turn ends with a token that no draft gave:
+    later turns are then wrong, over any backend.
+    """
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    finish = StreamingSession.try_cache_finished_req
+
+    def finish_as_computed(self: Any, req: Any, **more: Any) -> bool:
+        computed = _record(req).kv_committed_len
+        is_kept: bool = finish(self, req, **more)
+        if is_kept:
+            kept = _record(self.slots[req.session.session_id])
+            kept.kv_committed_len = min(kept.kv_committed_len, computed)
+        return is_kept
+
+    StreamingSession.try_cache_finished_req = finish_as_computed
+
+
+def _record(holder: Any) -> Any:
+    """The record of the KV of a request or session: in 0.5.17 a part of it."""
+    return holder.kv if hasattr(holder.kv, "kv_committed_len") else holder
 
 
 def _allow_several_heads() -> None:
@@ -92,6 +116,13 @@ def _torch_native(model_runner: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     return TorchNativeAttnBackend(model_runner)
+
+
+# Methods of SGLang's DraftBackendFactory, for torch_native.
+DRAFT_BACKENDS: dict[str, Callable[[Any], Any]] = {
+    "create_decode_backend": _decode_backend,
+    "create_draft_extend_backend": lambda factory: _torch_native(factory.draft_model_runner),
+}
 
 
 def is_draft_step(backend: Any) -> bool:

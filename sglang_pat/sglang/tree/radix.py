@@ -6,7 +6,7 @@ recency of its nodes. `sglang/tree/reader.py` makes a DecodeBatch of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from itertools import count
 from operator import attrgetter
@@ -174,15 +174,17 @@ class PythonNodeSource:
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         root = self._tree.root_node
-        nodes = [node if hasattr(node, "parent") else None for node in map(_LAST_NODE, reqs)]
-        paths = [None if node is None else _walked_path(node, root) for node in nodes]
+        nodes = map(_LAST_NODE, reqs)
+        paths = [_walked_path(node, root) if _is_node(node) else None for node in nodes]
         return _checked(reqs, paths, self._on_mismatch)
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
         return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
-        return _joined(node.value for node in _path_of(req.last_node, self._tree.root_node))
+        node = req.last_node
+        path = _path_of(node, self._tree.root_node) if _is_node(node) else []
+        return _joined(node.value for node in path)
 
 
 class IdSource:
@@ -217,6 +219,8 @@ class IdSource:
         return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
+        if type(req.last_node) is not int:
+            return _joined(())
         if self._nodes_are_objects:
             node = self._tree.resolve_node_handle(req.last_node)
             nodes = _path_of(node, self._tree.root_node)
@@ -255,6 +259,11 @@ _OF_SPAN: attrgetter[tuple[int, int, int, int, int]] = attrgetter(
     "node_id", "parent_id", "path_start", "path_end", "full_value_len"
 )
 _LAST_NODE = attrgetter("last_node")
+
+
+def _is_node(last_node: object) -> bool:
+    """True if it is one of a tree of Python nodes. That of a streaming session is not."""
+    return hasattr(last_node, "parent")
 
 
 def _qualified_name(value: object) -> str:
@@ -349,6 +358,6 @@ def extended_path(path: Path, node_id: int, end: int) -> Path:
     return [*above, (last_id, its_parent, first, its_end, length, num_children + 1), node]
 
 
-def _joined(slots: Iterator[torch.Tensor]) -> torch.Tensor:
+def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
     parts = list(slots)
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
