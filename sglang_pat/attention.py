@@ -342,11 +342,12 @@ class PackAttention:
                 f"requests must be at most as long as req_to_token's width {self._table_width}, "
                 f"got {longest}"
             )
-        fixed = np.setdiff1d(np.flatnonzero(planned), self._plan.live_requests())
-        if tokens and len(fixed):
+        fixed = planned > 0
+        fixed[self._plan.live_requests()] = False
+        if tokens and fixed.any():
             raise ValueError(
-                f"request {fixed[0]} has no KV behind its path, so the plan reads {tokens} too few "
-                "of its tokens; call plan()"
+                f"request {fixed.argmax()} has no KV behind its path, so the plan "
+                f"reads {tokens} too few of its tokens; call plan()"
             )
         lens = np.where(planned > 0, planned + np.int32(tokens), 0)
         self._executor.reuse_plan(self._step._replace(seq_lens=seq_lens, host_seq_lens=lens))
