@@ -79,8 +79,8 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
         self._weights = [*self.model.parameters()]
         self._exact = [each.detach().float().clone() for each in self._weights]
-        self._in_float32 = copy.deepcopy(self.model).float()
-        self._before: list[torch.Tensor] | None = None  # the weights, before the last step
+        # The present weights, and those before the last step.
+        self._now, self._before = (copy.deepcopy(self.model).float() for _ in range(2))
         self._optimizer = torch.optim.Adam(self._exact, rate)
 
     def logprobs(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -89,18 +89,11 @@ class Trainer:
 
     def change(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return by how much the last step changed `logprobs`, computed in float32."""
-        assert self._before is not None, "no step yet"
-        found = []
         with torch.no_grad():
-            for weights in (self._before, self._weights):
-                for exact, weight in zip(self._in_float32.parameters(), weights, strict=True):
-                    exact.copy_(weight)
-                found.append(_logprobs(self._in_float32, prompt, answers))
-        return found[1] - found[0]
+            return _logprobs(self._now, prompt, answers) - _logprobs(self._before, prompt, answers)
 
     def step(self) -> None:
         """Change the weights by the gradients that have been summed up."""
-        self._before = [weight.detach().clone() for weight in self._weights]
         for exact, weight in zip(self._exact, self._weights, strict=True):
             exact.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
@@ -108,6 +101,9 @@ class Trainer:
         with torch.no_grad():
             for exact, weight in zip(self._exact, self._weights, strict=True):
                 weight.copy_(exact)
+            self._now, self._before = self._before, self._now
+            for copied, weight in zip(self._now.parameters(), self._weights, strict=True):
+                copied.copy_(weight)
 
     def scales(self, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return what keys and values of each layer are divided by, to fit e4m3."""
