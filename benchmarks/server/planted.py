@@ -135,7 +135,7 @@ class Check:
         return member.server
 
 
-def runs(check: Check, kinds: Sequence[str], seeds: range) -> Iterator[tuple[str, str, Any]]:
+def runs(check: Check, kinds: Sequence[str], number: int) -> Iterator[tuple[str, str, Any]]:
     """Yield what each run found: list of the result, name, verdict or what went wrong."""
     begun = time.monotonic()
 
@@ -150,19 +150,15 @@ def runs(check: Check, kinds: Sequence[str], seeds: range) -> Iterator[tuple[str
         # One thread for each server of pat; several would empty each other's cache.
         found: Queue[tuple[str, str, Any]] = Queue()
 
-        def plant() -> None:
-            for kind in kinds:
-                found.put(("with an error", kind, verdict(check.kind, kind)))
+        def work(where: str, of: Any, whats: Mapping[str, Any]) -> None:
+            for name, what in whats.items():
+                found.put((where, name, verdict(of, what)))
 
-        def stay_clean() -> None:
-            for seed in seeds:
-                found.put(("without an error", f"seed {seed}", verdict(check.clean, seed)))
-
-        working = [pool.submit(plant), pool.submit(stay_clean)]
-        for _ in range(len(kinds) + len(seeds)):
+        seeds = {f"seed {seed}": seed for seed in range(2, 2 + number)}
+        pool.submit(work, "with an error", check.kind, {kind: kind for kind in kinds})
+        pool.submit(work, "without an error", check.clean, seeds)
+        for _ in range(len(kinds) + number):
             yield found.get()
-        for each in working:
-            each.result()
 
 
 def fill(data: dict[str, Any], kinds: Sequence[str], number: int) -> None:
@@ -180,7 +176,6 @@ def fill(data: dict[str, Any], kinds: Sequence[str], number: int) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, metavar="NAME")
     parser.add_argument("--runs", type=whole_number(0, 1000), default=20, metavar="N")
-    parser.add_argument("--first-seed", type=whole_number(2, 1 << 20), default=2, metavar="N")
     add_option(parser, "--start-seconds", default=150)
     add_option(parser, "--json")
 
@@ -198,8 +193,7 @@ def run(args: argparse.Namespace) -> int:
         with fleet(starts(folder), folder) as members:
             wait(members.values(), args.start_seconds)
             report_starts(members.values())
-            seeds = range(args.first_seed, args.first_seed + args.runs)
-            for where, what, found in runs(Check(members, folder / "error"), args.kinds, seeds):
+            for where, what, found in runs(Check(members, folder / "error"), args.kinds, args.runs):
                 data[where][what] = found
                 fill(data, args.kinds, args.runs)
                 write(args.json, data)
