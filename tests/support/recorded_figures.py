@@ -828,17 +828,17 @@ LAYOUTS = {
 
 def several_ranks() -> str:
     """Ranks against one rank, each layout from the first file that has it, and servers' times."""
-    rows, sources = [], []
-    shown = set[str]()
+    rows: dict[str, list[str]] = {}
+    sources = []
     for folder in (RESULTS, OTHER_GPU):
         if not (folder / "ranks.json").exists():
             continue
         result = read("ranks.json", folder)
         ranks, gpu = result.get("ranks", 2), result["meta"]["gpu"].split()[1]
-        found = {name: result[name] for name in LAYOUTS if "plans" in result.get(name, {})}
-        for layout in [name for name in found if name not in shown]:
-            shown.add(layout)
-            rows.append([LAYOUTS[layout].format(ranks), f"{ranks} x {gpu}", *_of(found[layout])])
+        for name, title in LAYOUTS.items():
+            if "plans" in (found := result.get(name, {})):
+                numbers = _numbers_of_ranks(found)
+                rows.setdefault(name, [title.format(ranks), f"{ranks} x {gpu}", *numbers])
         commit = result["meta"]["commit"]
         sources.append(f"`{folder.name}/ranks.json` (`benchmarks/check ranks`, commit {commit})")
     source = wrapped(
@@ -847,13 +847,13 @@ def several_ranks() -> str:
         f"longer the slowest rank planned than the fastest. Source: {', '.join(sources)}."
     )
     columns = ["layout", "GPUs", "pat", "FA3", "steps alike", "planning apart, us: p50 / p90"]
-    text = f"{source}\n\n{table(columns, rows)}"
+    text = f"{source}\n\n{table(columns, [*rows.values()])}"
     if not (RESULTS / "ranks-serving.json").exists():
         return text
     return f"{text}\n\n{_servers_of_models(RESULTS / 'ranks-serving.json')}"
 
 
-def _of(layout: Case) -> list[str]:
+def _numbers_of_ranks(layout: Case) -> list[str]:
     plans = layout["plans"]
     key, number = ("drafted", "off") if "drafted" in layout else ("moved", "max")
     off = [f"{layout[key][name][number]:.3f}" for name in ("pat", "fa3")]
