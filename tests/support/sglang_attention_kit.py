@@ -180,20 +180,6 @@ def windowed_decode_case(name: str) -> DenseAttentionCase:
     )
 
 
-def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
-    """A step in which three drafts of each of two requests are verified."""
-    return DenseAttentionCase(
-        name="verify",
-        backend=backend,
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        num_heads=4,
-        num_kv_heads=2,
-        page_size=page_size,
-        prefix_lens=(5, 9),
-        extend_lens=(3, 3),
-    )
-
-
 # Kinds of drafts and their topk, of which more than one branch. Those of n-grams may branch anyway.
 VERIFIED = [
     ("eagle", 1),
@@ -251,6 +237,17 @@ def draft_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
         num_kv_heads=2,
         page_size=page_size,
         prefix_lens=(5, 9, 11),
+    )
+
+
+def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
+    """A step in which three drafts of each of two requests are verified."""
+    return replace(
+        draft_case(backend, page_size),
+        name="verify",
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        prefix_lens=(5, 9),
+        extend_lens=(3, 3),
     )
 
 
