@@ -32,6 +32,7 @@ from sglang_trees import late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach, backend
+from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start.options import drafts_now, drafts_of, server_reason
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
@@ -256,3 +257,10 @@ def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
     decoder = adaptive.served._pat
     assert len(decoder._drafting) == 1  # rounds of one step have no backend of their own
     assert [kind._num_steps for each in decoder._drafting for kind in each.kinds] == [2]
+
+
+def test_the_server_info_names_the_draft_model(adaptive: Adaptive) -> None:
+    """SGLang builds the backends of the served model last."""
+    told = route_reports._after_get_init_info({})["pat"]
+    layers = len(adaptive.runner.model)
+    assert told["draft_model"]["pat_layers"] == told["draft_extend"]["pat_layers"] == layers

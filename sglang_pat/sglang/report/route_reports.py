@@ -24,6 +24,7 @@ class _Told:
     """Last report of this process. SGLang may build its backend several times."""
 
     routes: dict[str, Any] | None = None
+    model_runner: Any = None
     # If there is a draft model: of its decode steps, and where it reads what was accepted.
     draft_routes: dict[str, Any] | None = None
     extend_routes: dict[str, Any] | None = None
@@ -47,8 +48,11 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
         logger.info(line)
     _Told.line = line
     if model_runner is not None:
-        # SGLang builds the backends of a draft model after that of the model.
-        _Told.draft_routes = _Told.extend_routes = None
+        # SGLang builds the backends of a draft model after the model's first one, and before the
+        # model's others (adaptive drafts).
+        if model_runner is not _Told.model_runner:
+            _Told.draft_routes = _Told.extend_routes = None
+        _Told.model_runner = model_runner
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
