@@ -18,7 +18,7 @@
 namespace pat {
 
 // Named barriers.
-inline constexpr int kFirstWeights = 1, kSecondWeights = 2, kEndOfItem = 3;
+inline constexpr int kFirstWeights = 1, kSecondWeights = 2;
 inline constexpr int kBarrierThreads = kLatentConsumerWarps * 32;
 
 template <typename T, typename Dims, int kGroup>
@@ -51,9 +51,9 @@ struct LatentConsumer {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full), num_items & 1);
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
   }
-  // The record stays until the next item's are handed back.
+  // The record stays until the next item's are handed back. Every lane, for what it has read of it.
   __device__ __forceinline__ void release_queries() const {
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty));
+    ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty));
   }
 
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
@@ -250,7 +250,9 @@ struct LatentConsumer {
     for (int h = 0; h < 2; ++h) {
       if (lane % 4 == 0) sums[kGroup][row + 8 * h] = part.sum[h];
     }
-    ptx::named_barrier_sync<kEndOfItem, kBarrierThreads>();
+    const uint32_t full = ptx::shared_address(&storage.sums_full);
+    ptx::barrier_arrive(full);
+    ptx::barrier_wait(full, num_items & 1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = sums[0][row + 8 * h] + sums[1][row + 8 * h];
   }

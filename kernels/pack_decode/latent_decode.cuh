@@ -34,7 +34,8 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
       }
     }
     init(storage.queries_full, kLatentQueryWarps * (32 + 1));  // copies, record
-    init(storage.queries_empty, kLatentConsumerWarps);
+    init(storage.queries_empty, kBarrierThreads);
+    init(storage.sums_full, kBarrierThreads);
     for (int i = 0; i < kDrawsAhead; ++i) {
       init(storage.drawn_full[i], 32);
       init(storage.drawn_empty[i], (1 + kLatentQueryWarps) * 32);

@@ -38,6 +38,7 @@ struct SharedState<Dims> {
   uint64_t kv_empty[kLatentStages][kStageParts];
   uint64_t queries_full;
   uint64_t queries_empty;
+  uint64_t sums_full;
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
 };
