@@ -14,7 +14,7 @@ import torch
 from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
 from sglang_pat.sglang.layer import draft_tree_kernel
-from sglang_pat.sglang.layer.draft_trees import DraftTrees, merge_drafts
+from sglang_pat.sglang.layer.draft_trees import DraftBranches, DraftTrees, merge_drafts
 
 SCRIPT = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
 
@@ -82,6 +82,28 @@ def test_the_plan_has_the_root() -> None:
     expected[:, :, 0] = False
     assert torch.equal(trees._biases[:2].exp().bool(), expected)
     assert trees._biases[2, :, 0].eq(-torch.inf).all()  # padding, too
+
+
+def test_slots_with_a_stride_are_an_error() -> None:
+    """A kernel would read others."""
+    trees = make_trees(CASES[1], torch.bfloat16)
+    strided = trees.slots.repeat_interleave(2)[::2]
+    with pytest.raises(ValueError, match=r"slots must be contiguous, got strides \(2,\)"):
+        merged(trees._replace(slots=strided))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_rows_read_their_own_branch(step: int) -> None:
+    branches = DraftBranches(3, torch.device("cpu"))
+    branches.take(torch.arange(100, 124), num_rows=6)  # 4 drafts each
+    branches.go_to(step)
+    slots, biases = branches.keys(None, 6)
+    assert slots.is_contiguous()
+    assert slots.view(6, -1).tolist() == [
+        [100 + 4 * row + read for read in range(step + 1)] for row in range(6)
+    ]
+    assert biases.shape == (6, 1, step + 1)
+    assert biases.eq(0).all()
 
 
 def merged(trees: Trees) -> torch.Tensor:

@@ -137,7 +137,8 @@ class DraftBranches:
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = self._num_read
-        slots = self._slots[:num_rows, :count].reshape(-1)
+        # reshape() would leave a single column a view with a stride.
+        slots = self._slots[:num_rows, :count].contiguous().view(-1)
         return slots, self._biases[: num_rows * count].view(num_rows, 1, count)
 
 
@@ -159,7 +160,7 @@ def merge_drafts(
     caches : tuple of torch.Tensor
         Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
     slots : torch.Tensor
-        Where the keys of each group are: `[groups * keys]`.
+        Where the keys of each group are: `[groups * keys]`, contiguous.
     biases : torch.Tensor
         float32 `[groups, rows of a group, keys of a group]`, contiguous: 0 for a key that is read,
         else -inf.
@@ -175,7 +176,15 @@ def merge_drafts(
     -------
     torch.Tensor
         As the output; 0 for rows that read nothing.
+
+    Raises
+    ------
+    ValueError
+        If slots or biases are not contiguous.
     """
+    for name, each in {"slots": slots, "biases": biases}.items():
+        if not each.is_contiguous():  # torch would read it as it is meant, a kernel does not
+            raise ValueError(f"{name} must be contiguous, got strides {each.stride()}")
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
         from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
