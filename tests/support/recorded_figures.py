@@ -651,14 +651,22 @@ DRAFTS = {
 
 
 def speculation() -> str:
-    """Drafts in the order above, once per GPU and number of layers; then what shares nothing."""
+    """Drafts in the order above, once per GPU and number of layers; then what shares nothing.
+
+    Of several runs, one that compares acceptance in the same answers is shown.
+    """
     runs = [
         (f"{folder.name}/{path.name}", json.loads(path.read_text()))
         for folder in (RESULTS, OTHER_GPU)
         for path in sorted(folder.glob("speculation*.json"))
     ]
     found = [(name, run, case) for name, run in runs for case in run["cases"]]
-    found.sort(key=lambda each: [*DRAFTS].index(each[2]["drafts"]))
+    found.sort(
+        key=lambda each: (
+            [*DRAFTS].index(each[2]["drafts"]),
+            "accepted_in_same_answers" not in each[2],
+        )
+    )
     rows, alone = [], []
     shown = set[tuple[str, str]]()
     for name, run, case in found:
