@@ -84,12 +84,27 @@ def test_the_plan_has_the_root() -> None:
     assert trees._biases[2, :, 0].eq(-torch.inf).all()  # padding, too
 
 
-def test_slots_with_a_stride_are_an_error() -> None:
-    """A kernel would read others."""
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """As x, with other numbers between its columns."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+@pytest.mark.parametrize("name", ["slots", "biases", "out", "lse", "q", "k_cache", "v_cache"])
+def test_tensors_that_a_kernel_would_read_otherwise_are_an_error(name: str) -> None:
     trees = make_trees(CASES[1], torch.bfloat16)
-    strided = trees.slots.repeat_interleave(2)[::2]
-    with pytest.raises(ValueError, match=r"slots must be contiguous, got strides \(2,\)"):
-        merged(trees._replace(slots=strided))
+    given = {"slots": trees.slots, "biases": trees.biases, "q": trees.q}
+    given |= zip(("out", "lse", "k_cache", "v_cache"), (*trees.before, *trees.caches), strict=True)
+    given[name] = apart(given[name])
+    rule = "have dense columns" if name in ("q", "k_cache", "v_cache") else "be contiguous"
+    with pytest.raises(ValueError, match=rf"{name} must {rule}, got strides \(.*2,?\)"):
+        merge_drafts(
+            given["q"],
+            (given["k_cache"], given["v_cache"]),
+            given["slots"],
+            given["biases"],
+            SimpleNamespace(scaling=1.0, logit_cap=0.0),
+            (given["out"], given["lse"]),
+        )
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])

@@ -156,9 +156,10 @@ def merge_drafts(
     Parameters
     ----------
     q : torch.Tensor
-        Of the rows, group by group: `[rows, heads, head_dim]`.
+        Of the rows, group by group: `[rows, heads, head_dim]`, with dense columns.
     caches : tuple of torch.Tensor
-        Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
+        Keys and values: `[slots, KV heads, ...]`, with dense columns. Those of the draft tokens
+        have been stored.
     slots : torch.Tensor
         Where the keys of each group are: `[groups * keys]`, contiguous.
     biases : torch.Tensor
@@ -167,8 +168,8 @@ def merge_drafts(
     layer : RadixAttention
         Its scale and soft-cap.
     before : tuple of torch.Tensor
-        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` under the plan. An attention sink
-        has been counted there. The output may be overwritten.
+        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` under the plan, contiguous. An
+        attention sink has been counted there. The output may be overwritten.
     scales : tuple of float or torch.Tensor
         What the keys and the values in the caches are multiplied with.
 
@@ -180,11 +181,16 @@ def merge_drafts(
     Raises
     ------
     ValueError
-        If slots or biases are not contiguous.
+        If a tensor does not lie in memory as it must.
     """
-    for name, each in {"slots": slots, "biases": biases}.items():
-        if not each.is_contiguous():  # torch would read it as it is meant, a kernel does not
+    # Torch would read each as it is meant, a kernel does not.
+    out, lse = before
+    for name, each in {"slots": slots, "biases": biases, "out": out, "lse": lse}.items():
+        if not each.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {each.stride()}")
+    for name, each in {"q": q, "k_cache": caches[0], "v_cache": caches[1]}.items():
+        if each.stride(-1) != 1:
+            raise ValueError(f"{name} must have dense columns, got strides {each.stride()}")
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
         from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
