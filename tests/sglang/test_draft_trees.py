@@ -85,7 +85,7 @@ def test_the_plan_has_the_root() -> None:
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """As x, with other numbers between its columns."""
+    """Return x with other numbers between its columns."""
     return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 
