@@ -66,6 +66,11 @@ def test_rows_that_are_no_trees_are_an_error() -> None:
         draft_tree_kernel.merge_drafts(
             trees.q, trees.caches, trees.slots[1:], trees.biases, trees.before, trees.scaling
         )
+    strided = trees.slots.repeat_interleave(2)[::2]
+    with pytest.raises(ValueError, match=r"slots must be contiguous, got strides \(2,\)"):
+        draft_tree_kernel.merge_drafts(
+            trees.q, trees.caches, strided, trees.biases, trees.before, trees.scaling
+        )
 
 
 def test_the_plan_has_the_root() -> None:
@@ -84,20 +89,21 @@ def test_the_plan_has_the_root() -> None:
     assert trees._biases[2, :, 0].eq(-torch.inf).all()  # padding, too
 
 
-def test_slots_with_a_stride_are_an_error() -> None:
-    """A kernel would read others."""
-    trees = make_trees(CASES[1], torch.bfloat16)
-    strided = trees.slots.repeat_interleave(2)[::2]
-    with pytest.raises(ValueError, match=r"slots must be contiguous, got strides \(2,\)"):
-        merged(trees._replace(slots=strided))
-
-
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_rows_read_their_own_branch(step: int) -> None:
+def test_a_kernel_gets_the_slots_of_a_rows_own_branch(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     branches = DraftBranches(3, torch.device("cpu"))
     branches.take(torch.arange(100, 124), num_rows=6)  # 4 drafts each
     branches.go_to(step)
-    slots, biases = branches.keys(None, 6)
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(draft_tree_kernel, "merge_drafts", lambda *each: given.append(each))
+    monkeypatch.setattr(draft_tree_kernel, "reads", lambda *each: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q, caches, _, _, before, *_ = make_trees(CASES[1], torch.bfloat16)
+    layer: Any = SimpleNamespace(scaling=1.0, logit_cap=0.0)
+    merge_drafts(q, caches, *branches.keys(None, 6), layer, before)
+    _, _, slots, biases, *_ = given[0]
     assert slots.is_contiguous()
     assert slots.view(6, -1).tolist() == [
         [100 + 4 * row + read for read in range(step + 1)] for row in range(6)

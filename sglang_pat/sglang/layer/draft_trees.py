@@ -137,8 +137,7 @@ class DraftBranches:
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = self._num_read
-        # reshape() would leave a single column a view with a stride.
-        slots = self._slots[:num_rows, :count].contiguous().view(-1)
+        slots = self._slots[:num_rows, :count].reshape(-1)
         return slots, self._biases[: num_rows * count].view(num_rows, 1, count)
 
 
@@ -160,7 +159,7 @@ def merge_drafts(
     caches : tuple of torch.Tensor
         Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
     slots : torch.Tensor
-        Where the keys of each group are: `[groups * keys]`, contiguous.
+        Where the keys of each group are: `[groups * keys]`.
     biases : torch.Tensor
         float32 `[groups, rows of a group, keys of a group]`, contiguous: 0 for a key that is read,
         else -inf.
@@ -176,20 +175,14 @@ def merge_drafts(
     -------
     torch.Tensor
         As the output; 0 for rows that read nothing.
-
-    Raises
-    ------
-    ValueError
-        If slots or biases are not contiguous.
     """
-    for name, each in {"slots": slots, "biases": biases}.items():
-        if not each.is_contiguous():  # torch would read it as it is meant, a kernel does not
-            raise ValueError(f"{name} must be contiguous, got strides {each.stride()}")
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
         from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
 
         if draft_tree_kernel.reads(caches[0].dtype, q.device):
+            # The first drafts of branches are a view with a stride, even behind reshape().
+            slots = slots.contiguous()
             return draft_tree_kernel.merge_drafts(
                 q, caches, slots, biases, before, scaling, logit_cap, scales
             )
