@@ -92,12 +92,17 @@ class KvWrites:
         layer : RadixAttention
             One that pat decodes.
         forward_batch : ForwardBatch
-            Whose `out_cache_loc` are the slots.
+            Whose `out_cache_loc` are the slots. With `k_rope` they are made contiguous.
         k, v : torch.Tensor
             `[rows, KV heads, head_dim]`. The pool may scale them in place.
         k_rope : torch.Tensor, optional
             Of latent attention: the columns of the keys behind those of `k`. `v` is not read then.
         """
+        slots = forward_batch.out_cache_loc
+        if k_rope is not None and not slots.is_contiguous():
+            # In a round of a draft model they lie apart. SGLang's kernel for latent KV would write
+            # to others.
+            forward_batch.out_cache_loc = slots.contiguous()
         writer = self._writers.get(layer.layer_id)
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
             return
