@@ -6,8 +6,6 @@ All questions share the KV of the examples. Send them together: what decodes at 
 read once per step. Start the server as README or the guide says, with and without pat.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -6,8 +6,6 @@ Samples of one prompt share its KV. Ask for them in one request with `n`, so tha
 together on one server. Start the server as README or the guide says, with and without pat.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

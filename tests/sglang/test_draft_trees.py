@@ -68,6 +68,24 @@ def test_rows_that_are_no_trees_are_an_error() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["slots", "biases", "out", "lse", "q", "k_cache", "v_cache"])
+def test_tensors_that_the_kernel_would_read_otherwise_are_an_error(name: str) -> None:
+    trees = make_trees(CASES[1], torch.bfloat16)
+    given = {"slots": trees.slots, "biases": trees.biases, "q": trees.q}
+    given |= zip(("out", "lse", "k_cache", "v_cache"), (*trees.before, *trees.caches), strict=True)
+    given[name] = given[name].repeat_interleave(2, dim=-1)[..., ::2]
+    rule = "have dense columns" if name in ("q", "k_cache", "v_cache") else "be contiguous"
+    with pytest.raises(ValueError, match=rf"{name} must {rule}, got strides \(.*2,?\)"):
+        draft_tree_kernel.merge_drafts(
+            given["q"],
+            (given["k_cache"], given["v_cache"]),
+            given["slots"],
+            given["biases"],
+            (given["out"], given["lse"]),
+            trees.scaling,
+        )
+
+
 def test_the_plan_has_the_root() -> None:
     """So each row has a token that it reads live, and none of it is read twice."""
     masks = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
@@ -84,35 +102,21 @@ def test_the_plan_has_the_root() -> None:
     assert trees._biases[2, :, 0].eq(-torch.inf).all()  # padding, too
 
 
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """Return x with other numbers between its columns."""
-    return x.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-@pytest.mark.parametrize("name", ["slots", "biases", "out", "lse", "q", "k_cache", "v_cache"])
-def test_tensors_that_a_kernel_would_read_otherwise_are_an_error(name: str) -> None:
-    trees = make_trees(CASES[1], torch.bfloat16)
-    given = {"slots": trees.slots, "biases": trees.biases, "q": trees.q}
-    given |= zip(("out", "lse", "k_cache", "v_cache"), (*trees.before, *trees.caches), strict=True)
-    given[name] = apart(given[name])
-    rule = "have dense columns" if name in ("q", "k_cache", "v_cache") else "be contiguous"
-    with pytest.raises(ValueError, match=rf"{name} must {rule}, got strides \(.*2,?\)"):
-        merge_drafts(
-            given["q"],
-            (given["k_cache"], given["v_cache"]),
-            given["slots"],
-            given["biases"],
-            SimpleNamespace(scaling=1.0, logit_cap=0.0),
-            (given["out"], given["lse"]),
-        )
-
-
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_rows_read_their_own_branch(step: int) -> None:
+def test_a_kernel_gets_the_slots_of_a_rows_own_branch(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     branches = DraftBranches(3, torch.device("cpu"))
     branches.take(torch.arange(100, 124), num_rows=6)  # 4 drafts each
     branches.go_to(step)
-    slots, biases = branches.keys(None, 6)
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(draft_tree_kernel, "merge_drafts", lambda *each: given.append(each))
+    monkeypatch.setattr(draft_tree_kernel, "reads", lambda *each: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q, caches, _, _, before, *_ = make_trees(CASES[1], torch.bfloat16)
+    layer: Any = SimpleNamespace(scaling=1.0, logit_cap=0.0)
+    merge_drafts(q, caches, *branches.keys(None, 6), layer, before)
+    _, _, slots, biases, *_ = given[0]
     assert slots.is_contiguous()
     assert slots.view(6, -1).tolist() == [
         [100 + 4 * row + read for read in range(step + 1)] for row in range(6)

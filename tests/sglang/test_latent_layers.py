@@ -11,7 +11,6 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang_fakes import (
     SLOTS,
     DefaultBackend,
@@ -213,26 +212,20 @@ def test_on_a_gpu_the_kernel_writes_rows(
     assert writes == ([] if takes else ["parts" if in_parts else "whole"])
 
 
-def test_slots_of_a_round_of_drafts_are_stored_to_as_they_are_meant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """SGLang's kernel for rows in two parts reads slots one after the other from their address."""
+def test_slots_of_a_draft_round_lie_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives each step a column of its slots; its kernel for latent KV knows no stride."""
+    step, given = Step(), []
+    step.batch.out_cache_loc = torch.tensor([[20, 9], [21, 10], [22, 11]])[:, 0]
 
-    def store_as_the_kernel(self: Any, layer: Any, where: Any, nope: Any, rope: Any) -> None:
-        given = getattr(where, "loc", where)
-        slots = given.as_strided(given.shape, (1,))
-        self.kv_buffer[layer.layer_id][slots] = torch.cat((nope, rope), dim=-1)
+    def set_parts(self: Any, layer: Any, where: Any, nope: Any, rope: Any) -> None:
+        given.append(where.loc if isinstance(where, KVWriteLoc) else where)
+        self.kv_buffer[layer.layer_id][given[-1]] = torch.cat((nope, rope), dim=-1)
 
-    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", store_as_the_kernel)
-    model_runner = latent_runner(token_to_kv_pool=make_pool())
-    store = KvWrites(model_runner, Routes.of_runner(model_runner, "fa3"))
-    k = torch.randn(3, 1, KEYS)
-    batch = decode_batch([1, 2, 3], [5, 5, 2], [20, 21, 22])
-    batch.out_cache_loc = per_step_draft_out_cache_loc(torch.arange(20, 32), 3, 1, 4)[1]
-    for layer_id in range(2):
-        layer = model_runner.model[layer_id].attn_mqa
-        store.store(layer, batch, k[..., :VALUES], k[..., :VALUES], k[..., VALUES:])
-        assert torch.equal(model_runner.token_to_kv_pool.kv_buffer[layer_id][[21, 25, 29]], k)
+    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", set_parts)
+    q, k, rope = step.parts()
+    step.check(step.backend.forward(q, k, k, step.layer(), step.batch, **rope))
+    assert given[0].is_contiguous()
+    assert given[0].tolist() == [20, 21, 22]
 
 
 @pytest.mark.parametrize("layer_id", [0, 1])

@@ -116,9 +116,9 @@ def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
 def comparing_logits(kit: Any, allowed: float) -> Iterator[None]:
     """Let the kit's runner for draft models compare logits, where it compares draft tokens.
 
-    The scores of two branches are often so close that one rounding in 16 bits exchanges them, and
-    with them all tokens behind. So the logits of a request are compared in each step, as long as
-    its tokens and hidden states are those of the other round.
+    Tokens tell only that some step went another way, and one rounding in 16 bits may exchange two
+    branches. The logits of a request are compared in each step, as long as its tokens and hidden
+    states are those of the other round.
 
     kit: the runner's module. allowed: the largest distance, in standard deviations of the logits.
     """

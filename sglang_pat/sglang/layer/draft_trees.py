@@ -137,8 +137,7 @@ class DraftBranches:
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = self._num_read
-        # reshape() would leave a single column a view with a stride.
-        slots = self._slots[:num_rows, :count].contiguous().view(-1)
+        slots = self._slots[:num_rows, :count].reshape(-1)
         return slots, self._biases[: num_rows * count].view(num_rows, 1, count)
 
 
@@ -156,20 +155,19 @@ def merge_drafts(
     Parameters
     ----------
     q : torch.Tensor
-        Of the rows, group by group: `[rows, heads, head_dim]`, with dense columns.
+        Of the rows, group by group: `[rows, heads, head_dim]`.
     caches : tuple of torch.Tensor
-        Keys and values: `[slots, KV heads, ...]`, with dense columns. Those of the draft tokens
-        have been stored.
+        Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
     slots : torch.Tensor
-        Where the keys of each group are: `[groups * keys]`, contiguous.
+        Where the keys of each group are: `[groups * keys]`.
     biases : torch.Tensor
         float32 `[groups, rows of a group, keys of a group]`, contiguous: 0 for a key that is read,
         else -inf.
     layer : RadixAttention
         Its scale and soft-cap.
     before : tuple of torch.Tensor
-        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` under the plan, contiguous. An
-        attention sink has been counted there. The output may be overwritten.
+        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` under the plan. An attention sink
+        has been counted there. The output may be overwritten.
     scales : tuple of float or torch.Tensor
         What the keys and the values in the caches are multiplied with.
 
@@ -177,25 +175,14 @@ def merge_drafts(
     -------
     torch.Tensor
         As the output; 0 for rows that read nothing.
-
-    Raises
-    ------
-    ValueError
-        If a tensor does not lie in memory as it must.
     """
-    # Torch would read each as it is meant, a kernel does not.
-    out, lse = before
-    for name, each in {"slots": slots, "biases": biases, "out": out, "lse": lse}.items():
-        if not each.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {each.stride()}")
-    for name, each in {"q": q, "k_cache": caches[0], "v_cache": caches[1]}.items():
-        if each.stride(-1) != 1:
-            raise ValueError(f"{name} must have dense columns, got strides {each.stride()}")
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
         from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
 
         if draft_tree_kernel.reads(caches[0].dtype, q.device):
+            # The first drafts of branches are a view with a stride, even behind reshape().
+            slots = slots.contiguous()
             return draft_tree_kernel.merge_drafts(
                 q, caches, slots, biases, before, scaling, logit_cap, scales
             )

@@ -100,8 +100,8 @@ class KvWrites:
         """
         slots = forward_batch.out_cache_loc
         if k_rope is not None and not slots.is_contiguous():
-            # In a round of a draft model slots lie apart. The kernel refuses such, and that of
-            # SGLang's pool of latent KV reads others in their place. Once per step.
+            # In a round of a draft model they lie apart. SGLang's kernel for latent KV would write
+            # to others.
             forward_batch.out_cache_loc = slots.contiguous()
         writer = self._writers.get(layer.layer_id)
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
