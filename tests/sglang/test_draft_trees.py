@@ -66,10 +66,23 @@ def test_rows_that_are_no_trees_are_an_error() -> None:
         draft_tree_kernel.merge_drafts(
             trees.q, trees.caches, trees.slots[1:], trees.biases, trees.before, trees.scaling
         )
-    strided = trees.slots.repeat_interleave(2)[::2]
-    with pytest.raises(ValueError, match=r"slots must be contiguous, got strides \(2,\)"):
+
+
+@pytest.mark.parametrize("name", ["slots", "biases", "out", "lse", "q", "k_cache", "v_cache"])
+def test_tensors_that_the_kernel_would_read_otherwise_are_an_error(name: str) -> None:
+    trees = make_trees(CASES[1], torch.bfloat16)
+    given = {"slots": trees.slots, "biases": trees.biases, "q": trees.q}
+    given |= zip(("out", "lse", "k_cache", "v_cache"), (*trees.before, *trees.caches), strict=True)
+    given[name] = given[name].repeat_interleave(2, dim=-1)[..., ::2]
+    rule = "have dense columns" if name in ("q", "k_cache", "v_cache") else "be contiguous"
+    with pytest.raises(ValueError, match=rf"{name} must {rule}, got strides \(.*2,?\)"):
         draft_tree_kernel.merge_drafts(
-            trees.q, trees.caches, strided, trees.biases, trees.before, trees.scaling
+            given["q"],
+            (given["k_cache"], given["v_cache"]),
+            given["slots"],
+            given["biases"],
+            (given["out"], given["lse"]),
+            trees.scaling,
         )
 
 

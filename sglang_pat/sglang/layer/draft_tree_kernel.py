@@ -201,9 +201,12 @@ def merge_drafts(
         raise ValueError(f"q must have {rows} rows for each of {groups} groups, got {num_rows}")
     if len(slots) != groups * keys:
         raise ValueError(f"slots must be {keys} for each of {groups} groups, got {len(slots)}")
-    for name, each in {"slots": slots, "biases": biases}.items():
+    for name, each in {"slots": slots, "biases": biases, "out": out, "lse": lse}.items():
         if not each.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {each.stride()}")
+    for name, each in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
+        if each.stride(2) != 1:
+            raise ValueError(f"{name} must have dense columns, got strides {each.stride()}")
     group = num_heads // num_kv_heads
     dim_padded, v_padded = (max(_LEAST, triton.next_power_of_2(each)) for each in (dim, v_dim))
     given = (
