@@ -113,57 +113,6 @@ def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
 
 
 @contextlib.contextmanager
-def comparing_logits(kit: Any, allowed: float) -> Iterator[None]:
-    """Let the kit's runner for draft models compare logits, where it compares draft tokens.
-
-    Tokens tell only that some step went another way, and one rounding in 16 bits may exchange two
-    branches. The logits of a request are compared in each step, as long as its tokens and hidden
-    states are those of the other round.
-
-    kit: the runner's module. allowed: the largest distance, in standard deviations of the logits.
-    """
-    rounds: list[list[tuple[torch.Tensor, ...]]] = []  # by fixture: tokens, hidden states, logits
-    model = kit._DenseEagleDraftForward
-    begin, forward, run = model.__init__, model.__call__, kit.run_eagle_draft_cuda_graph_runner_case
-
-    def noted_begin(self: Any, **options: Any) -> None:
-        begin(self, **options)
-        rounds.append([])
-        self.steps = rounds[-1]
-
-    def noted_forward(self: Any, batch: Any) -> Any:
-        inputs = batch.input_ids, batch.spec_info.hidden_states
-        found = forward(self, batch)
-        self.steps.append((*inputs, found.logits_output.next_token_logits))
-        return found
-
-    def compare(actual: Any, expected: Any, settings: Any) -> None:
-        requests, steps = len(expected[0]), settings.speculative_num_steps - 1
-        same = torch.ones(requests, dtype=torch.bool, device=expected[0].device)
-        # The last steps: a graph's are those of its capture, which a replay has filled.
-        for step in zip(*(each[-steps:] for each in rounds), strict=True):
-            by_request = [
-                [part[: requests * settings.topk].reshape(requests, -1) for part in one]
-                for one in step
-            ]
-            (their_tokens, their_hidden, theirs), (tokens, hidden, logits) = by_request
-            apart = (hidden - their_hidden).abs().amax(1) / their_hidden.std()
-            same &= (tokens == their_tokens).all(1) & (apart <= allowed)
-            assert same.any()
-            worst = (logits - theirs)[same].abs().max() / theirs.std()
-            assert worst <= allowed, f"logits are apart by {worst:.3g} standard deviations"
-
-    def with_logits(*args: Any, adapter: Any, **options: Any) -> None:
-        run(*args, adapter=replace(adapter, assert_outputs_close=compare), **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "__init__", noted_begin)
-        patch.setattr(model, "__call__", noted_forward)
-        patch.setattr(kit, "run_eagle_draft_cuda_graph_runner_case", with_logits)
-        yield
-
-
-@contextlib.contextmanager
 def extending_by_pat(
     *, head_dim: int, drafts: int, requests: int, eager: bool
 ) -> Iterator[Decoded]:
