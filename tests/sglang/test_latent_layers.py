@@ -103,6 +103,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         told.append("parts")
         assert isinstance(where, KVWriteLoc) == takes_location
         slots = where.loc if takes_location else where
+        assert slots.is_contiguous()  # the kernel in this place knows no stride
         self.kv_buffer[layer.layer_id][slots] = torch.cat((nope, rope), dim=-1)
 
     def set_whole(self: Any, layer: Any, where: Any, k: Any, v: Any) -> None:
@@ -212,20 +213,14 @@ def test_on_a_gpu_the_kernel_writes_rows(
     assert writes == ([] if takes else ["parts" if in_parts else "whole"])
 
 
-def test_slots_of_a_draft_round_lie_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang gives each step a column of its slots; its kernel for latent KV knows no stride."""
-    step, given = Step(), []
+def test_slots_of_a_draft_round_lie_one_after_another(writes: list[str]) -> None:
+    """SGLang gives each step a column of its slots."""
+    step = Step()
     step.batch.out_cache_loc = torch.tensor([[20, 9], [21, 10], [22, 11]])[:, 0]
-
-    def set_parts(self: Any, layer: Any, where: Any, nope: Any, rope: Any) -> None:
-        given.append(where.loc if isinstance(where, KVWriteLoc) else where)
-        self.kv_buffer[layer.layer_id][given[-1]] = torch.cat((nope, rope), dim=-1)
-
-    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", set_parts)
     q, k, rope = step.parts()
     step.check(step.backend.forward(q, k, k, step.layer(), step.batch, **rope))
-    assert given[0].is_contiguous()
-    assert given[0].tolist() == [20, 21, 22]
+    assert step.batch.out_cache_loc.tolist() == [20, 21, 22]
+    assert writes == ["parts"]
 
 
 @pytest.mark.parametrize("layer_id", [0, 1])

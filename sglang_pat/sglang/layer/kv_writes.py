@@ -98,11 +98,10 @@ class KvWrites:
         k_rope : torch.Tensor, optional
             Of latent attention: the columns of the keys behind those of `k`. `v` is not read then.
         """
-        slots = forward_batch.out_cache_loc
-        if k_rope is not None and not slots.is_contiguous():
+        if k_rope is not None:
             # In a round of a draft model they lie apart. SGLang's kernel for latent KV would write
             # to others.
-            forward_batch.out_cache_loc = slots.contiguous()
+            forward_batch.out_cache_loc = forward_batch.out_cache_loc.contiguous()
         writer = self._writers.get(layer.layer_id)
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
             return
