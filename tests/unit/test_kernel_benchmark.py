@@ -239,6 +239,9 @@ def test_a_loss_behind_a_dirty_l2_fails_a_gate_of_its_own() -> None:
     found = [str(gate) for gate in gates(cases) if not gate.passed]
     assert [line.split(":")[1] for line in found] == [" least 0.990 (d), 1 of 1 below"]
     assert "all, dirty L2" in found[0]
+    # A loss is not hidden by another suite's run of the same case.
+    again = cases[3] | {"suite": "long-prefix", "us_dirty_l2": {"pat": 10.0, "fa3": 10.0}}
+    assert str(gates([*cases, again])[-2]) == found[0]
 
 
 def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
