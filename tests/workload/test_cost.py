@@ -80,7 +80,7 @@ def steps() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], dict[str
 def test_recorded_steps_are_predicted(gpu: str) -> None:
     """Cover the 8B shape, and the part of a 70B model on one of eight GPUs."""
     found = [case for case in steps() if case[0] == gpu]
-    assert len(found) == {"H100": 38, "H200": 14}[gpu]
+    assert len(found) == {"H100": 38, "H200": 15}[gpu]
     for _, name, model, batch, times in found:
         time = StepTime.of(model, GPUS[gpu])
         for backend, key in KINDS:
