@@ -131,6 +131,19 @@ def merged(trees: Trees) -> torch.Tensor:
     return merge_drafts(q, caches, slots, there.biases, layer, before, scales)
 
 
+def test_the_heads_of_a_row_lie_side_by_side() -> None:
+    """One request is enough, whose query heads have a KV head each."""
+    for dtype in (torch.float32, torch.bfloat16):
+        trees = make_trees(TreeCase(4, 4, 64, 64, 3), dtype)
+        out, lse = trees.before
+        alone = trees._replace(
+            q=trees.q[:3], slots=trees.slots[:3], masks=trees.masks[:1], before=(out[:3], lse[:3])
+        )
+        found = merged(alone)
+        assert found.is_contiguous()
+        assert_exact(found, alone)
+
+
 @pytest.mark.nightly
 def test_a_kernel_merges_trees() -> None:
     """Run by Triton's interpreter, in a process of its own: it is chosen on import."""

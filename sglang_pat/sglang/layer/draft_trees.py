@@ -218,7 +218,7 @@ def _merge_in_torch(
     tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, num_keys), values)
     before_tree = out.view(count, rows, kv_heads, group, -1).transpose(1, 2)
     tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
-    return tree.transpose(1, 2).to(out.dtype).reshape(out.shape)
+    return tree.transpose(1, 2).to(out.dtype).reshape(out.shape).contiguous()
 
 
 def square_masks(
