@@ -9,10 +9,12 @@ import argparse
 import math
 import os
 import reprlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+FLAGS = "--server-args"  # the option whose value is flags
 LARGEST_SEED = (1 << 32) - 1
 _QUOTES = reprlib.Repr()
 _QUOTES.maxstring = 60
@@ -28,7 +30,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        namespace, unknown = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        if FLAGS in words[:-1]:  # argparse would take a text of one flag for an option
+            place = words.index(FLAGS)
+            words[place : place + 2] = [f"{FLAGS}={words[place + 1]}"]
+        namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
             options = [action.option_strings for action in self._actions if action.option_strings]
             allowed = ", ".join(max(names, key=len) for names in options)

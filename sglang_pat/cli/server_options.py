@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.cli.arguments import FLAGS
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import output_or_stdout
 from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
@@ -54,7 +55,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="cpu: only to see that it works, with a tiny model (default: cuda)",
     )
     parser.add_argument(
-        "--server-args",
+        FLAGS,
         default="",
         metavar="ARGS",
         help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",

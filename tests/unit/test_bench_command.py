@@ -55,6 +55,7 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--server-args", "--attention-back fa3"], "--against names the other backend"),
         (["--server-args=--decode-attention-backend=fa3"], "--against names the other backend"),
         (["--server-args", "--tp 2 --port 3"], "must not hold --port; it is set here"),
+        (["--server-args", "--help"], "must not hold --help; it is set here"),
         (["--server-args=--help"], "must not hold --help; it is set here"),
         (["--server-args", "--tp 2 --nonsense"], "'--nonsense' is no flag of the installed SGLang"),
         (["--server-args", "tp 2"], "'tp' is no flag; allowed: flags of SGLang"),
