@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     args = parser.parse_args()
     if min(args.agents, args.turns) < 1:
-        parser.error("each number must be at least 1")
+        parser.error(f"--agents {args.agents} --turns {args.turns}; allowed: at least 1 each")
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     model = client.models.list().data[0].id
 

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--shots", type=int, default=40)
     args = parser.parse_args()
     if min(args.questions, args.shots) < 1:
-        parser.error("each number must be at least 1")
+        parser.error(f"--questions {args.questions} --shots {args.shots}; allowed: at least 1 each")
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     model = client.models.list().data[0].id
 

@@ -24,7 +24,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
     if min(args.prompts, args.samples, args.tokens) < 1:
-        parser.error("each number must be at least 1")
+        given = f"--prompts {args.prompts} --samples {args.samples} --tokens {args.tokens}"
+        parser.error(f"{given}; allowed: at least 1 each")
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     model = client.models.list().data[0].id
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -181,7 +182,8 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
             tokens = tokenizer.encode(given["prompt"]).ids
         if not _are_tokens(tokens, vocab_size):
             raise ValueError(
-                f'{where}; allowed: {{"prompt": TEXT}} or {{"input_ids": [TOKEN, ...]}} with '
+                f'{where}: {reprlib.repr(line)}; allowed: {{"prompt": TEXT}} or '
+                f'{{"input_ids": [TOKEN, ...]}} with '
                 f"tokens from 0 to {vocab_size - 1}"
             )
         if len(tokens) > most:

@@ -138,7 +138,7 @@ class Server:
 
     def info(self) -> dict[str, Any]:
         """SGLang's server info: all arguments as resolved, and more."""
-        response = requests.get(f"{self.url}/get_server_info", timeout=ANSWER_SECONDS)
+        response = requests.get(f"{self.url}/server_info", timeout=ANSWER_SECONDS)
         response.raise_for_status()
         info: dict[str, Any] = response.json()
         return info

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from sglang_pat.cli.arguments import folder_path
+
 DESCRIPTION = "write a tiny trained model with its tokenizer, to try a server with"
 
 TRAINED = Path(__file__).parent / "trained"
@@ -15,7 +17,9 @@ TRAINED = Path(__file__).parent / "trained"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's argument to `parser`, and the command itself as the default `run`."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
+    parser.add_argument(
+        "folder", type=folder_path, metavar="FOLDER", help="a new or an empty folder"
+    )
     parser.set_defaults(run=run)
 
 

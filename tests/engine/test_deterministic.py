@@ -29,7 +29,7 @@ def test_sglangs_own_test_passes(
         for mode, prompts in MODES.items():
             found = different_answers(server.url, mode, trials=6, new_tokens=24, logprobs=False)
             assert found == [1] * prompts, mode
-        info = requests.get(f"{server.url}/get_server_info", timeout=30).json()
+        info = requests.get(f"{server.url}/server_info", timeout=30).json()
         assert info["pat"]["batch_invariant"] is True
         counted = stats.new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]

@@ -126,7 +126,7 @@ def assert_routes_are_published(server: Server) -> None:
     routes = [each for each in server.metrics() if each.name == "sglang:pat_layers"]
     assert [(each.labels["route"], each.labels["reason"]) for each in routes] == [("pat", "")]
     assert [each.value for each in routes] == [num_layers]
-    response = requests.get(f"{server.url}/get_server_info", timeout=30)
+    response = requests.get(f"{server.url}/server_info", timeout=30)
     response.raise_for_status()
     info = response.json()
     assert info["attention_backend"] == "torch_native"  # prefill

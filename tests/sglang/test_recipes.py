@@ -134,7 +134,10 @@ def test_our_own_options_exist(page: str, command: str) -> None:
     ("words", "message"),
     [
         ("rollouts --url http://127.0.0.1:1", "http://127.0.0.1:1/v1/models: Connection error."),
-        ("few_shot --shots -1", "few_shot.py: error: each number must be at least 1"),
+        (
+            "few_shot --shots -1",
+            "few_shot.py: error: --questions 64 --shots -1; allowed: at least 1 each",
+        ),
         ("rl_rollouts missing", "MODEL missing: no config.json there; allowed: the folder of a"),
     ],
 )

@@ -30,7 +30,7 @@ def kv_pool(seed: int, heads: int = KV_HEADS) -> KVPool:
 
 
 def told_default_layers(key: str) -> str:
-    """Report of `/get_server_info` on a draft model's layers, all of which fall back.
+    """Report of `/server_info` on a draft model's layers, all of which fall back.
 
     key: one of its steps.
     """

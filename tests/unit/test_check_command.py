@@ -208,10 +208,10 @@ def test_answers_are_asked_for_with_the_models_own_probabilities() -> None:
     ("line", "message"),
     [
         ("nonsense", "line 2: not JSON"),
-        ("[1]", 'line 2; allowed: {"prompt": TEXT} or {"input_ids": [TOKEN, ...]} with tokens'),
-        ('{"input_ids": []}', "line 2; allowed"),
+        ("[1]", 'line 2: \'[1]\'; allowed: {"prompt": TEXT} or {"input_ids": [TOKEN, ...]} with'),
+        ('{"input_ids": []}', "[]}'; allowed"),
         ('{"input_ids": [1, 99]}', "tokens from 0 to 98"),
-        ('{"input_ids": [true]}', "line 2; allowed"),
+        ('{"input_ids": [true]}', "[true]}'; allowed"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6]}', "line 2: 6 tokens; allowed: at most 5"),
         ('{"prompt": "text"}', "tokenizer.json: there is no such file; allowed without it: lines "),
     ],

@@ -68,7 +68,7 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --json /", "--json: '/': it is a folder; name a file"),
         ("tiny-model", "the following arguments are required: FOLDER"),
         ("tiny-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
-        ("tiny-model /etc/passwd", "'/etc/passwd': File exists"),
+        ("tiny-model /etc/passwd", "'/etc/passwd'; allowed: the path of a folder"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),
         ("advise --model gpt --generate toolagent", "model 'gpt'; allowed: llama-3.1-8b, "),
         ("advise --model qwen3-8b --generate nope", "workload 'nope'; allowed: conversation, "),

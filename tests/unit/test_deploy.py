@@ -99,7 +99,8 @@ def test_the_worker_serves_where_it_is_scraped() -> None:
 
 def test_the_image_compiles_by_a_command_that_exists() -> None:
     (words,) = re.findall(r"&& sglang-pat (build .*)", DOCKERFILE)
-    words = words.replace('"${ARCH}"', "9.0").replace("/opt", "/tmp")
+    (kernels,) = re.findall(r'ARG KERNELS="(.*)"', DOCKERFILE)
+    words = words.replace('"${ARCH}"', "9.0").replace("${KERNELS}", kernels).replace("/opt", "/tmp")
     arguments = build_parser().parse_args(words.split())
     assert callable(arguments.run)
 

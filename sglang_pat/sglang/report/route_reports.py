@@ -1,4 +1,4 @@
-"""Says which layers pat decodes: in the log, in a metric, and in `/get_server_info`."""
+"""Says which layers pat decodes: in the log, in a metric, and in `/server_info`."""
 
 from __future__ import annotations
 

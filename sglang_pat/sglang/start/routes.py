@@ -170,7 +170,7 @@ class Routes:
         return counted | {(DEFAULT, reason): count for reason, count in reasons.most_common()}
 
     def as_json(self) -> dict[str, Any]:
-        """For `/get_server_info`."""
+        """For `/server_info`."""
         by_reason = {reason: n for (route, reason), n in self.counts().items() if route == DEFAULT}
         return {
             "default_backend": self.default,
