@@ -240,8 +240,8 @@ class CudaExecutor:
     def run(self, layer: LayerInputs) -> None:
         """Compute attention of one layer: pack_decode, then merge_partials.
 
-        Outside of a graph, a plan without merges needs no merge_partials. Writes `out` of the
-        layer, and `lse` if given.
+        Outside of a graph, a plan without merges needs no merge_partials, and the plan is sent
+        again if a sibling's is in the buffers. Writes `out` of the layer, and `lse` if given.
 
         Raises
         ------
@@ -251,13 +251,17 @@ class CudaExecutor:
         """
         buffers, kernels = self.buffers, self.kernels
         assert self.step is not None
-        buffers.bind(self.step)
-        self._set_layer(layer)
+        assert self._sent is not None
         with torch.cuda.device(self._device):
+            capturing = torch.cuda.is_current_stream_capturing()
+            if not capturing and buffers.staging is not self._sent:
+                self._send(self._sent, self.step)
+            buffers.bind(self.step)
+            self._set_layer(layer)
             if kernels.config.has_tensor_maps:
                 buffers.decode.set_maps(_map_of(layer.k_cache), _map_of(layer.v_cache))
             stream = torch.cuda.current_stream()
-            if torch.cuda.is_current_stream_capturing():
+            if capturing:
                 # A graph has a counter of its own: it may be replayed while another one runs.
                 counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
                 # It is replayed with other plans, of as many requests.

@@ -148,6 +148,31 @@ def test_siblings_send_their_plan_again_when_the_other_was_there(sent: list[Stag
     assert sent[-1] is of_second
 
 
+def test_a_run_sends_its_plan_again_when_a_siblings_is_there(
+    sent: list[Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_executor(BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
+    second = first.sibling()
+    first.load_plan(planned(SMALL), NO_STEP)
+    second.load_plan(planned(LARGE), NO_STEP)
+    of_first = sent[0]
+
+    class SetsLayerError(Exception):
+        """So far goes the run: nothing is launched."""
+
+    def stop(*_: object) -> None:
+        raise SetsLayerError
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(CudaExecutor, "_set_layer", stop)
+    layer: Any = None
+    for _ in range(2):
+        with pytest.raises(SetsLayerError):
+            first.run(layer)
+        assert first.buffers.staging is of_first
+    assert sent[2:] == [of_first]
+
+
 def test_buffers_that_may_move_are_not_shared(sent: list[Staging]) -> None:
     with pytest.raises(ValueError, match="pass max_requests"):
         make_executor(None).sibling()
