@@ -226,7 +226,6 @@ class PackAttention:
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
         self._checked_table: object = ()  # the req_to_token of the last step
-        self._table_width = 0
 
     def plan(
         self,
@@ -238,8 +237,8 @@ class PackAttention:
     ) -> DecodePlan:
         """Prepare the next run()s: reuse the last plan, or build one. Host work only.
 
-        The tensors lie on `device`. They are borrowed until the next plan(), and must not change
-        before the last run() of the step.
+        The tensors lie on `device`. They and `batch.seq_lens` are borrowed until the next plan(),
+        and must not change before the last run() of the step.
 
         Parameters
         ----------
@@ -264,8 +263,9 @@ class PackAttention:
         Raises
         ------
         ValueError, TypeError
-            On bad input. The last plan stays in force, unless the executor refuses the step: a row
-            that `req_to_token` does not have, a stride. There is no plan then.
+            On bad input. The last plan stays in force, unless another one was built and the
+            executor refuses its step: a row that `req_to_token` does not have, a stride. There is
+            no plan then.
         PlanOverflowError
             If a reservation is too small. There is no plan then.
         """
@@ -274,10 +274,9 @@ class PackAttention:
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
-        if longest > self._table_width:
+        if longest > (width := req_to_token.shape[1]):
             raise ValueError(
-                f"seq_lens must be at most req_to_token's width {req_to_token.shape[1]}, "
-                f"got {longest}"
+                f"seq_lens must be at most req_to_token's width {width}, got {longest}"
             )
         paths = batch.read_paths() if batch.key is None else None
         key = batch.key if paths is None else _paths_key(paths)
@@ -337,10 +336,10 @@ class PackAttention:
         planned = self.seq_lens
         self._check_per_request("seq_lens", seq_lens, planned)
         longest = int(planned.max(initial=0)) + tokens
-        if longest > self._table_width:
+        width = self._step.req_to_token.shape[1]
+        if longest > width:
             raise ValueError(
-                f"requests must be at most as long as req_to_token's width {self._table_width}, "
-                f"got {longest}"
+                f"requests must be at most as long as req_to_token's width {width}, got {longest}"
             )
         fixed = planned > 0
         fixed[self._plan.live_requests()] = False
@@ -515,9 +514,12 @@ class PackAttention:
     def steps_left(self) -> int:
         """Number of further steps that the plan serves.
 
-        Each request except padding grows by one token per step, and nothing else changes.
+        Each request except padding grows by one token per step, and nothing else changes. 0
+        without a plan.
         """
-        return self._scheduler.steps_left(self.seq_lens, self._table_width)
+        if self._step is None or self._plan is None:
+            return 0
+        return self._scheduler.steps_left(self.seq_lens, self._step.req_to_token.shape[1])
 
     @property
     def executor(self) -> str:
@@ -579,7 +581,6 @@ class PackAttention:
         if req_to_token is not self._checked_table:
             self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
             self._checked_table = req_to_token
-            self._table_width = req_to_token.shape[1]
         self._check_per_request("req_pool_indices", req_pool_indices, lens)
         self._check_per_request("seq_lens", seq_lens, lens)
 

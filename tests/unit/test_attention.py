@@ -130,8 +130,23 @@ def test_a_plan_that_the_executor_refuses_leaves_none() -> None:
             steps.step(1, key="another batch")
     with pytest.raises(RuntimeError, match="run\\(\\) needs a plan"):
         steps.attention.run(*[torch.zeros(3, 8, 64)] * 3)
+    assert steps.attention.steps_left() == 0
     steps.step(2)
     assert steps.attention.stats.causes == {"first": 2}
+
+
+@pytest.mark.parametrize("width", [100, 100_000])
+def test_a_refused_table_changes_no_step(width: int) -> None:
+    steps = Steps()
+    steps.step(0)
+    left, table = steps.attention.steps_left(), steps.tables["req_to_token"]
+    steps.tables["req_to_token"] = torch.zeros(3, width, dtype=torch.int32)
+    steps.tables["req_pool_indices"] = torch.arange(2)
+    with pytest.raises(ValueError, match="req_pool_indices must have one entry per request"):
+        steps.step(1)
+    assert steps.attention.steps_left() == left > 0
+    with pytest.raises(ValueError, match=f"at most as long as .* width {table.shape[1]}, got 1060"):
+        steps.attention.advance(torch.from_numpy(steps.lens + 700), 700)
 
 
 def test_a_row_that_is_not_there_leaves_no_plan_of_another_batch() -> None:
