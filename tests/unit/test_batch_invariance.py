@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plan_segments import plan_segments
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
-from sglang_pat._scheduler import OPEN_END, SHARED_KV, PackScheduler, num_chunks
+from sglang_pat._scheduler import OPEN_END, SHARED_KV, CostModel, PackScheduler, num_chunks
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan, new_scheduler, segment_interval
 
@@ -263,6 +263,19 @@ def test_a_reservation_holds_every_plan(case: ForestCase) -> None:
     assert needed.num_partials <= reserved.num_partials
     entries = reserved.plan.entries()
     assert all(count <= entries[name] for name, count in needed.plan.entries().items())
+
+
+def test_tickets_of_latent_attention_follow_the_rows_of_its_tiles() -> None:
+    case = make_case([(-1, 3000)], [(0, 100)] * 7 + [(-1, n) for n in (4000, 2000, 3000, 9000)])
+
+    def tickets(**cost: float) -> list[int]:
+        scheduler = new_scheduler(
+            group_size=8, num_workers=8, batch_invariant=True, latent=True, cost=CostModel(**cost)
+        )
+        return plan_of(case, scheduler).ticket_begin[:, 0].tolist()
+
+    assert tickets(token_16=10) == tickets()  # its tiles have 32 and 64 rows
+    assert tickets(token_64=10) != tickets()
 
 
 def test_one_tile_is_the_largest() -> None:
