@@ -69,7 +69,7 @@ class PythonPathReader : public pat::PathReader {
     kv_begin_.clear();
     kv_end_.clear();
     branches_.clear();
-    for (const py::handle path : answer) add_path(path);
+    for (const py::object path : answer) add_path(path);  // which the sequence may make anew
     return {.paths = {.path_begin = path_begin_,
                       .node_id = node_id_,
                       .kv_begin = kv_begin_,
@@ -212,6 +212,16 @@ py::object update_forest(pat::PrefixForest& self, const py::list& before, const 
   return py::make_tuple(counts->joined, counts->left, counts->moved, counts->read_again);
 }
 
+// A keyword's value. TypeError names one that is no such number.
+template <typename Number>
+Number number_of(const std::string& name, py::handle value) {
+  try {
+    return py::cast<Number>(value);
+  } catch (const py::cast_error&) {
+    throw py::type_error(name + " must be a number, got " + py::cast<std::string>(py::repr(value)));
+  }
+}
+
 pat::PlanCapacity capacity_from_kwargs(const py::kwargs& entries) {
   pat::PlanCapacity capacity;
   for (const auto& [key, value] : entries) {
@@ -224,7 +234,7 @@ pat::PlanCapacity capacity_from_kwargs(const py::kwargs& entries) {
     PAT_PLAN_SECTIONS(PAT_PLAN_ENTRY)
 #undef PAT_PLAN_ENTRY
     if (entry == nullptr) throw py::type_error("a capacity has " + allowed + ", got " + name);
-    const auto number = py::cast<int64_t>(value);
+    const auto number = number_of<int64_t>(name, value);
     if (number < 0 || !std::in_range<int32_t>(number)) {
       throw py::value_error(name + " must be 0 to 2147483647, got " + std::to_string(number));
     }
@@ -248,17 +258,20 @@ pat::CostModel cost_model_from_kwargs(const py::kwargs& costs) {
     const auto name = py::cast<std::string>(key);
     bool is_known = false;
     std::string allowed;
-    pat::CostModel::visit(model, [&](const std::string& cost, int32_t& entry, int32_t) {
+    pat::CostModel::visit(model, [&](const std::string& cost, int32_t& entry, int32_t least) {
       allowed += (allowed.empty() ? "" : ", ") + cost;
       if (cost != name) return;
       is_known = true;
-      const double scaled = py::cast<double>(value) * pat::kCostUnit;
-      // Not a number, or too large for int32: check() refuses it.
-      entry = std::abs(scaled) < 2e9 ? static_cast<int32_t>(std::lround(scaled)) : -1;
+      const double scaled = std::round(number_of<double>(name, value) * pat::kCostUnit);
+      if (!(scaled >= least && scaled <= pat::kLargestCost)) {  // NaN, too
+        throw py::value_error("cost " + name + " must be " + std::to_string(least) + " / 64 to " +
+                              std::to_string(pat::kLargestCost / pat::kCostUnit) + ", got " +
+                              py::cast<std::string>(py::repr(value)));
+      }
+      entry = static_cast<int32_t>(scaled);
     });
     if (!is_known) throw py::type_error("a cost model has " + allowed + ", got " + name);
   }
-  model.check();
   return model;
 }
 

@@ -219,6 +219,8 @@ def test_another_machine_has_another_file(field: str, made: Calibration, tmp_pat
         ({"format": 9}, "not in format 1"),
         ({"costs": {"packed_item": -1}}, "packed_item"),
         ({"costs": {"nonsense": 1}}, "nonsense"),
+        ({"costs": {"item": "x"}}, "item must be a number, got 'x'"),
+        ({"costs": {"item": None}}, "item must be a number, got None"),
         ({"machine": {"gpu": "x", "driver": "y", "kernels": "z"}}, "made for"),
         ({"machine": asdict(MACHINE) | {"driver": "1"}}, "made for"),  # a file that was renamed
         ({"machine": asdict(MACHINE) | {"kernels": "1"}}, "made for"),

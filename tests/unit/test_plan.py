@@ -241,6 +241,8 @@ def test_costs_have_a_range() -> None:
             assert cost.values() == values | {name: value}
             assert cost != CostModel()
             assert plan_case(make_scheduler(cost=cost), case).header.num_work_items > 0
+    with pytest.raises(TypeError, match="item must be a number, got 'x'"):
+        CostModel(item="x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a cost model has reread_token, .*, token_64, got piece"):
         CostModel(piece=3)
 
