@@ -196,6 +196,14 @@ def count(config: Mapping[str, Any], key: str) -> int:
     return positive(config, key) if config.get(key) else 0
 
 
+def _numbers(config: Mapping[str, Any], key: str) -> list[int]:
+    """A list of whole numbers in a config. ValueError names the key."""
+    listed = config.get(key)
+    if not isinstance(listed, list) or any(type(each) is not int for each in listed):
+        raise ValueError(f"{key}={reprlib.repr(listed)}; allowed: a list of whole numbers")
+    return listed
+
+
 def _description(layer: Layer) -> str:
     if layer.num_qo_heads == 0:
         return layer.kind
@@ -236,45 +244,46 @@ def _num_layers(config: Mapping[str, Any]) -> int:
     return layers
 
 
-def _kinds_by_rule(config: Mapping[str, Any], count: int) -> list[str]:
+def _kinds_by_rule(config: Mapping[str, Any], layers: int) -> list[str]:
     """Return kinds of layers from a number in the config, which replaces a list."""
     linear = config.get("linear_attn_config")
     if isinstance(linear, Mapping):  # Kimi Linear counts layers from 1
-        full = {int(index) - 1 for index in linear.get("full_attn_layers", ())}
+        full = {index - 1 for index in _numbers(linear, "full_attn_layers")}
         kind = LATENT if config.get("kv_lora_rank") else FULL
-        return [kind if index in full else STATE for index in range(count)]
-    interval = config.get("full_attention_interval")
-    if interval:  # Qwen3-Next
-        return [FULL if (index + 1) % interval == 0 else STATE for index in range(count)]
+        return [kind if index in full else STATE for index in range(layers)]
+    if interval := count(config, "full_attention_interval"):  # Qwen3-Next
+        return [FULL if (index + 1) % interval == 0 else STATE for index in range(layers)]
     for key in ("full_attn_idxs", "attn_layer_indices"):  # LFM2, Bamba
         if config.get(key):
-            return [FULL if index in config[key] else STATE for index in range(count)]
-    period = config.get("attn_layer_period")
-    if period:  # Jamba
-        offset = config.get("attn_layer_offset", 0)
-        return [FULL if index % period == offset else STATE for index in range(count)]
+            full = {*_numbers(config, key)}
+            return [FULL if index in full else STATE for index in range(layers)]
+    if period := count(config, "attn_layer_period"):  # Jamba
+        offset = count(config, "attn_layer_offset")
+        return [FULL if index % period == offset else STATE for index in range(layers)]
     if config.get("attention_chunk_size"):  # Llama 4: layers without rotation read everything
         # Every fourth: SGLang's class does not read no_rope_layers.
-        return [CHUNK if (index + 1) % 4 else FULL for index in range(count)]
-    return _window_kinds(config, count)
+        return [CHUNK if (index + 1) % 4 else FULL for index in range(layers)]
+    return _window_kinds(config, layers)
 
 
-def _window_kinds(config: Mapping[str, Any], count: int) -> list[str]:
-    pattern = config.get("hybrid_layer_pattern")
-    if isinstance(pattern, Sequence):  # MiMo-V2: 1 marks a window
+def _window_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    if config.get("hybrid_layer_pattern") is not None:  # MiMo-V2: 1 marks a window
+        pattern = _numbers(config, "hybrid_layer_pattern")
+        if len(pattern) != layers:
+            raise ValueError(f"hybrid_layer_pattern has {len(pattern)} entries for {layers} layers")
         return [WINDOW if window else FULL for window in pattern]
     # Qwen2 has the key in every config and says in another whether it counts.
     if not config.get("sliding_window") or not config.get("use_sliding_window", True):
-        return [FULL] * count
+        return [FULL] * layers
     every = config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(
         str(config.get("model_type"))
     )
     if isinstance(every, int) and every > 1:  # the last of every so many reads everything
-        return [FULL if (index + 1) % every == 0 else WINDOW for index in range(count)]
+        return [FULL if (index + 1) % every == 0 else WINDOW for index in range(layers)]
     if "use_sliding_window" in config:  # Qwen2: the first layers read everything
-        first = config.get("max_window_layers") or 0
-        return [FULL if index < first else WINDOW for index in range(count)]
-    return [WINDOW] * count
+        first = count(config, "max_window_layers")
+        return [FULL if index < first else WINDOW for index in range(layers)]
+    return [WINDOW] * layers
 
 
 # --- one layer ---

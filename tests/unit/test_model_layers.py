@@ -226,6 +226,17 @@ def test_the_decoder_of_a_multimodal_model() -> None:
         ({"num_hidden_layers": None}, "num_hidden_layers=None; allowed: a whole number from 1"),
         ({"num_key_value_heads": 3}, "16 query heads, no multiple of 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),
+        ({"full_attention_interval": "4"}, "full_attention_interval='4'; allowed: a whole number"),
+        ({"full_attention_interval": 0.5}, "full_attention_interval=0.5; allowed: a whole number"),
+        ({"full_attn_idxs": 5}, "full_attn_idxs=5; allowed: a list of whole numbers"),
+        ({"attn_layer_indices": "0,2"}, "attn_layer_indices='0,2'; allowed: a list of whole"),
+        ({"attn_layer_period": "8"}, "attn_layer_period='8'; allowed: a whole number"),
+        ({"hybrid_layer_pattern": "10"}, "hybrid_layer_pattern='10'; allowed: a list of whole"),
+        ({"hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries for 6 layers"),
+        (
+            {"linear_attn_config": {"full_attn_layers": None}},
+            "full_attn_layers=None; allowed: a list of whole numbers",
+        ),
     ],
 )
 def test_a_config_without_sense_is_refused(changes: dict[str, Any], message: str) -> None:
