@@ -69,7 +69,7 @@ class PythonPathReader : public pat::PathReader {
     kv_begin_.clear();
     kv_end_.clear();
     branches_.clear();
-    for (const py::object path : answer) add_path(path);  // which the sequence may make anew
+    for (const py::object path : answer) add_path(path);  // a sequence may make them as it is read
     return {.paths = {.path_begin = path_begin_,
                       .node_id = node_id_,
                       .kv_begin = kv_begin_,

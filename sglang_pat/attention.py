@@ -189,9 +189,9 @@ class PackAttention:
             ),
         )
         sizes = None
+        if max_shared_slots < 0:
+            raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
         if max_requests is not None:
-            if max_shared_slots < 0:
-                raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
             if not batch_invariant:
                 sizes = BufferSizes.for_requests(
                     max_requests,

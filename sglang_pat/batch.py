@@ -184,7 +184,7 @@ def _checked_nodes(
 
 
 def _is_node(node: object) -> bool:
-    if not isinstance(node, Sequence) or len(node) != 3:
+    if not isinstance(node, (Sequence, np.ndarray)) or len(node) != 3:
         return False
     return all(
         isinstance(value, (int, np.integer)) and -1 << bits <= value < 1 << bits

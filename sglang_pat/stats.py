@@ -37,9 +37,9 @@ class PlanningTimes(dict[str, Counter[int]]):
 
     A histogram counts how many times lay below a bound in ns, and not below the next smaller one.
 
-    "unchanged": the plan was reused. "changed": a plan was built, and at least one path had been
-    kept, or all when a request outgrew its plan. "cold": a plan was built from paths that were all
-    new. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
+    "unchanged": the plan was reused. "changed": a plan was built, and a forest had kept at least
+    one path, or all when a request outgrew its plan. "cold": a plan was built from paths that were
+    all new, or were given as arrays. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
     `+`, and are JSON as they are.
     """
 

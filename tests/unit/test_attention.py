@@ -286,7 +286,7 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 64), {"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
         ((8, 2, 64), {"growth_tokens": 1 << 31}, "growth_tokens must fit into int32, got 214748"),
-        ((8, 2, 64), {"max_requests": 2, "max_shared_slots": -1}, "must not be negative, got -1"),
+        ((8, 2, 64), {"max_shared_slots": -1}, "max_shared_slots must not be negative, got -1"),
     ],
 )
 def test_unsupported_configurations(

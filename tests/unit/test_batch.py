@@ -54,6 +54,11 @@ def test_nodes_that_are_not_three_integers_are_refused(node: Any) -> None:
         assert str(error.value).endswith(f"got {node!r} on the path of request {request}")
 
 
+def test_a_node_may_be_an_array_of_any_integers() -> None:
+    node = np.array([1, 0, 4], dtype=np.int32)
+    assert PrefixPaths.from_lists([[node]]).kv_end.tolist() == [4]  # type: ignore[list-item]
+
+
 def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
     """Three pairs have as many numbers as two nodes."""
     with pytest.raises(ValueError, match=r"got \(1, 0\) on the path of request 0"):
