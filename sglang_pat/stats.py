@@ -39,8 +39,8 @@ class PlanningTimes(dict[str, Counter[int]]):
 
     "unchanged": the plan was reused. "changed": a plan was built, and a forest had kept at least
     one path, or all when a request outgrew its plan. "cold": a plan was built from paths that were
-    all new, or were given as arrays. 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up with
-    `+`, and are JSON as they are.
+    all new, or were given as arrays. 16 bounds per octave, so a percentile is at most a 16th too
+    high. Histograms add up with `+`, and are JSON as they are.
     """
 
     def record(self, kind: StepKind, nanoseconds: int) -> None:
