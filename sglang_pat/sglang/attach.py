@@ -97,7 +97,9 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
             # the verify step before; plans do with the lengths that the host knows anyway.
             default.needs_cpu_seq_lens = True
     if decoder is not None and resolved(arguments, "speculative_algorithm") in TREES:
-        choose_masks(square=model_runner.device == "cuda" and not routes.delegated)
+        # SGLang's watermark reads the n-gram worker's masks as full ones.
+        others_read = routes.delegated or resolved(arguments, "enable_watermark")
+        choose_masks(square=model_runner.device == "cuda" and not others_read)
     await_draft_model(decoder if decoder is not None and decoder.verifies else None, model_runner)
     report_routes(routes, model_runner)
     if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:

@@ -634,17 +634,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "changes", "is_full"),
+    ("arguments", "changes", "is_full"),
     [
-        ("NGRAM", {}, False),
-        ("EAGLE", {}, True),
-        ("NGRAM", {"device": "cpu"}, True),
+        ({"speculative_algorithm": "NGRAM"}, {}, False),
+        ({"speculative_algorithm": "EAGLE"}, {}, True),
+        ({"speculative_algorithm": "NGRAM"}, {"device": "cpu"}, True),
         # The default backend of a delegated layer may read them.
-        ("NGRAM", {"model": layers(sliding_window_size=128)}, True),
+        ({"speculative_algorithm": "NGRAM"}, {"model": layers(sliding_window_size=128)}, True),
+        ({"speculative_algorithm": "NGRAM", "enable_watermark": True}, {}, True),
     ],
 )
-def test_full_masks_are_made_for_other_backends_alone(
-    algorithm: str,
+def test_full_masks_are_made_for_other_readers_alone(
+    arguments: dict[str, Any],
     changes: dict[str, Any],
     is_full: bool,
     worker: Any,
@@ -652,11 +653,9 @@ def test_full_masks_are_made_for_other_backends_alone(
     server_context: Any,
 ) -> None:
     monkeypatch.setattr(routes, "_device_reason", lambda *_: None)
-    arguments = server_arguments(
-        speculative_algorithm=algorithm, speculative_num_draft_tokens=DRAFTS
-    )
-    backend = pat_backend(runner(server_args=arguments, **({"device": "cuda"} | changes)))
-    assert backend._pat.verifies_trees is (algorithm == "NGRAM")
+    made = server_arguments(speculative_num_draft_tokens=DRAFTS, **arguments)
+    backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))
+    assert backend._pat.verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
     assert worker.USE_FULL_MASK is is_full
 
 
