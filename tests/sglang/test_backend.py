@@ -23,6 +23,7 @@ from sglang_fakes import (
     runner,
 )
 
+from sglang_pat import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import DecodePlan
@@ -288,6 +289,34 @@ def test_decode_stores_the_new_token_and_attends(flat: bool, cap: float) -> None
         ours = out[row].view(QO_HEADS, HEAD_DIM).double()
         exact = dense(q[row], pool, 1, slots, cap)
         torch.testing.assert_close(ours, exact, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        torch.randn(QO_HEADS, 2, HEAD_DIM).transpose(0, 1),
+        torch.randn(2, QO_HEADS, 2 * HEAD_DIM)[..., :HEAD_DIM],
+        torch.randn(2, QO_HEADS * HEAD_DIM + 1)[:, 1:],  # a projection with a column for gates
+    ],
+    ids=["heads first", "a part of each head", "rows at odd addresses"],
+)
+def test_queries_that_the_kernels_cannot_read_are_copied(
+    q: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[torch.Tensor] = []
+    run = PackAttention.run
+
+    def noted(self: PackAttention, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given.append(q)
+        return run(self, q, *args, **kwargs)
+
+    monkeypatch.setattr(PackAttention, "run", noted)
+    model_runner = runner()
+    backend, batch = pat_backend(model_runner), decode_batch([1, 2], [5, 3], [7, 30])
+    backend.init_forward_metadata(batch)
+    backend.forward(q, None, None, model_runner.model[1], batch)
+    assert torch.equal(given[0].flatten(1), q.reshape(2, -1))
+    assert given[0].is_contiguous()
 
 
 def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:

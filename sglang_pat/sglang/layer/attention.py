@@ -79,7 +79,7 @@ class LayerAttention:
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q_dim = layer.qk_head_dim if q_rope is None else layer.v_head_dim
-        q = q.reshape(-1, layer.tp_q_head_num, q_dim)
+        q = _dense(q.reshape(-1, layer.tp_q_head_num, q_dim))
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
@@ -103,6 +103,13 @@ class LayerAttention:
             else:
                 q = torch.cat((q, q_rope), dim=-1)
         return _run_planned(run, q, plans, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _dense(q: torch.Tensor) -> torch.Tensor:
+    """Return queries as the kernels read them: rows may lie apart, in steps of 16 bytes."""
+    rows_apart, heads_apart, columns_apart = q.stride()
+    is_dense = columns_apart == 1 and heads_apart == q.shape[2]
+    return q if is_dense and rows_apart * q.itemsize % 16 == 0 else q.contiguous()
 
 
 def _merged(
