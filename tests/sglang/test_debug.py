@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.sglang.step.debug import StepChecker, check_growth, check_host_lengths
+from sglang_pat.sglang.step.debug import (
+    DebugChecks,
+    RankChecker,
+    StepChecker,
+    check_growth,
+    check_host_lengths,
+)
 from sglang_pat.sglang.tree.radix import RadixSource, radix_source
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -138,6 +145,18 @@ def test_a_request_that_shares_nothing(step: Step) -> None:
     step.reqs, step.rows = [*step.reqs, nothing], torch.tensor([1, 2, 3])
     step.read_paths()
     step.check(plan_is_new=True)
+
+
+def test_a_step_that_would_repeat_is_a_token_longer() -> None:
+    checks = DebugChecks(RankChecker(None))
+    reader: Any = object()
+    planner: Any = SimpleNamespace(seq_lens=np.array([5, 6], dtype=np.int32))
+    checks.check_growth(planner, reader, would_repeat=False)
+    planner.seq_lens = np.array([9, 6], dtype=np.int32)
+    with pytest.raises(RuntimeError, match=r"\[5, 6\] in the last step"):
+        checks.check_growth(planner, reader, would_repeat=True)
+    planner.seq_lens = np.array([10, 7], dtype=np.int32)
+    checks.check_growth(planner, reader, would_repeat=True)
 
 
 def test_lengths_of_the_same_requests_grow_by_one() -> None:

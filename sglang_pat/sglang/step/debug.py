@@ -45,6 +45,20 @@ class DebugChecks:
         """Counts of what the ranks have compared, by name: see `RankChecker`."""
         return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
+    def check_growth(
+        self, attention: PackAttention, reader: BatchReader, *, would_repeat: bool
+    ) -> None:
+        """Raise RuntimeError unless each request is a token longer, in a step that would repeat.
+
+        attention: the first that has planned the step. would_repeat: the last one, if each step
+        were not checked.
+        """
+        planner, lens = self._before.get(reader, (None, attention.seq_lens))
+        self._before[reader] = attention, attention.seq_lens
+        # Graphs differ in padding.
+        if would_repeat and planner is attention and len(lens) == len(attention.seq_lens):
+            check_growth(lens, attention.seq_lens)
+
     def check(
         self,
         attention: PackAttention,
@@ -52,8 +66,6 @@ class DebugChecks:
         reader: BatchReader,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
-        *,
-        would_repeat: bool,
     ) -> None:
         """Raise RuntimeError, naming the request, if anything is not as it must be.
 
@@ -67,16 +79,8 @@ class DebugChecks:
             Which has read the step just now.
         req_to_token, req_pool_indices : torch.Tensor
             As given to `attention.plan()`.
-        would_repeat : bool
-            Whether it would repeat the last step if each were not checked: then each request must
-            be a token longer.
         """
         self._ranks.check(plan, attention.step_time)
-        planner, lens = self._before.get(reader, (None, attention.seq_lens))
-        self._before[reader] = attention, attention.seq_lens
-        # Graphs differ in padding.
-        if would_repeat and planner is attention and len(lens) == len(attention.seq_lens):
-            check_growth(lens, attention.seq_lens)
         if (shared := reader.last_shared) is not None:
             plan_is_new = attention.step_time.kind != "unchanged"
             self._steps[attention].check(

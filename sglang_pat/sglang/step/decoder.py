@@ -204,10 +204,9 @@ class Decoder:
         except PlanOverflowError:
             made = plans.plan(reader.without_sharing(batch, OVERFLOW), **tensors)
         if self._checks is not None:
+            self._checks.check_growth(made[0][0], reader, would_repeat=would_repeat)
             for attention, plan in made:
-                self._checks.check(
-                    attention, plan, reader, table, req_pool_indices, would_repeat=would_repeat
-                )
+                self._checks.check(attention, plan, reader, table, req_pool_indices)
             if reader.last_shared is not None:
                 check_host_lengths(reader.lens, view.seq_lens)
         if requests is not None:
