@@ -61,11 +61,6 @@ class StepPlans:
         return self._last.seq_lens
 
     @property
-    def executor(self) -> str:
-        """Executor that runs the plans."""
-        return self._last.executor
-
-    @property
     def step_time(self) -> PlanningTime:
         """The host time of the last step."""
         return self._last.step_time

@@ -49,7 +49,7 @@ def _is_hooked(owner: str, method: str, hook: Callable[..., Any]) -> bool:
     """Return True if `hook` is in the chain of wrappers around the method."""
     try:
         function = inspect.getattr_static(pkgutil.resolve_name(owner), method)
-    except AttributeError:
+    except (AttributeError, ImportError):
         return False
     function = getattr(function, "__func__", function)  # of a class method
     while function is not None:

@@ -6,6 +6,7 @@ running server shows is not known: the KV pool, arguments that the model passes 
 
 from __future__ import annotations
 
+import atexit
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def _become_a_rank(arguments: Any, config: Any) -> None:
     else:  # 0.5.17
         runtime_context.publish(arguments, role="scheduler")
     if not torch.distributed.is_initialized():
-        meeting = Path(tempfile.mkdtemp(prefix="sglang-pat-")) / "meeting"
+        folder = tempfile.TemporaryDirectory(prefix="sglang-pat-")
+        atexit.register(folder.cleanup)
+        meeting = Path(folder.name) / "meeting"
         distributed.init_distributed_environment(
             backend="gloo",
             world_size=1,

@@ -308,7 +308,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
 
 
 def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
-    """True if there are no kernels for a device. A CPU needs none."""
+    """Say why there are no kernels for a device. A CPU needs none."""
     if device == "cpu":
         return None
     if device != "cuda" or torch.version.hip is not None:
@@ -365,7 +365,7 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
 
 
 def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """True if a layer's KV is not one row per slot, with values in its first columns."""
+    """Say so if a layer's KV is not one row per slot, with values in its first columns."""
     pool = model_runner.token_to_kv_pool
     name = type(pool).__name__
     if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own
@@ -427,7 +427,7 @@ def shape_reason(
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """True if the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
+    """Say so if the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
