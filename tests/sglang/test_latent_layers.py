@@ -21,7 +21,7 @@ from sglang_fakes import (
     server_arguments,
 )
 
-from sglang_pat import support
+from sglang_pat import PackAttention, support
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.executors.reference import dense_attention
@@ -232,6 +232,22 @@ def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None
     out = step.backend.forward(q, k, k, step.layer(layer_id), step.batch, **arguments)
     step.check(out, layer_id)
     assert writes == ["parts"]
+
+
+def test_queries_of_heads_that_lie_apart_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a batched matrix product of the heads leaves them."""
+    given: list[int] = []
+    run = PackAttention.run
+
+    def noted(self: PackAttention, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given.append(q.data_ptr())
+        return run(self, q, *args, **kwargs)
+
+    monkeypatch.setattr(PackAttention, "run", noted)
+    step = Step()
+    q, k, rope = step.parts()
+    step.backend.forward(q, k, k, step.layer(0), step.batch, **rope)
+    assert given == [q.data_ptr()]
 
 
 def test_keys_that_are_in_the_pool_already(writes: list[str]) -> None:

@@ -79,12 +79,15 @@ class LayerAttention:
         # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q_dim = layer.qk_head_dim if q_rope is None else layer.v_head_dim
-        q = _dense(q.reshape(-1, layer.tp_q_head_num, q_dim))
+        q = q.reshape(-1, layer.tp_q_head_num, q_dim)
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
+        shape = self.routes.shapes[layer.layer_id]
+        if not shape.is_latent:  # whose heads may lie apart
+            q = _dense(q)
         scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
-            plans.of_shape[self.routes.shapes[layer.layer_id]].run,
+            plans.of_shape[shape].run,
             k_cache=keys,
             v_cache=values,
             sm_scale=layer.scaling,
