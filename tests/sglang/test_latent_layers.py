@@ -235,7 +235,7 @@ def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None
 
 
 def test_queries_of_heads_that_lie_apart_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a batched matrix product of the heads leaves them."""
+    """A batched matrix product of the heads leaves them so."""
     given: list[int] = []
     run = PackAttention.run
 
