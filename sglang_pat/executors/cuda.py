@@ -254,7 +254,8 @@ class CudaExecutor:
         assert self._sent is not None
         with torch.cuda.device(self._device):
             capturing = torch.cuda.is_current_stream_capturing()
-            if not capturing and buffers.staging is not self._sent:
+            there = buffers.staging  # None: a plan that was not wholly sent
+            if not capturing and there is not None and there is not self._sent:
                 self._send(self._sent, self.step)
             buffers.bind(self.step)
             self._set_layer(layer)
