@@ -155,7 +155,7 @@ def _at_most(name: str, case: Case | None, limit: float) -> Gate:
 
 def _gain(suite: str, cases: Sequence[Case], limit: float) -> Gate:
     rule = f"geomean best peer/pat >= {limit:.2f}"
-    versus = _versus(cases)
+    versus = versus_by_name(cases)
     if not versus:
         return Gate(suite, rule, "no peers", None)
     ratio = geomean(versus.values())
@@ -210,7 +210,7 @@ def _floor(suite: str, cases: Sequence[Case], limit: float) -> Gate:
     return _judged(suite, rule, cases, f"{ratio:.3f} over {len(cases)}", ratio <= limit)
 
 
-def _versus(cases: Sequence[Case], times: str = "us") -> dict[str, float]:
+def versus_by_name(cases: Sequence[Case], times: str = "us") -> dict[str, float]:
     """By name. Of a case that two suites have, the worse."""
     found: dict[str, float] = {}
     for case in cases:
@@ -221,7 +221,7 @@ def _versus(cases: Sequence[Case], times: str = "us") -> dict[str, float]:
 
 def _no_loss(suite: str, cases: Sequence[Case]) -> Gate:
     rule = "pat is the fastest in all cases"
-    versus = _versus(cases)
+    versus = versus_by_name(cases)
     if not versus:
         return Gate(suite, rule, "no peers", None)
     losses = {name: ratio for name, ratio in versus.items() if ratio < 1}
@@ -233,7 +233,7 @@ def _no_loss(suite: str, cases: Sequence[Case]) -> Gate:
 
 def _least(suite: str, cases: Sequence[Case], limit: float, times: str = "us") -> Gate:
     rule = f"best peer/pat >= {limit:.3g} in all cases"
-    versus = _versus(cases, times)
+    versus = versus_by_name(cases, times)
     if not versus:
         return Gate(suite, rule, "no peers", None)
     worst = min(versus, key=lambda name: versus[name])
@@ -258,7 +258,7 @@ def _error(kind: str, key: str, cases: Sequence[Case]) -> Gate:
 
 def _unshared_geomean(cases: Sequence[Case]) -> Gate:
     suite, rule = "unshared, all", "geomean best peer/pat >= 1.00"
-    versus = _versus(cases)
+    versus = versus_by_name(cases)
     if not versus:
         return Gate(suite, rule, "no peers", None)
     ratio = geomean(versus.values())
