@@ -183,8 +183,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
         if not _are_tokens(tokens, vocab_size):
             raise ValueError(
                 f'{where}: {reprlib.repr(line)}; allowed: {{"prompt": TEXT}} or '
-                f'{{"input_ids": [TOKEN, ...]}} with '
-                f"tokens from 0 to {vocab_size - 1}"
+                f'{{"input_ids": [TOKEN, ...]}} with tokens from 0 to {vocab_size - 1}'
             )
         if len(tokens) > most:
             raise ValueError(f"{where}: {len(tokens)} tokens; allowed: at most {most}")
