@@ -162,11 +162,8 @@ void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int3
           next >= forest.private_begin(holder.request));
     }
   }
-  const int32_t num_rows = piece.num_requests * tiles_.group_size();
-  piece.cost =
-      cost_.split.item + int64_t{cost_.split.query_row} * num_rows +
-      std::max<int64_t>(piece.num_tokens * cost_.split.token_of(tiles_.table()[piece.tile]),
-                        cost_.split.shortest);
+  const ItemCost& item = item_costs_[piece.num_requests];
+  piece.cost = item.fixed + std::max<int64_t>(piece.num_tokens * item.token, cost_.split.shortest);
   packing.packs.push_back({.request_begin = piece.request_begin,
                            .num_requests = piece.num_requests,
                            .segment_begin = 0,

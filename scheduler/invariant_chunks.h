@@ -15,6 +15,7 @@
 #include "packing.h"
 #include "prefix_forest.h"
 #include "split.h"
+#include "split_rule.h"
 #include "ticket_rule.h"
 #include "tile_selection.h"
 
@@ -23,7 +24,10 @@ namespace pat {
 class InvariantChunks {
  public:
   InvariantChunks(int32_t num_workers, const CostModel& cost, const TileSelection& tiles)
-      : num_workers_(num_workers), cost_(cost), tiles_(tiles) {}
+      : num_workers_(num_workers),
+        cost_(cost),
+        tiles_(tiles),
+        item_costs_(item_costs_of(cost, tiles)) {}
 
   // For each chunk, divides the requests that have it, in tree order, into runs that fit into a tile: as SubtreeTiler
   // does, except one chunk, and so that no item is much longer than others. Linear in requests * chunks + segments, up
@@ -70,6 +74,7 @@ class InvariantChunks {
   int32_t num_workers_;
   CostModel cost_;
   TileSelection tiles_;
+  std::vector<ItemCost> item_costs_;
 
   std::vector<Holder> holders_;
   std::vector<int64_t>
