@@ -19,11 +19,11 @@ from sglang_fakes import (
     dense,
     layers,
     pat_backend,
+    queries_of_runs,
     replay_view,
     runner,
 )
 
-from sglang_pat import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import DecodePlan
@@ -303,14 +303,7 @@ def test_decode_stores_the_new_token_and_attends(flat: bool, cap: float) -> None
 def test_queries_that_the_kernels_cannot_read_are_copied(
     q: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[torch.Tensor] = []
-    run = PackAttention.run
-
-    def noted(self: PackAttention, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given.append(q)
-        return run(self, q, *args, **kwargs)
-
-    monkeypatch.setattr(PackAttention, "run", noted)
+    given = queries_of_runs(monkeypatch)
     model_runner = runner()
     backend, batch = pat_backend(model_runner), decode_batch([1, 2], [5, 3], [7, 30])
     backend.init_forward_metadata(batch)

@@ -17,11 +17,12 @@ from sglang_fakes import (
     config,
     decode_batch,
     pat_backend,
+    queries_of_runs,
     runner,
     server_arguments,
 )
 
-from sglang_pat import PackAttention, support
+from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.executors.reference import dense_attention
@@ -236,18 +237,11 @@ def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None
 
 def test_queries_of_heads_that_lie_apart_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batched matrix product of the heads leaves them so."""
-    given: list[int] = []
-    run = PackAttention.run
-
-    def noted(self: PackAttention, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given.append(q.data_ptr())
-        return run(self, q, *args, **kwargs)
-
-    monkeypatch.setattr(PackAttention, "run", noted)
+    given = queries_of_runs(monkeypatch)
     step = Step()
     q, k, rope = step.parts()
     step.backend.forward(q, k, k, step.layer(0), step.batch, **rope)
-    assert given == [q.data_ptr()]
+    assert [each.data_ptr() for each in given] == [q.data_ptr()]
 
 
 def test_keys_that_are_in_the_pool_already(writes: list[str]) -> None:

@@ -6,11 +6,13 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sglang_pat import PackAttention
 from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.start.options import DELEGATED_ARGUMENTS
 
@@ -164,6 +166,19 @@ def decode_batch(rows: list[int], lens: list[int], out: list[int], **more: Any) 
         out_cache_loc_is_physical=True,
         **more,
     )
+
+
+def queries_of_runs(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return the queries that `PackAttention.run` is given from now on, as they lie."""
+    given: list[torch.Tensor] = []
+    run = PackAttention.run
+
+    def noted(attention: PackAttention, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given.append(q)
+        return run(attention, q, *args, **kwargs)
+
+    patch.setattr(PackAttention, "run", noted)
+    return given
 
 
 def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **more: Any) -> Any:
