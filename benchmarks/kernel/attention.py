@@ -1,14 +1,15 @@
-"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, FlashInfer's cascade.
+"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, cascade and XQA.
 
 All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers behind an L2
 that holds other data: read (clean) and written (dirty). Each is compared with float64 before it is
 timed. KV slots are scattered over the pool, as in a server that has run for a while; with
-`--slots runs`, those of a node follow one another, as in one that has just started. Times are per
-layer. workloads.py has the suites, gates.py has the gates.
+`--slots runs`, those of a node follow one another, as in one that has just started. The pools of
+the suites page-64 are in pages, which are scattered as a whole. Times are per layer. workloads.py
+has the suites, gates.py has the gates.
 
     python benchmarks/kernel attention --quick --seconds 110 --no-compile
     python benchmarks/kernel attention --suite rank unshared --json FILE
-    python benchmarks/kernel attention --suite hybrid
+    python benchmarks/kernel attention --suite fp8 page-64-fp8
     python benchmarks/kernel attention --tree 1,64_8192,256 --heads 32/8 --contenders pat fa3
 
 The exit status is 1 if a result of pat was wrong.
@@ -21,7 +22,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -29,9 +30,10 @@ import torch
 from common.metadata import gpu_state, metadata
 from common.results import write
 from common.suites import add_option
-from kernel.contenders import ABLATIONS, CONTENDERS
-from kernel.gates import Case, as_json, gates, is_peer, summary, versus_best
-from kernel.numerics import compare
+from kernel import pages
+from kernel.contenders import ABLATIONS, CONTENDERS, compile_ahead
+from kernel.gates import Case, as_json, gates, summary, versus_best
+from kernel.measurement import measure as measure_contenders
 from kernel.pat_trees import PrefixTree
 from kernel.request_forests import SLOTS, Forest
 from kernel.workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
@@ -41,8 +43,9 @@ from sglang_pat.executors.reference import dense_attention
 
 _CHECKED_REQUESTS = 16
 _CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once
-_POOL_BYTES = 64 << 30
-_SPARE_BYTES = 14 << 30  # plans, partials, workspaces, the float64 results
+_POOL_BYTES = 48 << 30
+# Plans, partials, workspaces, the float64 results, and copies in pages.
+_SPARE_BYTES = (14 << 30) + pages.MOST_BYTES
 _MOST_TOKENS = 1 << 24  # of --tree
 _ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
@@ -54,38 +57,22 @@ def pool_for(workloads: Iterable[Workload]) -> KvPool:
 
 
 def measure(
-    workload: Workload, pool: KvPool, names: list[str], rounds: int, *, dirty: bool
+    workload: Workload, pool: KvPool, names: Iterable[str], rounds: int, *, dirty: bool = False
 ) -> dict[str, object]:
     """Check and time one case. dirty: also behind an L2 that was written to."""
     tensors = WorkloadTensors.make(workload)
     caches = pool.layers(workload)
-    rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
-    exact, in_torch = (
-        _dense(tensors, *caches[0], rows, dtype) for dtype in (torch.float64, workload.dtype)
+    everybody = CONTENDERS | ABLATIONS
+    return measure_contenders(
+        {name: everybody[name] for name in names},
+        workload,
+        tensors,
+        caches,
+        lambda rows, dtype: _dense(tensors, *caches[0], rows, dtype),
+        checked_requests=_CHECKED_REQUESTS,
+        rounds=rounds,
+        dirty=dirty,
     )
-    layers, graphs, errors, mean_errors, failed = {}, {}, {}, {}, {}
-    for name in names:
-        try:
-            # Kept until all is timed: a graph does not own the memory that it reads and writes.
-            layer = layers[name] = (CONTENDERS | ABLATIONS)[name](workload, tensors)
-            report = compare(layer(*caches[0])[rows].to(workload.dtype), in_torch, exact)
-            errors[name], mean_errors[name] = report.max_error, report.mean_error
-            # Split-KV kernels with 16-bit partials are a little worse than torch; wrong is far off.
-            if not report.acceptable and (not is_peer(name) or report.max_error > 0.05):
-                failed[name] = str(report)
-                continue
-            graph = timing.capture(lambda layer=layer: [layer(k, v) for k, v in caches])
-            if not is_peer(name) and (differs := _differs(layer, graph, caches[-1])):
-                failed[name] = differs
-                continue
-            graphs[name] = graph
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            torch.cuda.synchronize()
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    times = timing.layer_us(replays, len(caches), rounds, dirty=dirty)
-    found = {"layers": len(caches), "error": errors, "mean_error": mean_errors, "failed": failed}
-    return found | times
 
 
 def _dense(
@@ -114,21 +101,6 @@ def _dense(
     return torch.cat(parts, dim=1)
 
 
-def _differs(
-    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    graph: torch.cuda.CUDAGraph,
-    last: tuple[torch.Tensor, torch.Tensor],
-) -> str | None:
-    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
-    first = layer(*last).clone()
-    out = layer(*last)
-    if not torch.equal(first, out):
-        return "a second run of the same plan has other bits"
-    out.zero_()
-    graph.replay()
-    return None if torch.equal(first, out) else "the graph has other bits than the eager run"
-
-
 def report_line(case: Case, names: Iterable[str]) -> str:
     us, floor = case["us"], case["floor_us"]
     cells = "".join(f"{us[n]:9.1f}" if n in us else f"{'-':>9}" for n in names)
@@ -152,6 +124,7 @@ def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
         "dtype": str(workload.dtype).removeprefix("torch."),
         "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
         "sinks": workload.with_sinks,
+        "page_size": workload.page_size,
         "shared": forest.is_shared,
         "requests": forest.num_requests,
         "tokens": int(forest.seq_lens.sum()),
@@ -165,16 +138,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few cases of each suite, without cascade"
-    )
+    parser.add_argument("--quick", action="store_true", help="a few cases of each suite")
     add_option(
         parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
     )
     parser.add_argument(
         "--no-compile",
         action="store_true",
-        help="FlashInfer runs only what was compiled ahead; it takes minutes for each kernel else",
+        help="FlashInfer runs only what was compiled before; else its kernels are compiled first",
     )
     parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
     parser.add_argument(
@@ -198,8 +169,6 @@ def run(args: argparse.Namespace) -> int:
     if args.no_compile:  # before FlashInfer is imported
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     names = args.contenders or [*CONTENDERS, *(ABLATIONS if args.ablations else ())]
-    if args.quick and not args.contenders:
-        names.remove("cascade")
     copy_bandwidth = timing.copy_bandwidth()
     info = metadata() | {
         "copy_gbps": copy_bandwidth / 1e9,
@@ -208,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
     }
     print(f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, {info['clocks']['before']}")
     workloads = _workloads(args)
+    if not args.no_compile:
+        compile_kernels(workloads, names)
     pool = pool_for(workloads)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
@@ -225,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         case |= measure(workload, pool, names, rounds, dirty=not args.no_dirty)
         cases.append(case)
         print(report_line(case, names), flush=True)
-        for name, message in case["failed"].items():
+        for name, message in (case["failed"] | case["unsupported"]).items():
             print(f"    {name}: {message}", flush=True)
         info["seconds"] = time.perf_counter() - begin
         # Each time: a run that is ended early loses nothing.
@@ -240,6 +211,14 @@ def run(args: argparse.Namespace) -> int:
     result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
     write(args.json, result)
     return 1 if any("pat" in case["failed"] for case in cases) else 0
+
+
+def compile_kernels(workloads: Iterable[Workload], names: Iterable[str]) -> None:
+    """Compile kernels of FlashInfer; those that cannot be are named with their cases."""
+    try:
+        compile_ahead(workloads, names)
+    except RuntimeError as error:
+        print(f"not all kernels of FlashInfer compile: {str(error).splitlines()[0]}", flush=True)
 
 
 def _workloads(args: argparse.Namespace) -> list[Workload]:

@@ -1,28 +1,30 @@
 """The contenders of the kernel benchmark: one function each, all with the same signature.
 
 A contender gets the workload's tensors, does its planning, and returns a function that runs the
-attention of one layer: K and V cache in, output out. It can be captured in a CUDA graph. Libraries
-are imported when their contender is asked for.
+attention of one layer: K and V cache in, output out. It can be captured in a CUDA graph. Each is
+called as SGLang calls it. Libraries are imported when their contender is asked for.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from kernel.pages import PagedCopies, Unsupported
 from kernel.planned_step import PlannedStep
 from kernel.request_forests import Forest
-from kernel.workloads import Workload, WorkloadTensors
-from sglang_pat.bench import peers
-from sglang_pat.bench.peers import Layer
+from kernel.workloads import PAGE_SIZE, Workload, WorkloadTensors
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
 
+Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Contender = Callable[[Workload, WorkloadTensors], Layer]
+
+WORKSPACE_BYTES = 512 << 20
+_LEVEL_WORKSPACE_BYTES = 128 << 20  # of each level of the cascade; what FlashInfer recommends
 
 
 def pat(
@@ -65,45 +67,76 @@ def pat(
 
 
 def flashinfer(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FlashInfer's paged decode."""
-    return peers.flashinfer(_step(workload, tensors), _workspace())
-
-
-def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FlashInfer's multi-level cascade, one level per depth of the forest."""
-    from flashinfer import MultiLevelCascadeAttentionWrapper
+    """FlashInfer's paged decode, with tensor cores where there is a group."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     if tensors.sinks is not None:
-        raise ValueError("FlashInfer's cascade has no attention sinks")
-    if workload.kv_dtype is not None:
-        raise ValueError("FlashInfer's cascade is compared over 16-bit KV only")
-    levels = [*_shared_levels(workload.forest), _private_level(workload.forest)]
-    wrapper = MultiLevelCascadeAttentionWrapper(len(levels), _workspace(), "NHD")
-    qo_indptr, kv_indptr, kv_indices, last_page = [], [], [], []
-    for groups in levels:
-        requests = [group.first for group in groups] + [workload.forest.num_requests]
-        ends = np.cumsum([0] + [group.kv_end - group.kv_begin for group in groups])
-        qo_indptr.append(torch.tensor(requests, dtype=torch.int32, device="cuda"))
-        kv_indptr.append(torch.tensor(ends, dtype=torch.int32, device="cuda"))
-        kv_indices.append(
-            torch.cat([tensors.req_to_token[g.first, g.kv_begin : g.kv_end] for g in groups])
-        )
-        last_page.append(torch.ones(len(groups), dtype=torch.int32, device="cuda"))
+        raise Unsupported("FlashInfer's decode has no attention sinks")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(), "NHD", use_tensor_cores=_on_tensor_cores(workload)
+    )
+    level = level_of(_whole_requests(workload.forest), tensors.page_table, workload)
     wrapper.plan(
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        last_page,
+        level.kv_indptr,
+        level.kv_indices,
+        level.last_page_len,
         workload.num_qo_heads,
         workload.num_kv_heads,
         workload.head_dim,
-        1,
+        workload.page_size,
         q_data_type=workload.dtype,
+        kv_data_type=workload.cache_dtype,
     )
-    return lambda k, v: wrapper.run(tensors.q, (k.unsqueeze(1), v.unsqueeze(1)))
+    out = torch.empty_like(tensors.q)
+
+    def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = wrapper.run(tensors.q, _paged(workload, k, v), out=out)
+        return result
+
+    return run
 
 
-class _Group(NamedTuple):
+def _on_tensor_cores(workload: Workload) -> bool:
+    return workload.num_qo_heads > workload.num_kv_heads or workload.kv_dtype is not None
+
+
+def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
+    """FlashInfer's multi-level cascade, one level per depth of the forest.
+
+    Its levels run FlashInfer's fa2 kernels, which put the query heads of a group into one tile. By
+    default they would run FA3 on Hopper, which reads KV again for each of these heads.
+    """
+    from flashinfer import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        MultiLevelCascadeAttentionWrapper,
+    )
+
+    if tensors.sinks is not None:
+        raise Unsupported("FlashInfer's cascade has no attention sinks")
+    groups = cascade_groups(workload.forest)
+    wrapper = MultiLevelCascadeAttentionWrapper(len(groups), _workspace(), "NHD")
+    wrapper._batch_prefill_wrappers = [
+        BatchPrefillWithPagedKVCacheWrapper(
+            torch.empty(_LEVEL_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"),
+            "NHD",
+            backend="fa2",
+        )
+        for _ in groups
+    ]
+    levels = [level_of(each, tensors.page_table, workload) for each in groups]
+    wrapper.plan(
+        *map(list, zip(*levels, strict=True)),
+        workload.num_qo_heads,
+        workload.num_kv_heads,
+        workload.head_dim,
+        workload.page_size,
+        q_data_type=workload.dtype,
+        kv_data_type=workload.cache_dtype,
+    )
+    return lambda k, v: wrapper.run(tensors.q, _paged(workload, k, v))
+
+
+class Group(NamedTuple):
     """Requests from `first` to the next group's, and the KV that all of them read on a level."""
 
     first: int
@@ -111,48 +144,147 @@ class _Group(NamedTuple):
     kv_end: int
 
 
-def _shared_levels(forest: Forest) -> list[list[_Group]]:
-    """By depth, the nodes there; requests whose path is shorter are groups without KV."""
+class Level(NamedTuple):
+    """Groups of a level, as FlashInfer plans them: int32 tensors.
+
+    Group i is the requests `qo_indptr[i]` to `qo_indptr[i + 1]` and the pages
+    `kv_indices[kv_indptr[i] : kv_indptr[i + 1]]`, of whose last one it reads `last_page_len[i]`.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+def cascade_groups(forest: Forest) -> list[list[Group]]:
+    """By depth, the nodes there; then what each request has alone.
+
+    On levels below their path requests are groups without KV.
+    """
     levels = []
     for depth in range(max(map(len, forest.paths))):
         nodes = [path[depth] if depth < len(path) else None for path in forest.paths]
         levels.append(
             [
-                _Group(request, node.kv_begin, node.kv_end) if node else _Group(request, 0, 0)
+                Group(request, node.kv_begin, node.kv_end) if node else Group(request, 0, 0)
                 for request, node in enumerate(nodes)
                 if request == 0 or node != nodes[request - 1]
             ]
         )
-    return levels
-
-
-def _private_level(forest: Forest) -> list[_Group]:
-    return [
-        _Group(request, path[-1].kv_end if path else 0, int(length))
+    alone = [
+        Group(request, path[-1].kv_end if path else 0, int(length))
         for request, (path, length) in enumerate(zip(forest.paths, forest.seq_lens, strict=True))
     ]
+    return [*levels, alone]
+
+
+def _whole_requests(forest: Forest) -> list[Group]:
+    return [Group(request, 0, int(length)) for request, length in enumerate(forest.seq_lens)]
+
+
+def level_of(groups: Iterable[Group], page_table: torch.Tensor, workload: Workload) -> Level:
+    """Return the pages of the groups of one level, each of which begins with a page."""
+    page = workload.page_size
+    groups = list(groups)
+    pages = [
+        page_table[group.first, group.kv_begin // page : -(-group.kv_end // page)]
+        for group in groups
+    ]
+    lengths = torch.tensor([group.kv_end - group.kv_begin for group in groups])
+    ends = torch.tensor([0, *map(len, pages)]).cumsum(0)
+    first = [group.first for group in groups]
+    return Level(
+        *(
+            each.to(page_table.device, torch.int32)
+            for each in (
+                torch.tensor([*first, workload.forest.num_requests]),
+                ends,
+                torch.cat(pages),
+                torch.where(lengths > 0, (lengths - 1) % page + 1, 0),
+            )
+        )
+    )
+
+
+def _paged(workload: Workload, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """View caches of slots as pages: `[pages, page_size, num_kv_heads, head_dim]`."""
+    return tuple(cache.unflatten(0, (-1, workload.page_size)) for cache in caches)
 
 
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FA3 as SGLang calls it on Hopper: over fp8 KV its queries are fp8 too."""
-    return peers.fa3(_step(workload, tensors))
+    """FA3 of sglang-kernel.
+
+    Over a KV cache of another type the queries are converted to that type, in every layer.
+    """
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    queries = tensors.q.unsqueeze(1)
+    lengths = tensors.seq_lens.int()
+    sinks = {} if tensors.sinks is None else {"sinks": tensors.sinks}
+
+    def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = queries if workload.kv_dtype is None else queries.to(workload.kv_dtype)
+        result: torch.Tensor = flash_attn_with_kvcache(
+            q,
+            *_paged(workload, k, v),
+            cache_seqlens=lengths,
+            page_table=tensors.page_table,
+            softmax_scale=q.shape[-1] ** -0.5,
+            causal=True,
+            **sinks,
+        )
+        return result.squeeze(1)
+
+    return run
 
 
-def _step(workload: Workload, tensors: WorkloadTensors) -> peers.DecodeTensors:
-    return peers.DecodeTensors(
-        tensors.q,
-        workload.num_kv_heads,
-        tensors.req_to_token,
-        tensors.seq_lens,
-        tensors.sinks,
-        workload.kv_dtype,
-    )
+def xqa(workload: Workload, tensors: WorkloadTensors) -> Layer:
+    """FlashInfer's XQA, which SGLang runs as `trtllm_mha` on Hopper: pages of 64 tokens.
+
+    Of a pool in tokens it reads a copy in such pages.
+    """
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    lengths = tensors.seq_lens.int()
+    longest = int(lengths.max())
+    copies = None
+    if workload.page_size != PAGE_SIZE:
+        copies = PagedCopies(tensors.req_to_token, workload.token_bytes)
+    table = tensors.page_table if copies is None else copies.table
+    sinks = None if tensors.sinks is None else tensors.sinks.float()
+    workspace, out = _zeroed_workspace(), torch.empty_like(tensors.q)
+
+    def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = trtllm_batch_decode_with_kv_cache(
+            tensors.q,
+            _paged(workload, k, v) if copies is None else (copies.of(k), copies.of(v)),
+            workspace,
+            table,
+            lengths,
+            longest,
+            bmm1_scale=workload.head_dim**-0.5,
+            bmm2_scale=1.0,
+            out=out,
+            sinks=sinks,
+            kv_layout="NHD",
+            backend="xqa",
+        )
+        return result
+
+    return run
 
 
 @functools.cache
 def _workspace() -> torch.Tensor:
     """Shared by the wrappers of FlashInfer, none of which runs while another does."""
-    return torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+@functools.cache
+def _zeroed_workspace() -> torch.Tensor:
+    """The workspace of XQA, whose semaphores in it are zero before and after each call."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -160,6 +292,7 @@ CONTENDERS: dict[str, Contender] = {
     "flashinfer": flashinfer,
     "fa3": fa3,
     "cascade": cascade,
+    "xqa": xqa,
 }
 ABLATIONS: dict[str, Contender] = {
     "pat-paper": pat("paper"),
@@ -168,3 +301,34 @@ ABLATIONS: dict[str, Contender] = {
     "pat-16-rows-only": pat(max_block_q=16),
     "pat-batch-invariant": pat(batch_invariant=True),
 }
+
+
+def compile_ahead(workloads: Iterable[Workload], names: Iterable[str]) -> None:
+    """Compile all kernels of FlashInfer that the cases need, side by side.
+
+    Else each is compiled at its first call, one after the other, half a minute each. RuntimeError
+    of FlashInfer with the compiler's words.
+    """
+    from flashinfer.jit import build_jit_specs
+    from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    names = set(names)
+    specs = {}
+    for case in workloads:
+        types = case.dtype, case.cache_dtype, case.dtype, torch.int32
+        dims = case.head_dim, case.head_dim
+        found = []
+        if "cascade" in names or ("flashinfer" in names and _on_tensor_cores(case)):
+            found.append(gen_batch_prefill_module("fa2", *types, *dims, 0, False, False, False))
+        if "flashinfer" in names and not _on_tensor_cores(case):
+            found.append(gen_batch_decode_module(*types, *dims, 0, False, False))
+        if "cascade" in names:
+            found.append(gen_cascade_module())
+        if "xqa" in names:
+            group = case.num_qo_heads // case.num_kv_heads
+            xqa_types = case.dtype, case.cache_dtype, PAGE_SIZE, case.head_dim, group
+            found.append(gen_xqa_module(*xqa_types, False, case.dtype))
+        specs |= {spec.name: spec for spec in found}
+    build_jit_specs([*specs.values()])

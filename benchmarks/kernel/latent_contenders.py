@@ -14,9 +14,10 @@ from importlib import import_module
 
 import torch
 
+from kernel.contenders import WORKSPACE_BYTES
+from kernel.pages import PagedCopies
 from kernel.planned_step import PlannedStep
 from kernel.workloads import Workload, WorkloadTensors
-from sglang_pat.bench import peers
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.support import LATENT_HEAD_DIMS
@@ -26,7 +27,6 @@ Contender = Callable[[Workload, WorkloadTensors], LatentLayer]
 
 COLUMNS = LATENT_HEAD_DIMS[1]  # of values; those of rope are behind them
 SM_SCALE = (128 + 64) ** -0.5  # of the models: their heads have 128 columns and 64 of rope
-_PAGE = 64  # of FlashMLA
 _TRITON_SPLITS = 16  # SGLang's default is 8; on long contexts it takes up to 16
 
 
@@ -108,30 +108,34 @@ def flashinfer(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
 
 
 def flashmla(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
-    """FlashMLA, over a copy of the KV in its pages of 64 tokens, shared where whole pages are."""
+    """FlashMLA, over a copy of the KV in its pages of 64 tokens, shared where whole pages are.
+
+    Over an fp8 cache the queries are converted to fp8, in every layer.
+    """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     lengths = tensors.seq_lens.int()
-    metadata, splits = get_mla_metadata(lengths, workload.num_qo_heads, 1)
-    slots, table = _pages(tensors.req_to_token)
+    over_fp8 = workload.kv_dtype is not None
+    metadata, splits = get_mla_metadata(lengths, workload.num_qo_heads, 1, is_fp8_kvcache=over_fp8)
+    copies = PagedCopies(tensors.req_to_token, workload.token_bytes)
     queries = tensors.q.unsqueeze(1)
-
-    copies: dict[int, torch.Tensor] = {}  # by the address of the KV
+    scales = {}
+    if over_fp8:
+        one = torch.ones(1, dtype=torch.float32, device="cuda")
+        scales = {"descale_q": one, "descale_k": one}
 
     def run(kv: torch.Tensor) -> torch.Tensor:
-        address = kv.data_ptr()
-        if address not in copies:
-            copies[address] = kv[slots]
         result, _ = flash_mla_with_kvcache(
-            queries,
-            copies[address],
-            table,
+            queries.to(workload.cache_dtype),
+            copies.of(kv),
+            copies.table,
             lengths,
             COLUMNS,
             metadata,
             splits,
             softmax_scale=SM_SCALE,
-            causal=False,
+            causal=True,
+            **scales,
         )
         return result.squeeze(1)
 
@@ -192,29 +196,9 @@ def _indices(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Tensor]:
     return indptr, tensors.req_to_token[columns < tensors.seq_lens.unsqueeze(1)]
 
 
-def _pages(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut requests into pages; pages of the same slots are one.
-
-    Returns
-    -------
-    slots
-        `[pages, 64]`: which slot each token of a page is a copy of.
-    block_table
-        int32 `[requests, pages of the longest]`.
-    """
-    requests, width = table.shape
-    padded = torch.nn.functional.pad(table, (0, -width % _PAGE)).view(requests, -1, _PAGE)
-    # Equal slots are equal tokens, whose paths are the same.
-    ends = padded[..., 0].long() << 32 | padded[..., -1].long()
-    keys, block_table = ends.flatten().unique(return_inverse=True)
-    first = torch.zeros(len(keys), dtype=torch.long, device=table.device)
-    first[block_table] = torch.arange(len(block_table), device=table.device)
-    return padded.flatten(0, 1)[first].long(), block_table.view(requests, -1).int()
-
-
 @functools.cache
 def _workspace() -> torch.Tensor:
-    return torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def _converted(contender: Contender) -> Contender:
@@ -236,6 +220,4 @@ CONTENDERS: dict[str, Contender] = {
     "flashmla": flashmla,
     "triton": triton,
 }
-# Those that SGLang runs over an fp8 pool with queries of 16 bits.
-OVER_FP8 = ("pat", "fa3", "flashinfer", "triton")
 DEFAULT = "fa3"  # SGLang's on Hopper

@@ -30,13 +30,12 @@ from kernel.attention import _tree
 from kernel.gates import (
     as_json,
     fp8_latent_gates,
-    is_peer,
     latent_gates,
     summary,
     versus_best,
 )
-from kernel.latent_contenders import COLUMNS, CONTENDERS, OVER_FP8, SM_SCALE, LatentLayer
-from kernel.numerics import compare
+from kernel.latent_contenders import COLUMNS, CONTENDERS, SM_SCALE
+from kernel.measurement import measure as measure_contenders
 from kernel.request_forests import SLOTS, Forest, lognormal_lengths
 from kernel.workloads import E4M3, LAYERS, Workload, WorkloadTensors
 from sglang_pat.bench import timing
@@ -64,8 +63,8 @@ class LatentWorkload(Workload):
         return name + " e4m3" * (self.kv_dtype == E4M3)
 
     @property
-    def unique_kv_bytes(self) -> int:
-        return self.forest.num_tokens * self.head_dim * self.cache_dtype.itemsize
+    def token_bytes(self) -> int:
+        return self.head_dim * self.cache_dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -159,34 +158,16 @@ def measure(
     pool = torch.empty(shape, dtype=workload.dtype, device="cuda").normal_(generator=generator)
     layers = list(pool.to(workload.cache_dtype))
     del pool
-    rows = slice(None, None, max(1, len(tensors.q) // _CHECKED_REQUESTS))
-    exact, in_torch = (
-        _dense(tensors, layers[0].to(workload.dtype), rows, dtype)
-        for dtype in (torch.float64, workload.dtype)
+    return measure_contenders(
+        {name: CONTENDERS[name] for name in names},
+        workload,
+        tensors,
+        [(layer,) for layer in layers],
+        lambda rows, dtype: _dense(tensors, layers[0].to(workload.dtype), rows, dtype),
+        checked_requests=_CHECKED_REQUESTS,
+        rounds=rounds,
+        dirty=dirty,
     )
-    kept: dict[str, LatentLayer] = {}
-    graphs, errors, mean_errors, failed = {}, {}, {}, {}
-    for name in names:
-        try:
-            # Kept until all is timed: a graph does not own the memory that it reads and writes.
-            layer = kept[name] = CONTENDERS[name](workload, tensors)
-            report = compare(layer(layers[0])[rows].to(workload.dtype), in_torch, exact)
-            errors[name], mean_errors[name] = report.max_error, report.mean_error
-            if not report.acceptable and (not is_peer(name) or report.max_error > 0.05):
-                failed[name] = str(report)
-                continue
-            graph = timing.capture(lambda layer=layer: [layer(kv) for kv in layers])
-            if not is_peer(name) and (differs := _differs(layer, graph, layers[-1])):
-                failed[name] = differs
-                continue
-            graphs[name] = graph.replay
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            torch.cuda.synchronize()
-
-    times = timing.layer_us(graphs, LAYERS, rounds, dirty=dirty)
-    found = {"layers": LAYERS, "error": errors, "mean_error": mean_errors, "failed": failed}
-    return found | times
 
 
 def _dense(
@@ -204,17 +185,6 @@ def _dense(
         dtype=dtype,
     )
     return out
-
-
-def _differs(layer: LatentLayer, graph: torch.cuda.CUDAGraph, last: torch.Tensor) -> str | None:
-    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
-    first = layer(last).clone()
-    out = layer(last)
-    if not torch.equal(first, out):
-        return "a second run of the same plan has other bits"
-    out.zero_()
-    graph.replay()
-    return None if torch.equal(first, out) else "the graph has other bits than the eager run"
 
 
 def matmul_flops() -> float:
@@ -283,7 +253,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    names = args.contenders or [*(OVER_FP8 if args.kv_dtype else CONTENDERS)]
+    names = args.contenders or [*CONTENDERS]
     copy_bandwidth, flops = timing.copy_bandwidth(), matmul_flops()
     info = metadata() | {
         "copy_gbps": copy_bandwidth / 1e9,
@@ -308,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
         case |= measure(workload, names, rounds, dirty=not args.no_dirty)
         cases.append(case)
         print(report_line(case, names), flush=True)
-        for name, message in case["failed"].items():
+        for name, message in (case["failed"] | case["unsupported"]).items():
             print(f"    {name}: {message}", flush=True)
         info["seconds"] = time.perf_counter() - begin
         # Each time: a run that is ended early loses nothing.

@@ -17,6 +17,7 @@ class ErrorReport:
     mean_torch_error: float
     worst: tuple[int, ...]  # index of the largest error
     max_beyond_rounding: float  # largest error of more than one eps of the exact value
+    relative_error: float  # mean error over mean size of the exact value, of the worst first index
 
     @property
     def acceptable(self) -> bool:
@@ -33,7 +34,8 @@ class ErrorReport:
     def __str__(self) -> str:
         return (
             f"max error {self.max_error:.3g} (torch {self.max_torch_error:.3g}) at {self.worst}, "
-            f"mean {self.mean_error:.3g} (torch {self.mean_torch_error:.3g})"
+            f"mean {self.mean_error:.3g} (torch {self.mean_torch_error:.3g}), "
+            f"relative {self.relative_error:.3g}"
         )
 
 
@@ -52,4 +54,5 @@ def compare(result: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tenso
         float(torch_error.mean()),
         tuple(int(i) for i in worst),
         float(torch.where(error > rounding, error, 0.0).max()),
+        float((error.flatten(1).mean(1) / exact.abs().flatten(1).mean(1)).max()),
     )

@@ -82,19 +82,61 @@ class Forest:
     def batch(self) -> DecodeBatch:
         return DecodeBatch(self.seq_lens, PrefixPaths.from_lists(self.paths), key=self.name)
 
+    def in_pages(self, page_size: int) -> Forest:
+        """Return the forest as a radix tree of whole pages holds it.
+
+        What a node has behind its last page boundary is no longer shared: it is a part of each of
+        its children and requests.
+        """
+        ends = {-1: 0}  # by node, its last page boundary
+        kept = {-1: -1}  # by node, the node that is left of it, or of the one above
+        nodes: list[tuple[int, int]] = []
+        for index, (parent, tokens) in enumerate(self.nodes):
+            begin = self.node_ends[parent] if parent >= 0 else 0
+            ends[index] = (begin + tokens) // page_size * page_size
+            kept[index] = kept[parent]
+            if ends[index] > ends[parent]:
+                kept[index] = len(nodes)
+                nodes.append((kept[parent], ends[index] - ends[parent]))
+        requests = tuple(
+            (kept[node], int(length) - ends[node])
+            for (node, _), length in zip(self.requests, self.seq_lens, strict=True)
+        )
+        return Forest(self.name, tuple(nodes), requests)
+
+    @cached_property
+    def node_ends(self) -> list[int]:
+        """By node, the tokens from the root to its end."""
+        ends: list[int] = []
+        for parent, tokens in self.nodes:
+            ends.append(tokens + (ends[parent] if parent >= 0 else 0))
+        return ends
+
+    def num_slots(self, page_size: int = 1) -> int:
+        """Return the size of a pool that holds the forest, with the page of slot 0."""
+        return (1 + int(self._pages(page_size).sum())) * page_size
+
+    def _pages(self, page_size: int) -> IntArray:
+        """Pages of each node, then of each request's own tokens."""
+        tokens = np.array([tokens for _, tokens in (*self.nodes, *self.requests)], dtype=np.int64)
+        return -(-tokens // page_size)
+
     def token_table(
-        self, slots: str = "scattered", *, seed: int = 0, device: str = "cuda"
+        self, slots: str = "scattered", page_size: int = 1, *, seed: int = 0, device: str = "cuda"
     ) -> torch.Tensor:
-        """req_to_token, int32 `[num_requests, longest length]`: slots 1 to `num_tokens`.
+        """req_to_token, int32 `[num_requests, longest length]`; slot 0 and its page are left out.
 
         Parameters
         ----------
         slots
-            Of `SLOTS`. scattered: in any order. runs: the slots of each node and of each request's
-            own tokens follow one another.
+            Of `SLOTS`. scattered: pages in any order. runs: the pages of each node and of each
+            request's own tokens follow one another.
+        page_size
+            Slots of a page. Each node and each request's own tokens begin with one.
         """
         table = np.zeros((self.num_requests, int(self.seq_lens.max())), dtype=np.int64)
-        first = np.cumsum([0] + [tokens for _, tokens in (*self.nodes, *self.requests)])
+        pages = np.cumsum([0, *self._pages(page_size)])
+        first = pages * page_size
         for request, path in enumerate(self.paths):
             end = 0
             for node, begin, end in path:
@@ -104,8 +146,9 @@ class Forest:
         placed = torch.from_numpy(table).to(device)
         if slots == "scattered":
             generator = torch.Generator(device).manual_seed(seed)
-            placed = torch.randperm(self.num_tokens, device=device, generator=generator)[placed]
-        return (placed + 1).int()
+            order = torch.randperm(int(pages[-1]), device=device, generator=generator)
+            placed = order[placed // page_size] * page_size + placed % page_size
+        return (placed + page_size).int()
 
 
 def lognormal_lengths(count: int, median: int, seed: int = 0) -> list[int]:

@@ -3,15 +3,14 @@
     python benchmarks/kernel sharing [--json FILE]
 
 All requests of a batch have contexts of one length; a part of it is a prefix that they share.
-Attention of a layer is timed beside FlashInfer and FA3, and the rest of a step comes from the time
-model of `sglang-pat advise`. Half a minute. `plot sharing` draws the result; `server gates`
-measures both in a server.
+Attention of a layer is timed beside the other kernels of `kernel attention`, and the rest of a
+step comes from the time model of `sglang-pat advise`. A minute. `plot sharing` draws the result;
+`server gates` measures both in a server.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -74,9 +73,8 @@ def gpu_named(device: str | None) -> Gpu:
 
 def by_kernels(model: ModelShape, context: int, gpu: Gpu) -> list[dict[str, Any]]:
     """Attention measured, the rest of a step estimated."""
-    # Before FlashInfer is imported: it runs what was compiled ahead, as in `kernel attention`.
-    os.environ["FLASHINFER_DISABLE_JIT"] = "1"
-    from kernel.attention import measure, pool_for
+    from kernel.attention import compile_kernels, measure, pool_for
+    from kernel.contenders import CONTENDERS
     from kernel.request_forests import Forest
     from kernel.workloads import Workload
 
@@ -84,10 +82,10 @@ def by_kernels(model: ModelShape, context: int, gpu: Gpu) -> list[dict[str, Any]
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     asked = cells(context)
     workloads = [Workload(Forest.of_tree(cell.tree), *heads) for cell in asked]
+    compile_kernels(workloads, CONTENDERS)
     pool = pool_for(workloads)
-    names = ["pat", "flashinfer", "fa3"]
     return [
-        estimated(cell, model, gpu, measure(workload, pool, names, rounds=7))
+        estimated(cell, model, gpu, measure(workload, pool, CONTENDERS, rounds=7))
         for cell, workload in zip(asked, workloads, strict=True)
     ]
 

@@ -17,6 +17,7 @@ LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
 REFERENCE_FLOPS = 600e12
 LONG_TOKENS = 8000  # context from which up to LONG_REQUESTS requests are a long case
 LONG_REQUESTS = 8
+PAGE_SIZE = 64  # of the pool of SGLang with XQA or FlashMLA
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Workload:
     """One decode step of a forest.
 
     quick: the quick mode measures it too. slots: of `SLOTS`, how its KV lies in the pool. kv_dtype:
-    of the KV cache, if not that of the queries.
+    of the KV cache, if not that of the queries. page_size: slots of a page of the pool; above 1,
+    the forest's nodes are whole pages (`Forest.in_pages`).
     """
 
     forest: Forest
@@ -37,6 +39,7 @@ class Workload:
     quick: bool = False
     slots: str = "scattered"
     kv_dtype: torch.dtype | None = None
+    page_size: int = 1
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -47,6 +50,8 @@ class Workload:
         name = f"{self.forest.name} {self.heads}"
         if self.head_dim != HEAD_DIM:
             name += f" d{self.head_dim}"
+        if self.page_size > 1:
+            name += f" page {self.page_size}"
         return name + " sinks" * self.with_sinks + " e4m3" * (self.kv_dtype == E4M3)
 
     @property
@@ -64,9 +69,13 @@ class Workload:
         return "uniform" if lens.min() == lens.max() else "ragged"
 
     @property
+    def token_bytes(self) -> int:
+        """K and V of a token."""
+        return 2 * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
+
+    @property
     def unique_kv_bytes(self) -> int:
-        numbers = 2 * self.forest.num_tokens * self.num_kv_heads * self.head_dim
-        return numbers * self.cache_dtype.itemsize
+        return self.forest.num_tokens * self.token_bytes
 
     @property
     def flops(self) -> int:
@@ -93,8 +102,8 @@ class KvPool:
     @staticmethod
     def bytes_for(workload: Workload) -> int:
         """So many that no layers of the case overlap."""
-        forest = workload.forest
-        return LAYERS * (forest.num_tokens + 1) * workload.unique_kv_bytes // forest.num_tokens
+        slots = workload.forest.num_slots(workload.page_size)
+        return LAYERS * slots * workload.token_bytes
 
     def layers(self, workload: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of `LAYERS` layers, each `[slots, num_kv_heads, head_dim]`.
@@ -105,7 +114,8 @@ class KvPool:
         dtype = workload.cache_dtype
         if self._k.dtype != dtype:
             self._k, self._v = _filled(self._k.view(dtype)), _filled(self._v.view(dtype))
-        shape = (workload.forest.num_tokens + 1, workload.num_kv_heads, workload.head_dim)
+        slots = workload.forest.num_slots(workload.page_size)
+        shape = (slots, workload.num_kv_heads, workload.head_dim)
         size = shape[0] * shape[1] * shape[2]
         stride = min(size, (len(self._k) - size) // (LAYERS - 1)) // HEAD_DIM * HEAD_DIM
         if stride <= 0:
@@ -136,6 +146,7 @@ class WorkloadTensors:
     req_to_token: torch.Tensor
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
+    page_table: torch.Tensor  # int32 [requests, pages of the longest]
     sinks: torch.Tensor | None = None
 
     @classmethod
@@ -146,11 +157,13 @@ class WorkloadTensors:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device="cuda", dtype=workload.dtype)
 
+        table = forest.token_table(workload.slots, workload.page_size)
         return cls(
             random(forest.num_requests, workload.num_qo_heads, workload.head_dim),
-            forest.token_table(workload.slots),
+            table,
             torch.arange(forest.num_requests, device="cuda"),
             torch.from_numpy(forest.seq_lens).long().cuda(),
+            (table[:, :: workload.page_size] // workload.page_size).contiguous(),
             random(workload.num_qo_heads) if workload.with_sinks else None,
         )
 
@@ -167,6 +180,13 @@ def _product(
     missing = set(quick) - {case.name for case in cases}
     assert not missing, missing
     return [replace(case, quick=case.name in quick) for case in cases]
+
+
+def _with_heads(
+    tree: str, heads: str, head_dim: int = HEAD_DIM, *, quick: bool = False
+) -> Workload:
+    query_heads, kv_heads = map(int, heads.split("/"))
+    return Workload(Forest.of_tree(tree), query_heads, kv_heads, head_dim=head_dim, quick=quick)
 
 
 def _trees(*names: str) -> list[Forest]:
@@ -195,7 +215,26 @@ def pat_20() -> list[Workload]:
 
 
 def long_prefix() -> list[Workload]:
-    return _product(
+    """Shared prefixes of 2k to 128k, with heads of today's models and of their ranks."""
+    longest = [
+        _with_heads("1,32_32768,512", "32/8"),
+        _with_heads("1,16_65536,4096", "32/8"),
+        _with_heads("1,40_58944,6553", "16/2", 256, quick=True),  # Qwen3-Next, 3.5, 3.6
+        _with_heads("1,24_60000,4000", "96/8"),  # GLM-4.6
+        _with_heads("1,64_32768,1000", "8/1"),
+        _with_heads("1,16_65536,2000", "64/8"),
+        *(
+            _with_heads(f"1,{count}_131072,1024", heads, head_dim)
+            for count, heads, head_dim in (
+                (24, "32/8", 128),
+                (32, "16/2", 256),
+                (16, "96/8", 128),
+                (32, "8/1", 128),
+                (16, "64/8", 128),
+            )
+        ),
+    ]
+    return longest + _product(
         _trees(
             *(f"1,{count}_{tokens},256" for tokens in (8192, 32768) for count in (32, 128, 256)),
             "1,1024_2048,32",
@@ -297,6 +336,35 @@ def fp8() -> list[Workload]:
     return [replace(case, kv_dtype=E4M3) for case in cases]
 
 
+def page_64() -> list[Workload]:
+    """Pools in pages: every contender reads whole pages, pat slots that lie in runs of a page."""
+    cases = [
+        _with_heads("1,128_8192,256", "32/8", quick=True),
+        _with_heads("1,64_2048,128", "32/8"),
+        _with_heads("32,256_1024,64", "32/8"),
+        _with_heads("1,32_32768,512", "32/8"),
+        _with_heads("1,16_65536,4096", "32/8"),
+        _with_heads("1,64_32768,1000", "8/1"),
+        _with_heads("1,40_58944,6553", "16/2", 256),
+        _with_heads("4,128_4096,300", "32/8"),
+        _with_heads("128_1024", "32/8", quick=True),
+        _with_heads("64_2000", "8/1"),
+        _with_heads("8_50000", "32/8"),
+        _with_heads("4_700", "32/8"),
+        _with_heads("1_500", "32/8"),
+        Workload(Forest.unshared("200_lognormal-1000", lognormal_lengths(200, 1000)), 32, 8),
+        *(_with_heads(tree, "32/8") for tree in PAT_TREES),
+        *random_forests()[:6],
+    ]
+    return [
+        replace(case, forest=case.forest.in_pages(PAGE_SIZE), page_size=PAGE_SIZE) for case in cases
+    ]
+
+
+def page_64_fp8() -> list[Workload]:
+    return [replace(case, kv_dtype=E4M3) for case in page_64()]
+
+
 # In the order in which they are measured: the most telling ones first.
 SUITES: dict[str, Callable[[], list[Workload]]] = {
     "pat-20": pat_20,
@@ -305,9 +373,11 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "rank": rank,
     "random": random_forests,
     "hybrid": hybrid,
+    "page-64": page_64,
     "fp8": fp8,
+    "page-64-fp8": page_64_fp8,
 }
-DEFAULT_SUITES = ("pat-20", "unshared", "long-prefix", "rank", "random")
+DEFAULT_SUITES = ("pat-20", "unshared", "long-prefix", "rank", "random", "page-64")
 
 
 def suite(name: str, *, quick: bool = False) -> list[Workload]:

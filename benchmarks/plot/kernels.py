@@ -19,12 +19,19 @@ import matplotlib.pyplot as plt
 from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
-COLORS = {"pat": "#c0392b", "flashinfer": "#7f8c8d", "fa3": "#b3b6b7", "cascade": "#d6dbdf"}
+COLORS = {
+    "pat": "#c0392b",
+    "flashinfer": "#7f8c8d",
+    "fa3": "#b3b6b7",
+    "cascade": "#5d6d7e",
+    "xqa": "#d6dbdf",
+}
 LABELS = {
     "pat": "sglang-pat",
     "flashinfer": "FlashInfer",
     "fa3": "FA3",
     "cascade": "FlashInfer cascade",
+    "xqa": "XQA",
 }
 
 

@@ -1,0 +1,95 @@
+"""Check and time the contenders of one case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kernel.gates import is_peer
+from kernel.numerics import compare
+from kernel.pages import Unsupported
+from kernel.workloads import Workload, WorkloadTensors
+from sglang_pat.bench import timing
+
+# Largest relative error of a request in another kernel's result, by bytes of a number of the cache:
+# with one byte, FA3, XQA and FlashMLA round the queries to fp8 too.
+PEER_ERROR = {2: 0.02, 1: 0.15}
+
+
+def measure(
+    contenders: Mapping[str, Callable[..., Callable[..., torch.Tensor]]],
+    workload: Workload,
+    tensors: WorkloadTensors,
+    caches: Sequence[tuple[torch.Tensor, ...]],
+    dense: Callable[[slice, torch.dtype], torch.Tensor],
+    *,
+    checked_requests: int,
+    rounds: int,
+    dirty: bool,
+) -> dict[str, Any]:
+    """Check each contender with float64, then time those that passed, interleaved.
+
+    Parameters
+    ----------
+    contenders
+        By name; see contenders.py.
+    caches
+        Of each layer, what the contenders' functions are given.
+    dense
+        Attention of the first layer without a plan: of which requests, and computed in which type.
+    checked_requests
+        About how many are compared.
+    dirty
+        Time them also behind an L2 that was written to.
+
+    Returns
+    -------
+    dict
+        Times and errors by name. Why a contender has none: `unsupported` or `failed`.
+    """
+    rows = slice(None, None, max(1, len(tensors.q) // checked_requests))
+    exact, in_torch = (dense(rows, dtype) for dtype in (torch.float64, workload.dtype))
+    layers, graphs, errors, mean_errors = {}, {}, {}, {}
+    failed, unsupported = {}, {}
+    for name, contender in contenders.items():
+        try:
+            # Kept until all is timed: a graph does not own the memory that it reads and writes.
+            layer = layers[name] = contender(workload, tensors)
+            report = compare(layer(*caches[0])[rows].to(workload.dtype), in_torch, exact)
+            errors[name], mean_errors[name] = report.max_error, report.mean_error
+            if is_peer(name):
+                limit = PEER_ERROR[workload.cache_dtype.itemsize]
+                wrong = report.relative_error > limit and f"{report}, of a request {limit} allowed"
+            else:
+                wrong = not report.acceptable and str(report)
+            if wrong:
+                failed[name] = wrong
+                continue
+            graph = timing.capture(lambda layer=layer: [layer(*cache) for cache in caches])
+            if not is_peer(name) and (differs := _differs(layer, graph, caches[-1])):
+                failed[name] = differs
+                continue
+            graphs[name] = graph.replay
+        except Unsupported as error:
+            unsupported[name] = str(error)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            torch.cuda.synchronize()
+    times = timing.layer_us(graphs, len(caches), rounds, dirty=dirty)
+    found = {"layers": len(caches), "error": errors, "mean_error": mean_errors}
+    return found | {"failed": failed, "unsupported": unsupported} | times
+
+
+def _differs(
+    layer: Callable[..., torch.Tensor], graph: torch.cuda.CUDAGraph, last: Iterable[torch.Tensor]
+) -> str | None:
+    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
+    first = layer(*last).clone()
+    out = layer(*last)
+    if not torch.equal(first, out):
+        return "a second run of the same plan has other bits"
+    out.zero_()
+    graph.replay()
+    return None if torch.equal(first, out) else "the graph has other bits than the eager run"
