@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt import runtime_context
@@ -126,7 +127,9 @@ class Adaptive(DraftScene):
         if size:
             state.served.init_forward_metadata_out_graph(view)
             state.served.init_forward_metadata_in_graph(view)
-            for attention in state.served._pat_plans._attentions:  # kernels read it in each replay
+            for attention in inside.attentions(
+                inside.plans(state.served)
+            ):  # kernels read it in each replay
                 attention._executor.reuse_plan(attention._executor._step)
         else:
             state.served.init_forward_metadata(view)
@@ -189,11 +192,11 @@ def test_one_decoder_plans_for_all_numbers_of_drafts(adaptive: Adaptive) -> None
     assert drafts.counts == (1, 2, 4)
     backends = [each for state in adaptive.states.values() for each in (state.served, state.extend)]
     assert {type(each).__mro__[1] for each in backends} == {backend.PatMixin}
-    assert {id(each._pat) for each in backends} == {id(adaptive.served._pat)}
+    assert {id(inside.planner(each)) for each in backends} == {id(inside.planner(adaptive.served))}
     for steps, state in adaptive.states.items():
-        assert state.served._pat_kinds[ForwardMode.TARGET_VERIFY].shape.per_request == steps + 1
-        extend = state.extend._pat_kinds[ForwardMode.DRAFT_EXTEND_V2]
-        assert extend.follows is state.served._pat_kinds[ForwardMode.TARGET_VERIFY]
+        assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].shape.per_request == steps + 1
+        extend = inside.kinds(state.extend)[ForwardMode.DRAFT_EXTEND_V2]
+        assert extend.follows is inside.kinds(state.served)[ForwardMode.TARGET_VERIFY]
 
 
 @pytest.mark.parametrize("size", [0, 2])
@@ -215,16 +218,16 @@ def test_drafts_are_verified_in_any_number(size: int, adaptive: Adaptive) -> Non
 
 def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> None:
     """SGLang reserves for fewer requests later; what it has captured reads what was reserved."""
-    decoder = adaptive.served._pat
-    captured = decoder._microbatches.current.captured
+    decoder = inside.planner(adaptive.served)
+    captured = inside.microbatch(decoder).captured
     lies = {count: each._captured for count, each in decoder.verifies.items()}
     state = adaptive.states[3]
     adaptive.capture(state, 4)
-    assert state.served._pat_kinds[ForwardMode.TARGET_VERIFY].graphs_are_complete
+    assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].graphs_are_complete
     for other in (adaptive.states[0], adaptive.states[1]):
         other.served.init_cuda_graph_state(1, other.count)
-    assert state.served._pat_kinds[ForwardMode.TARGET_VERIFY].graphs_are_complete
-    assert decoder._microbatches.current.captured is captured
+    assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].graphs_are_complete
+    assert inside.microbatch(decoder).captured is captured
     assert {count: each._captured for count, each in decoder.verifies.items()} == lies
     assert lies[4][0]._reserved.shape == (2, 4 * 4)  # of most requests
 
@@ -242,19 +245,19 @@ def test_graphs_of_more_requests_come_first(adaptive: Adaptive) -> None:
 def test_a_step_with_another_number_of_drafts_is_planned(adaptive: Adaptive) -> None:
     for steps in STEPS:
         adaptive.capture(adaptive.states[steps], 2)
-    before = adaptive.served._pat._repeats.stats().plans_reused
+    before = inside.num_repeated(adaptive.served)
     lens = [25, 31]
     for req, length in zip(adaptive.reqs, lens, strict=True):
         place(req).kv_committed_len = length
     for steps in (3, 3, 1, 1, 1, 3):
         adaptive.verify(adaptive.states[steps], lens, 2)
-    assert adaptive.served._pat._repeats.stats().plans_reused - before == 3
+    assert inside.num_repeated(adaptive.served) - before == 3
     assert adaptive.counters["steps_planned"] == {Reason.FIRST: 1, Reason.KIND: 2}
 
 
 def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
     assert adaptive.counters["draft"]["steps"] == 0
-    decoder = adaptive.served._pat
+    decoder = inside.planner(adaptive.served)
     assert len(decoder._drafting) == 1  # rounds of one step have no backend of their own
     assert [kind._num_steps for each in decoder._drafting for kind in each.kinds] == [2]
 

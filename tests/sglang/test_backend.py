@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -98,7 +99,7 @@ def test_layers_go_where_they_are_routed(mixed_runner: Any) -> None:
     assert backend.calls == ["out_graph", "in_graph"]
     assert forward(backend, mixed_runner, 1, batch, sinks=None).isinf().all()
     assert backend.calls[2:] == ["decode layer 1 sinks"]
-    assert backend._pat.counters()["plans_built"] == 1
+    assert inside.planner(backend).counters()["plans_built"] == 1
 
 
 def test_a_default_backend_without_layers_is_not_prepared() -> None:
@@ -119,7 +120,7 @@ def test_other_modes_are_the_default_backends(mode: ForwardMode) -> None:
     assert backend.calls == ["out_graph", "in_graph"]
     forward(backend, model_runner, 0, batch)
     assert backend.calls[2:] == ([] if mode is ForwardMode.IDLE else ["extend"])
-    assert backend._pat.counters()["plans_built"] == 0
+    assert inside.planner(backend).counters()["plans_built"] == 0
 
 
 @pytest.mark.parametrize("delegates", [False, True])
@@ -130,13 +131,13 @@ def test_a_graph_is_prepared_for_both(
     model_runner = mixed_runner if delegates else runner()
     backend = pat_backend(model_runner)
     order = backend.calls
-    plan = backend._pat.plan_captured
+    plan = inside.planner(backend).plan_captured
 
     def planned(kind: Any, view: Any, in_capture: bool) -> None:
         plan(kind, view, in_capture)
         order.append("plan in capture" if in_capture else "plan")
 
-    monkeypatch.setattr(backend._pat, "plan_captured", planned)
+    monkeypatch.setattr(inside.planner(backend), "plan_captured", planned)
     backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
     view = decode_batch([0, 0], [1, 1], [0, 0])
     backend.init_forward_metadata_out_graph(view, in_capture=True)
@@ -164,7 +165,7 @@ def test_layers_of_two_shapes_have_two_plans() -> None:
         pool = model_runner.token_to_kv_pool
         exact = dense(q[0], pool, layer_id, torch.tensor([3, 9]))
         torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=2e-6)
-    assert backend._pat.counters()["plans_built"] == 1  # steps that were planned
+    assert inside.planner(backend).counters()["plans_built"] == 1  # steps that were planned
 
 
 def test_sinks_are_pats() -> None:
@@ -235,9 +236,9 @@ def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
         "decode layer 0 score_mod",
         "decode layer 1 score_mod",
     ]
-    planned = backend._pat.counters()["plans_built"]
+    planned = inside.planner(backend).counters()["plans_built"]
     backend.init_forward_metadata_out_graph(view, in_capture=True)
-    assert backend._pat.counters()["plans_built"] == planned  # pat has no layer any more
+    assert inside.planner(backend).counters()["plans_built"] == planned  # pat has no layer any more
 
 
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +405,7 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
 ) -> None:
     backend = pat_backend(runner())
     planned = []
-    (attention,) = backend._pat._microbatches.current.eager._attentions
+    (attention,) = inside.attentions(inside.microbatch(backend).eager)
     original = attention.plan
 
     def plan(batch: Any, **tensors: Any) -> DecodePlan:
@@ -417,5 +418,5 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
-    assert backend._pat._microbatches.current.reader.private_steps[OVERFLOW] == 1
+    assert inside.microbatch(backend).reader.private_steps[OVERFLOW] == 1
     assert OVERFLOW in caplog.text

@@ -6,6 +6,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang_fakes import (
@@ -40,13 +41,13 @@ def test_deterministic_inference_turns_it_on(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         backend = pat_backend(runner(server_args=deterministic()))
     assert "pat decodes 2 of 2 layers, batch-invariant; prefill on triton" in messages(caplog)
-    assert backend._pat.routes.as_json()["batch_invariant"] is True
+    assert inside.planner(backend).routes.as_json()["batch_invariant"] is True
 
 
 def test_its_variable_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not pat_backend(runner())._pat.routes.batch_invariant
+    assert not inside.planner(pat_backend(runner())).routes.batch_invariant
     monkeypatch.setenv("SGLANG_PAT_BATCH_INVARIANT", "1")
-    assert pat_backend(runner())._pat.routes.batch_invariant
+    assert inside.planner(pat_backend(runner())).routes.batch_invariant
 
 
 def test_the_bits_of_a_trainer_are_not_promised(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,10 +114,10 @@ def test_eager_steps_and_graphs_are_planned_in_chunks() -> None:
     everyone = list(range(len(LENGTHS)))
     requests.decode(everyone)
     requests.decode(everyone, graph_rows=len(everyone))
-    plans = list(requests.backend._pat._microbatches.current.plans())
+    plans = list(inside.microbatch(requests.backend).plans())
     assert len(plans) == 2
     for each in plans:
-        for attention in each._attentions:
+        for attention in inside.attentions(each):
             chunks = sum(map(num_chunks, LENGTHS))
             assert attention._plan.header.num_item_requests == chunks > len(LENGTHS)
 
@@ -133,7 +134,7 @@ def test_partials_are_reserved_for_requests_that_the_pool_holds(
     backend = pat_backend(model_runner)
     reserved: list[dict[str, int]] = []
     monkeypatch.setattr(
-        backend._pat._microbatches, "reserve", lambda **sizes: reserved.append(sizes)
+        inside.planner(backend)._microbatches, "reserve", lambda **sizes: reserved.append(sizes)
     )
     backend.init_cuda_graph_state(8, 8)
     assert [each["max_seq_len"] for each in reserved] == [longest]

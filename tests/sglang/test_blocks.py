@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
@@ -33,7 +34,6 @@ from sglang_pat.sglang import attach, backend
 from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start import substitution
 from sglang_pat.sglang.start.hooks import check_hooks
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL, block_hook
@@ -84,8 +84,8 @@ class Blocks(DraftScene):
         if isinstance(self.backend, backend.PatMixin):
             self.backend.init_cuda_graph_state(GRAPH, GRAPH * BLOCK)
             if is_checked:
-                for each in (self.served._pat, self.backend._pat):
-                    each._checks = DebugChecks(RankChecker(None))
+                for each in (inside.planner(self.served), inside.planner(self.backend)):
+                    inside.check_steps(each)
         # SGLang's buffers of graphs, and what the graph of `size` requests was captured with.
         self.slots = torch.zeros(GRAPH * BLOCK, dtype=torch.int64)
         self.rows = torch.zeros(GRAPH, dtype=torch.int64)
@@ -135,7 +135,9 @@ class Blocks(DraftScene):
             return
         attending.init_forward_metadata_out_graph(view)
         attending.init_forward_metadata_in_graph(view)  # the graph does
-        for attention in attending._pat_plans._attentions:  # kernels read it in each replay
+        for attention in inside.attentions(
+            inside.plans(attending)
+        ):  # kernels read it in each replay
             attention._executor.reuse_plan(attention._executor._step)
 
     def draft(self, view: Any, size: int) -> None:
@@ -197,7 +199,7 @@ def test_each_token_of_a_block_reads_its_block(
         scene.draft(view, size)
         scene.assert_block(captured or view, lens, scene.backend, scene.runner, READS)
     assert scene.counters["draft"]["rows"] == 4 * 2 * BLOCK
-    reader = scene.backend._pat._microbatches.current.reader
+    reader = inside.microbatch(scene.backend).reader
     assert sum(reader.private_steps.values()) == bool(size), "the capture alone"
     assert reader.changes["join"] == 2 * BLOCK, "the requests stay the same"
 
@@ -243,7 +245,7 @@ def test_blocks_are_repeated_without_a_plan() -> None:
             view = scene.view(lens, 2)
             scene.draft(view, 2)
             scene.assert_block(captured, lens, scene.backend, scene.runner, READS)
-        repeated = scene.backend._pat._repeats.stats().plans_reused
+        repeated = inside.num_repeated(scene.backend)
         assert repeated == (0 if is_checked else 3)
         counts.append({k: v for k, v in scene.counters["draft"].items() if "plans" not in k})
     assert counts[0] == counts[1] == {"steps": 4, "rows": 4 * 2 * BLOCK}
@@ -257,7 +259,7 @@ def test_a_block_of_a_request_that_outgrows_the_plan_is_planned() -> None:
         view = scene.view(lens, 2)
         scene.draft(view, 2)
         scene.assert_block(captured, lens, scene.backend, scene.runner, READS)
-    assert scene.backend._pat._reasons == {Reason.FIRST: 1, Reason.LENGTHS: 1}
+    assert inside.reasons(scene.backend) == {Reason.FIRST: 1, Reason.LENGTHS: 1}
 
 
 def test_a_graph_reads_a_block_where_it_was_captured() -> None:
@@ -265,7 +267,9 @@ def test_a_graph_reads_a_block_where_it_was_captured() -> None:
     scene = Blocks()
     captured = scene.capture(scene.backend, 4)
     before = [
-        each.apart_of(layer) for each in scene.backend._pat.kinds for layer in scene.runner.model
+        each.apart_of(layer)
+        for each in inside.planner(scene.backend).kinds
+        for layer in scene.runner.model
     ]
     held = [apart.keys(captured, 4 * BLOCK) for apart in before]
     for lens in late_lengths(scene.reqs):

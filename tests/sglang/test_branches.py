@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -28,7 +29,6 @@ from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach, backend
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.step.kinds import BranchRound
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
@@ -77,15 +77,15 @@ class Branching(DraftScene):
         assert isinstance(self.steps, backend.PatDraftSteps)
         assert isinstance(self.extend, backend.PatMixin)
         if is_checked:
-            for each in (self.served._pat, self.steps._pat):
-                each._checks = DebugChecks(RankChecker(None))
+            for each in (inside.planner(self.served), inside.planner(self.steps)):
+                inside.check_steps(each)
         self.steps.init_cuda_graph_state(4, 4 * TOPK)
         # SGLang's buffer for the slots of a round: [requests, branches, drafts].
         self.slots = torch.zeros(4 * TOPK * WIDTH, dtype=torch.int64)
 
     @property
     def reasons(self) -> Any:
-        return self.steps._pat._reasons
+        return inside.reasons(self.steps)
 
     def view(self, lens: list[int], size: int = 0) -> Any:
         """SGLang's view of a round: eager, or before it replays the graph of `size` requests.
@@ -116,7 +116,9 @@ class Branching(DraftScene):
             self.steps.init_forward_metadata_out_graph(view)
             self.steps.init_forward_metadata_in_graph(view)  # the graph does
             self.graph_reads(size)
-            for attention in self.steps._pat_plans._attentions:  # kernels read it in each replay
+            for attention in inside.attentions(
+                inside.plans(self.steps)
+            ):  # kernels read it in each replay
                 attention._executor.reuse_plan(attention._executor._step)
         else:
             self.steps.init_forward_metadata(view)
@@ -148,7 +150,7 @@ class Branching(DraftScene):
 
 
 def round_of(steps: Any) -> BranchRound:
-    (kind,) = steps._pat.kinds
+    (kind,) = inside.planner(steps).kinds
     assert isinstance(kind, BranchRound)
     return kind
 
@@ -220,7 +222,7 @@ def test_rounds_are_repeated_without_a_plan() -> None:
             view = scene.view(lens, 2)
             scene.prepare(view, 2)
             scene.assert_round(view, lens)
-        repeated = scene.steps._pat._repeats.stats().plans_reused
+        repeated = inside.num_repeated(scene.steps)
         assert repeated == (0 if is_checked else 4)
         counts.append({k: v for k, v in scene.counters["draft"].items() if "plans" not in k})
         counts[-1] |= scene.counters["draft_kv_tokens"]

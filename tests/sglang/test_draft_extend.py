@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -38,7 +39,6 @@ from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach
 from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start.options import Reason
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL
 
@@ -59,7 +59,7 @@ class Extending(DraftScene):
         super().__init__(num_drafts=DRAFTS, arguments=arguments)
         self.target = self.new_runner(token_to_kv_pool=kv_pool(1), is_draft_worker=False)
         self.served = pat_backend(self.target)
-        self.served._pat._checks = DebugChecks(RankChecker(None))
+        inside.check_steps(self.served)
         if graphs_first:
             self.reserve()
         fields = {"token_to_kv_pool": kv_pool(2), "is_draft_worker": True}
@@ -192,8 +192,8 @@ def test_each_token_reads_those_before_it(verified_in: int, read_in: int) -> Non
         view = extending.view(lens, read_in)
         extending.prepare(view, read_in)
         if read_in:  # where the graph finds them
-            plans = extending.backend._pat_plans
-            assert plans is extending.served._pat._microbatches.current.captured
+            plans = inside.plans(extending.backend)
+            assert plans is inside.microbatch(extending.served).captured
             assert plans.num_rows == read_in * DRAFTS
         # A graph has padding.
         extending.assert_exact(view, lens, (read_in or 2) * DRAFTS)
@@ -263,7 +263,7 @@ def test_a_request_that_stopped_takes_no_one_with_it(size: int) -> None:
     view = extending.view(lens, size)
     extending.prepare(view, size)
     before = extending.table.clone()
-    (plan,) = (each._plan for each in extending.served._pat_plans._attentions)
+    (plan,) = (each._plan for each in inside.attentions(inside.plans(extending.served)))
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
     extending.table[ROWS[stopped]] = SLOTS - 1  # its row is the next prompt's
     q, out = extending.attend(view)
@@ -372,7 +372,7 @@ def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
 def test_what_is_read_is_not_captured(
     worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routes, before = worker.extending.backend._pat_routes, None
+    routes, before = inside.routes(worker.extending.backend), None
     leave = lambda: routes.delegate(1, Reason("attention", "a test"))  # noqa: E731
     if why == "captured":
         before = worker.cuda_graph_runner_for_draft_extend = object()

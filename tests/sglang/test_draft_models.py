@@ -10,6 +10,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -36,7 +37,6 @@ from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach, backend
 from sglang_pat.sglang.report import route_reports
 from sglang_pat.sglang.start import hooks
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL
 
@@ -83,16 +83,16 @@ class Drafting(DraftScene):
         factory = SimpleNamespace(draft_model_runner=self.runner)
         assert attach._after_create_decode_backend(self.steps, factory) is self.steps
         if isinstance(self.steps, backend.PatDraftSteps):
-            self.decoder._checks = DebugChecks(RankChecker(None))
+            inside.check_steps(self.decoder)
 
     @property
     def decoder(self) -> Any:
-        return self.steps._pat
+        return inside.planner(self.steps)
 
     @property
     def num_repeated(self) -> int:
         """Rounds without a plan()."""
-        repeated: int = self.decoder._repeats.stats().plans_reused
+        repeated: int = inside.num_repeated(self.decoder)
         return repeated
 
     def view(self, lens: list[int], size: int = 0) -> Any:
@@ -180,12 +180,12 @@ def test_a_graph_writes_the_lengths_of_all_steps() -> None:
     drafting = Drafting()
     drafting.steps.init_cuda_graph_state(4, 4)
     drafting.capture(4)
-    captured = drafting.steps._pat_round._reserved
+    captured = inside.draft_round(drafting.steps)._reserved
     view = drafting.view([25, 31], 4)
     drafting.steps.init_forward_metadata_out_graph(view)
     assert captured.tolist() == [[2] * 4, [3] * 4, [4] * 4]  # of the capture
     drafting.steps.init_forward_metadata_in_graph(view)
-    assert drafting.steps._pat_round._reserved is captured
+    assert inside.draft_round(drafting.steps)._reserved is captured
     # The plan leaves padding out.
     assert captured.tolist() == [[26, 32, 2, 2], [27, 33, 3, 3], [28, 34, 4, 4]]
 
@@ -197,7 +197,7 @@ def test_a_graph_that_does_not_is_told_the_lengths() -> None:
     for lens in ([25, 31], [26, 33]):
         view = drafting.view(lens, 2)
         drafting.steps.init_forward_metadata_out_graph(view)
-        assert drafting.steps._pat_round._reserved[2].tolist() == [n + 3 for n in lens]
+        assert inside.draft_round(drafting.steps)._reserved[2].tolist() == [n + 3 for n in lens]
         drafting.assert_round(view, lens)
 
 
@@ -235,7 +235,7 @@ def test_rounds_are_repeated_without_a_plan(kind: str) -> None:
     for is_checked in (True, False):
         drafting = repeating(kind)
         if is_checked:
-            drafting.decoder._checks = DebugChecks(RankChecker(None))
+            inside.check_steps(drafting.decoder)
         lens = [25, 31]
         for accepted in ([0, 0], [1, 3], [3, 1], [1, 255], [2, 3]):
             lens = [length + more for length, more in zip(lens, accepted, strict=True)]
@@ -286,7 +286,7 @@ def test_graphs_that_do_not_write_lengths_are_never_repeated() -> None:
 def repeating(kind: str = TREE_KINDS[0], captured: tuple[int, ...] = (4, 2)) -> Drafting:
     """Without checks, for which each round would be planned."""
     drafting = Drafting(kind)
-    drafting.decoder._checks = None
+    inside.do_not_check_steps(drafting.decoder)
     drafting.steps.init_cuda_graph_state(4, 4)
     for size in captured:
         drafting.capture(size)
@@ -343,7 +343,7 @@ def test_a_request_that_stopped_takes_no_one_with_it(is_repeated: bool) -> None:
         drafting.replay(view)
         assert drafting.num_repeated == 1
     before = drafting.table.clone()
-    (plan,) = (each._plan for each in drafting.steps._pat_plans._attentions)
+    (plan,) = (each._plan for each in inside.attentions(inside.plans(drafting.steps)))
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0)
     drafting.table[ROWS[stopped]] = SLOTS - 1
     for step in reversed(range(STEPS)):  # so that each one's rows are looked up
@@ -487,7 +487,7 @@ def test_without_speculation_no_draft_model_is_awaited() -> None:
     pat_backend(runner())
     assert attach._Served.decoder is None
     drafting = Drafting()
-    assert attach._Served.decoder is drafting.served._pat
+    assert attach._Served.decoder is inside.planner(drafting.served)
     pat_backend(runner())  # another one, built later in the process
     steps = DefaultSteps()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
@@ -548,7 +548,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
     """In the round that shows it, which all others have run in, and in those that follow."""
     drafting = Drafting()
-    drafting.steps._pat_layers.routes.shapes.pop(1)
+    inside.routes(drafting.steps).shapes.pop(1)
     view = drafting.view([25, 31])
     drafting.steps.init_forward_metadata(view)
     q, out = drafting.attend(view, 0, layer=0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -97,8 +98,8 @@ def test_padded_rows_are_zero_and_the_others_attend(backend: Any, model_runner: 
         backend.init_forward_metadata_out_graph(view)
         q, out = attend(backend, model_runner, view)
         assert_attends(model_runner, q, out, [[3, 4, 5], [6, 7]])
-    assert backend._pat._microbatches.current.captured is not None
-    assert backend._pat._microbatches.current.captured.stats.plans_reused == 1
+    assert inside.microbatch(backend).captured is not None
+    assert inside.microbatch(backend).captured.stats.plans_reused == 1
 
 
 @pytest.mark.parametrize("more_rows", range(1, 8))
@@ -198,10 +199,10 @@ def test_requests_share_in_a_replay_that_does_not_name_them(
     backend.init_forward_metadata_out_graph(view)
     q, out = attend(backend, model_runner, view)
     assert_attends(model_runner, q, out, running)
-    assert backend._pat._microbatches.current.captured is not None
-    stats = backend._pat._microbatches.current.captured.stats
+    assert inside.microbatch(backend).captured is not None
+    stats = inside.microbatch(backend).captured.stats
     assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (96, 36)
-    assert NO_REQUESTS not in backend._pat._microbatches.current.reader.private_steps
+    assert NO_REQUESTS not in inside.microbatch(backend).reader.private_steps
 
 
 def test_a_request_that_stopped_takes_no_one_with_it(
@@ -211,8 +212,8 @@ def test_a_request_that_stopped_takes_no_one_with_it(
     # more, then given to the next prompt while that step may still run; here, before it runs.
     view = replay_view([1, 2, 3], [32, 32, 32], [41, 43, 45], GRAPH_ROWS)
     backend.init_forward_metadata_out_graph(view)
-    assert backend._pat._microbatches.current.captured is not None
-    (plan,) = (each._plan for each in backend._pat._microbatches.current.captured._attentions)
+    assert inside.microbatch(backend).captured is not None
+    (plan,) = (each._plan for each in inside.attentions(inside.microbatch(backend).captured))
     assert plan is not None
     ((stopped, kv_begin, num_tokens, _),) = plan.gather_spans.tolist()
     assert (kv_begin, num_tokens) == (0, 30)
@@ -234,19 +235,18 @@ def repeating(
     backend: Any, model_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., bool]:
     """Replays a step of the running requests, and says whether it was planned."""
-    assert backend._pat._reports._log is not None
-    backend._pat._reports._log._interval = 100
+    inside.log_every(backend, 100)
     table = torch.zeros(4, 40, dtype=torch.int32)
     table[:, :30] = torch.tensor(PREFIX_SLOTS)
     model_runner.req_to_token_pool.req_to_token = table
     read: list[Any] = []
-    original = backend._pat._microbatches.current.reader.read
+    original = inside.microbatch(backend).reader.read
 
     def reads(view: Any) -> Any:
         read.append(view)
         return original(view)
 
-    monkeypatch.setattr(backend._pat._microbatches.current.reader, "read", reads)
+    monkeypatch.setattr(inside.microbatch(backend).reader, "read", reads)
 
     def replay(length: int, size: int = GRAPH_ROWS) -> bool:
         read.clear()
@@ -268,7 +268,7 @@ def test_the_same_requests_are_planned_once(backend: Any, repeating: Callable[..
 def test_what_was_not_planned_is_counted(backend: Any, repeating: Callable[..., bool]) -> None:
     for length in (31, 32, 33):
         repeating(length)
-    counted = backend._pat.counters()
+    counted = inside.planner(backend).counters()
     assert (counted["plans_built"], counted["plans_reused"]) == (1, 2)
     assert counted["kv_tokens_query_centric"] == 3 * (31 + 32 + 33)
     assert counted["kv_tokens_planned"] == 3 * 30 + 3 * (1 + 2 + 3)
@@ -310,14 +310,14 @@ def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
     # An update of the weights may ask for it, and pause requests that run.
     assert repeating(34)
     assert not repeating(35)
-    before = backend._pat.counters()
+    before = inside.planner(backend).counters()
     with monkeypatch.context() as patch:
         patch.setattr(CHANNEL, "_step", None)
         backend.init_cuda_graph_state(max_bs=GRAPH_ROWS, max_num_tokens=GRAPH_ROWS)
         view = decode_batch([0] * GRAPH_ROWS, [1] * GRAPH_ROWS, [0] * GRAPH_ROWS)
         backend.init_forward_metadata_out_graph(view, in_capture=True)
     assert repeating(36)
-    now = backend._pat.counters()
+    now = inside.planner(backend).counters()
     assert now["plans_built"] == before["plans_built"] + 2  # of the capture, and of this step
     assert now["plans_reused"] == before["plans_reused"]
 
@@ -326,8 +326,7 @@ def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
 def test_a_step_in_which_the_log_wants_a_line_is_planned(
     backend: Any, repeating: Callable[..., bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert backend._pat._reports._log is not None
-    backend._pat._reports._log._interval = 3
+    inside.log_every(backend, 3)
     with caplog.at_level("INFO"):
         planned = [repeating(length) for length in range(31, 38)]
     assert planned == [True, False, False, True, False, False, True]
@@ -339,7 +338,7 @@ def test_a_step_in_which_the_log_wants_a_line_is_planned(
 def test_in_debug_mode_every_step_is_planned_and_must_grow_by_one(
     backend: Any, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend._pat, "_checks", DebugChecks(RankChecker(None)))
+    monkeypatch.setattr(inside.planner(backend), "_checks", DebugChecks(RankChecker(None)))
     assert repeating(36)
     assert repeating(37)
     with pytest.raises(RuntimeError, match="the same requests had lengths"):

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -285,7 +286,9 @@ def test_an_idle_rank_has_no_rows() -> None:
 
 def test_the_twin_of_an_absorbed_layer_attends_in_prompts() -> None:
     step = Step()
-    assert step.backend._pat.routes.shapes == dict.fromkeys((0, 1), Shape(HEADS, 1, KEYS, VALUES))
+    assert inside.planner(step.backend).routes.shapes == dict.fromkeys(
+        (0, 1), Shape(HEADS, 1, KEYS, VALUES)
+    )
     step.batch.forward_mode = ForwardMode.EXTEND
     q = torch.randn(3, HEADS, 192)
     twin = step.runner.model[0].attn_mha
@@ -301,7 +304,7 @@ def test_a_twin_that_decodes_is_left_to_the_default_backend(
     with caplog.at_level("INFO"):
         assert step.backend.forward(q, None, None, twin, step.batch).isinf().all()
     assert "latent attention that is not absorbed" in caplog.text
-    assert [*step.backend._pat.routes.shapes] == [1]
+    assert [*inside.planner(step.backend).routes.shapes] == [1]
 
 
 @pytest.mark.parametrize("name", ["attn_sink", "topk_indices", "cos_sin_cache", "sinks"])
@@ -310,7 +313,7 @@ def test_arguments_that_pat_does_not_know(name: str) -> None:
     q, k, rope = step.parts()
     given = rope | {name: torch.zeros(HEADS)}
     assert step.backend.forward(q, k, k, step.layer(), step.batch, **given).isinf().all()
-    reason = step.backend._pat.routes.delegated[0]
+    reason = inside.planner(step.backend).routes.delegated[0]
     assert str(reason) == f"the argument {name}"
 
 
@@ -433,14 +436,14 @@ def test_models_that_pat_decodes(default: str, page_size: int) -> None:
     model_runner = latent_runner(token_to_kv_pool=make_pool(page_size=page_size))
     backend = pat_backend(model_runner, default)
     assert type(backend) is not DefaultBackend
-    assert [*backend._pat.routes.shapes] == [0, 1]
+    assert [*inside.planner(backend).routes.shapes] == [0, 1]
 
 
 @pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])
 def test_models_over_an_fp8_cache(default: str) -> None:
     """SGLang stores it without scales, and so it is read."""
     backend = pat_backend(fp8_runner(scale=1.0), default)
-    assert [*backend._pat.routes.shapes] == [0, 1]
+    assert [*inside.planner(backend).routes.shapes] == [0, 1]
 
 
 @pytest.mark.parametrize("default", ["triton", "flashmla"])

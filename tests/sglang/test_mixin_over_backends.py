@@ -14,6 +14,7 @@ from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -241,4 +242,4 @@ def test_a_layer_that_is_given_up_in_a_warm_up_finds_all_prepared(
         backend.init_forward_metadata_in_graph(batch)
         backend.forward_decode(q, None, None, life.layer, batch, score_mod=max)
         assert decoded.pop() is backend.decode_cuda_graph_metadata[GRAPH_ROWS]
-    assert backend._pat.routes.shapes == {}
+    assert inside.planner(backend).routes.shapes == {}

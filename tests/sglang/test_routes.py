@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import pytest
 import sglang
 import torch
@@ -294,7 +295,7 @@ def test_a_layer_is_left_to_the_default_backend(
         backend = pat_backend(make_runner())
     messages = our_messages(caplog)
     assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}; prefill on triton"]
-    assert [*backend._pat.routes.shapes] == [0]
+    assert [*inside.planner(backend).routes.shapes] == [0]
 
 
 @pytest.mark.parametrize("name", OF_THE_MODEL)

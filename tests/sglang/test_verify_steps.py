@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import inspect_backend as inside
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,6 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.layer.draft_trees import DraftTrees, square_masks
 from sglang_pat.sglang.start import options, routes
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
 from sglang_pat.sglang.step.reuse import Reason
 from sglang_pat.sglang.tree import channel
 from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
@@ -80,7 +80,7 @@ class Server:
             req_to_token_pool=SimpleNamespace(req_to_token=table),
         )
         self.backend: Any = pat_backend(self.runner)
-        self.backend._pat._checks = DebugChecks(RankChecker(None))
+        inside.check_steps(self.backend)
         self.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
         tree = Tree(tree_kind)
         tree.cache.req_to_token_pool = self.runner.req_to_token_pool
@@ -91,7 +91,7 @@ class Server:
 
     @property
     def plans(self) -> Any:
-        return self.backend._pat._microbatches.current.captured
+        return inside.microbatch(self.backend).captured
 
     def view(self, lens: list[int], size: int, mask: torch.Tensor | None = None) -> Any:
         """SGLang's view before it replays the graph of `size` requests; 0: an eager step."""
@@ -136,21 +136,21 @@ class Server:
         """
         self.backend.init_forward_metadata_out_graph(view)
         self.backend.init_forward_metadata_in_graph(view)
-        for attention in self.plans._attentions:
+        for attention in inside.attentions(self.plans):
             step = attention._executor._step
             on_device = step.seq_lens.numpy().astype(np.int32)
             attention._executor.reuse_plan(step._replace(host_seq_lens=on_device))
 
     def counts(self) -> dict[str, int]:
         """Counts of all steps, however they were planned."""
-        counters = self.backend._pat.counters()
+        counters = inside.planner(self.backend).counters()
         tokens = {name: number for name, number in counters.items() if "tokens" in name}
         return tokens | counters["verify"]
 
     @property
     def num_repeated(self) -> int:
         """Steps without a plan()."""
-        repeated: int = self.backend._pat._repeats.stats().plans_reused
+        repeated: int = inside.num_repeated(self.backend)
         return repeated
 
     def assert_exact(self, view: Any, lens: list[int], reads: torch.Tensor) -> None:
@@ -229,7 +229,10 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(server: Server
     # Once for all rows of all requests: the prefix, and what each request had of its own.
     planned, alone = server.plans.step_tokens.planned, server.plans.step_tokens.query_centric
     assert planned < 0.5 * alone
-    assert server.backend._pat.counters()["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
+    assert inside.planner(server.backend).counters()["verify"] == {
+        "steps": 4,
+        "rows": 4 * 2 * DRAFTS,
+    }
 
 
 # Tokens of both requests that each step accepts. The sixth finds one outgrown.
@@ -245,7 +248,7 @@ def test_steps_are_repeated_without_a_plan(
     for is_checked in (True, False):
         server = _server(algorithm, TREE_KINDS[0], monkeypatch)
         if not is_checked:
-            server.backend._pat._checks = None
+            inside.do_not_check_steps(server.backend)
         server.capture(2)
         before, lens = server.counts(), [25, 31]
         for i, accepted in enumerate(ACCEPTED):
@@ -268,7 +271,7 @@ def new_server(
     """Server, the reads among its draft tokens, and SGLang's mask of two requests."""
     server = _server(algorithm, TREE_KINDS[0], monkeypatch)
     if not is_checked:
-        server.backend._pat._checks = None
+        inside.do_not_check_steps(server.backend)
     reads = CHAIN if algorithm == "EAGLE3" else BRANCHES
     return server, reads, torch.cat([reads.flatten()] * 2)
 
@@ -329,7 +332,7 @@ def test_an_idle_rank_that_verifies_padding(
     """SGLang gives such steps to idle ranks of hybrid models, before and after real ones."""
     server, reads, mask = new_server(algorithm, monkeypatch)
     for lens in ([25, 31], [26, 33]):
-        before = server.counts(), dict(server.backend._pat.counters()["private_steps"])
+        before = server.counts(), dict(inside.planner(server.backend).counters()["private_steps"])
         with monkeypatch.context() as patch:
             patch.setattr(CHANNEL, "_step", None)
             view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
@@ -342,7 +345,10 @@ def test_an_idle_rank_that_verifies_padding(
         assert len(out) == num_tokens
         assert out.isfinite().all()
         assert algorithm == "NGRAM" or not out.any()
-        assert (server.counts(), server.backend._pat.counters()["private_steps"]) == before
+        assert (
+            server.counts(),
+            inside.planner(server.backend).counters()["private_steps"],
+        ) == before
         view = server.view(lens, 0, mask)
         server.backend.init_forward_metadata(view)
         server.assert_exact(view, lens, reads)
@@ -384,7 +390,7 @@ def test_a_step_of_another_kind_is_no_repetition(
 def test_graphs_that_are_captured_anew_must_write_their_rows_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.backend._pat._checks = None
+    inside.do_not_check_steps(server.backend)
     server.capture(2)
     # Then a runner that does not ask the backend what to capture, as after new weights.
     server.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
@@ -397,7 +403,7 @@ def test_graphs_that_are_captured_anew_must_write_their_rows_again(
 
 @pytest.mark.parametrize("what", ["moved", "reset", "graph", "eager", "shorter", "others"])
 def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> None:
-    server.backend._pat._checks = None
+    inside.do_not_check_steps(server.backend)
     server.capture(4)
     server.capture(2)
     lens = [25, 31]
@@ -433,9 +439,9 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
     """After the step behind: SGLang has processed the results of the one before alone."""
     assert not server.backend.needs_cpu_seq_lens
     if not is_checked:
-        server.backend._pat._checks = None
+        inside.do_not_check_steps(server.backend)
     server.capture(2)
-    built = server.backend._pat.counters()["plans_built"]
+    built = inside.planner(server.backend).counters()["plans_built"]
     for lens in late_lengths(server.reqs):
         view = server.view(lens, size)
         view.seq_lens_cpu = None
@@ -444,7 +450,7 @@ def test_chains_do_with_lengths_that_the_host_learns_late(
         else:
             server.backend.init_forward_metadata(view)
         server.assert_exact(view, lens, CHAIN)
-    assert server.backend._pat.counters()["plans_built"] == built + 1
+    assert inside.planner(server.backend).counters()["plans_built"] == built + 1
     assert server.num_repeated == (3 if size and not is_checked else 0)
 
 
@@ -456,8 +462,8 @@ def test_masks_of_trees_are_computed_once_per_step(
     branching: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a step that is planned because the log wants a line."""
-    branching.backend._pat._checks = None
-    branching.backend._pat._reports._log._interval = 3
+    inside.do_not_check_steps(branching.backend)
+    inside.log_every(branching.backend, 3)
     branching.capture(2)
     taken: list[int] = []
     take = DraftTrees.take
@@ -471,13 +477,13 @@ def test_masks_of_trees_are_computed_once_per_step(
         branching.replay(branching.view(lens, 2, mask))
         masks.append(len(taken))
     assert masks == [1] * 7
-    reasons = branching.backend._pat.counters()["steps_planned"]
+    reasons = inside.planner(branching.backend).counters()["steps_planned"]
     assert reasons[Reason.DUE] == 2
 
 
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:
     # A runner that does not ask the backend what to capture has them so.
-    server.backend._pat._checks = None
+    inside.do_not_check_steps(server.backend)
     for lens in ([25, 31], [26, 33], [29, 34]):
         view = server.view(lens, 2)
         server.backend.init_forward_metadata_out_graph(view)
@@ -487,7 +493,7 @@ def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) 
 
 def test_a_repeated_step_is_exact_when_rows_have_stopped(server: Server) -> None:
     """See test_a_request_that_stopped_takes_no_one_with_it; this step is not planned."""
-    server.backend._pat._checks = None
+    inside.do_not_check_steps(server.backend)
     server.capture(2)
     lens = [25, 31]
     server.replay(server.view(lens, 2))
@@ -496,7 +502,7 @@ def test_a_repeated_step_is_exact_when_rows_have_stopped(server: Server) -> None
     server.replay(view)
     assert server.num_repeated == 1
     before = server.table.clone()
-    (plan,) = (each._plan for each in server.plans._attentions)
+    (plan,) = (each._plan for each in inside.attentions(server.plans))
     stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
     server.table[ROWS[stopped]] = 599
     q, out = server.attend(view)
@@ -513,9 +519,7 @@ def test_what_has_long_been_committed_is_read_once_again(server: Server) -> None
         server.assert_exact(view, lens, CHAIN)
     # 32 accepted tokens are still read apart, 64 are not.
     assert (server.plans.stats.plans_built, server.plans.stats.plans_reused) == (2, 1)
-    begins = {
-        path[-1][2] for path in server.backend._pat._microbatches.current.reader._forest.paths()
-    }
+    begins = {path[-1][2] for path in inside.microbatch(server.backend).reader._forest.paths()}
     assert begins == {lens[0], lens[1]}
 
 
@@ -526,7 +530,7 @@ def test_a_request_that_stopped_takes_no_one_with_it(server: Server) -> None:
     view = server.view(lens, 2)
     server.backend.init_forward_metadata_out_graph(view)
     before = server.table.clone()
-    (plan,) = (each._plan for each in server.plans._attentions)
+    (plan,) = (each._plan for each in inside.attentions(server.plans))
     spans = [span for span in plan.gather_spans.tolist() if span[1] == 0]
     assert spans  # the prefix is gathered through the row of one of the requests
     stopped = spans[0][0] // DRAFTS
@@ -584,7 +588,7 @@ def test_capture_verifies_requests_that_nobody_knows(
         each.backend.init_forward_metadata_out_graph(view, in_capture=True)
         _, out = each.attend(view)
         assert out.isfinite().all()
-        assert each.backend._pat.counters()["verify"]["steps"] == 0
+        assert inside.planner(each.backend).counters()["verify"]["steps"] == 0
 
 
 def test_the_default_backend_prepares_no_verify_step(server: Server) -> None:
@@ -602,7 +606,7 @@ def test_a_step_of_a_plan_stream_is_prepared_once(server: Server) -> None:
     server.backend.init_forward_metadata_out_graph(view)
     server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
     server.assert_exact(view, [25, 31], CHAIN)
-    server.backend._pat_routes.delegate(0, options.Reason("attention", "of a test"))
+    inside.routes(server.backend).delegate(0, options.Reason("attention", "of a test"))
     with pytest.raises(NotImplementedError):
         server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
 
@@ -655,7 +659,7 @@ def test_full_masks_are_made_for_other_readers_alone(
     monkeypatch.setattr(routes, "_device_reason", lambda *_: None)
     made = server_arguments(speculative_num_draft_tokens=DRAFTS, **arguments)
     backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))
-    assert backend._pat.verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
+    assert inside.planner(backend).verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
     assert worker.USE_FULL_MASK is is_full
 
 
@@ -679,7 +683,7 @@ def test_sglang_may_write_masks_over_the_drafts_alone(
         else:
             branching.backend.init_forward_metadata(view)
         branching.assert_exact(view, lens, reads)
-    branching.backend._pat_routes.delegate(0, options.Reason("attention", "of a test"))
+    inside.routes(branching.backend).delegate(0, options.Reason("attention", "of a test"))
     assert branching.backend.verify_mask is None
 
 
@@ -711,7 +715,7 @@ def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
     assert worker.USE_FULL_MASK
     assert branching.backend.calls[-1] == "extend"
     assert "out_graph" in branching.backend.calls[0]  # the default backend has been prepared
-    assert 0 in branching.backend._pat.routes.delegated
+    assert 0 in inside.planner(branching.backend).routes.delegated
     exact = full_mask(lens, [BRANCHES, CHAIN]) if is_known else mask
     assert torch.equal(view.spec_info.custom_mask, exact)
 

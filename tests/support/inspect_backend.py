@@ -1,0 +1,75 @@
+"""The private state of pat's backends, for tests: nothing else in tests/ reaches into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+
+
+def planner(backend: Any) -> Any:
+    """Return the planner of a backend, or of the container of a draft model's steps."""
+    return backend._pat
+
+
+def _planner(owner: Any) -> Any:
+    return getattr(owner, "_pat", owner)
+
+
+def plans(backend: Any) -> Any:
+    """Return the plans of the last step of a backend."""
+    return backend._pat_plans
+
+
+def routes(backend: Any) -> Any:
+    """Return which layers pat decodes in a backend."""
+    return backend._pat_layers.routes
+
+
+def kinds(backend: Any) -> Any:
+    """Return the steps that pat plans for a backend, by SGLang's mode."""
+    return backend._pat_kinds
+
+
+def draft_round(steps: Any) -> Any:
+    """Return the kind of step of a draft model's container."""
+    return steps._pat_round
+
+
+def microbatch(owner: Any) -> Any:
+    """Return the microbatch of the last step: its reader, and its eager and captured plans.
+
+    owner: of this function and those below, a planner or its backend.
+    """
+    return _planner(owner)._microbatches.current
+
+
+def num_repeated(owner: Any) -> int:
+    """Count the steps that repeated the one before them."""
+    count: int = _planner(owner)._repeats.stats().plans_reused
+    return count
+
+
+def reasons(owner: Any) -> Any:
+    """Return the counter of why steps were planned."""
+    return _planner(owner)._reasons
+
+
+def attentions(plans: Any) -> Any:
+    """Return the PackAttention of each shape of layers."""
+    return plans._attentions
+
+
+def check_steps(owner: Any) -> None:
+    """Check each step of a planner, as SGLANG_PAT_DEBUG=1 does."""
+    _planner(owner)._checks = DebugChecks(RankChecker(None))
+
+
+def do_not_check_steps(owner: Any) -> None:
+    """Let steps of a planner repeat, unchecked."""
+    _planner(owner)._checks = None
+
+
+def log_every(owner: Any, num_steps: int) -> None:
+    """Let a planner log after that many steps."""
+    _planner(owner)._reports._log._interval = num_steps
