@@ -7,10 +7,15 @@ hooked into SGLang, when SGLang builds a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from sglang_pat.sglang import TOUCHPOINTS, Touchpoint
 from sglang_pat.support import BACKEND
 
 _WRAPPED = "_sglang_pat_wrapped"
@@ -108,3 +113,52 @@ def unwrapped_backends() -> list[str]:
 
     factories = ATTENTION_BACKENDS.items()
     return sorted(name for name, f in factories if name != BACKEND and not hasattr(f, _WRAPPED))
+
+
+def missing_touchpoints() -> list[Touchpoint]:
+    """Return the places that the installed SGLang lacks, of those that pat touches.
+
+    SGLang's source is read, and not imported: some modules need a GPU, others take seconds. pat
+    does without a place in the versions that are known to lack it.
+    """
+    installed = version("sglang")
+    return [each for each in TOUCHPOINTS if each.not_in != installed and not _is_there(each)]
+
+
+def _is_there(place: Touchpoint) -> bool:
+    module, _, path = place.target.partition(":")
+    *owners, names = path.split(".")
+    body: list[ast.stmt] | None = _source_of(module)
+    for owner in owners:
+        body = next((each.body for each in body or () if _is_class(each, owner)), None)
+    if body is None:
+        return False
+    if place.kind == "value" and place.name is not None:  # a field of the class
+        body, names = next((e.body for e in body if _is_class(e, names)), []), place.name
+    return names == "__class__" or not set(names.split("|")).isdisjoint(_names_in(body))
+
+
+@cache
+def _source_of(module: str) -> list[ast.stmt] | None:
+    try:
+        found = find_spec(module)
+    except ImportError:
+        return None
+    if found is None or found.origin is None:
+        return None
+    return ast.parse(Path(found.origin).read_text()).body
+
+
+def _is_class(statement: ast.stmt, name: str) -> bool:
+    return isinstance(statement, ast.ClassDef) and statement.name == name
+
+
+def _names_in(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that a module or a class binds, its methods' `self.name = ...` included."""
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr

@@ -1,0 +1,138 @@
+"""The map in `sglang_pat/sglang/__init__.py` lists what the code does to SGLang, and no more."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_pat import sglang as adapter
+from sglang_pat.sglang import TOUCHPOINTS, Touchpoint, plugin
+from sglang_pat.sglang.backend import PatMixin
+from sglang_pat.sglang.tree import events
+from sglang_pat.sglang.tree.channel import BLOCK_WORKERS
+from sglang_pat.stats import PlanStats
+
+FOLDER = Path(adapter.__file__).parent
+Place = tuple[str, str]  # a module of the adapter, and what it touches
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the modules of the adapter that run in a server."""
+    for path in sorted(FOLDER.rglob("*.py")):
+        name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+        if path.stem != "__init__" and not name.startswith("cpu.") and "workload_tree" not in name:
+            yield name, ast.parse(path.read_text())
+
+
+def listed(kind: str) -> set[Place]:
+    chosen = [each for each in TOUCHPOINTS if each.kind == kind]
+    return {(each.module, each.name or each.target) for each in chosen}
+
+
+def value_of(node: ast.expr, module: Any) -> set[str]:
+    """Return the values of an expression. A variable of a function is a worker of block drafts."""
+    text = ast.unparse(node)
+    try:
+        return {eval(text, vars(module))}
+    except NameError:
+        return {eval(text, vars(module) | {text: worker}) for worker in BLOCK_WORKERS.values()}
+
+
+def test_each_row_of_the_table_is_read() -> None:
+    assert len(TOUCHPOINTS) == adapter._TABLE.count(": ") == len(set(TOUCHPOINTS))
+    kinds = {"name", "hook", "wrapper", "override", "class", "attribute", "value"}
+    assert {each.kind for each in TOUCHPOINTS} == kinds
+
+
+def test_hooks_are_those_of_the_list() -> None:
+    found = {
+        (name, f"{owner}.{method}")
+        for name, tree in modules()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Hook"
+        for module in [importlib.import_module(f"{adapter.__name__}.{name}")]
+        for owner in value_of(call.args[0], module)
+        for method in value_of(call.args[1], module)
+    }
+    # Registered before there is a backend, and so not by hooks.py.
+    resolution = ("plugin", "sglang.srt.server_args:ServerArgs.resolve_once|__post_init__")
+    assert found | {resolution} == listed("hook")
+
+
+def test_methods_that_are_overridden_are_those_of_the_list() -> None:
+    overrides = {target.rpartition(".")[2] for _, target in listed("override")}
+    # Not in the oldest SGLang.
+    later = {each.target.rpartition(".")[2] for each in TOUCHPOINTS if each.not_in}
+    sglangs = {*dir(AttentionBackend), *later}
+    own = {name for name in vars(PatMixin) if not name.startswith("_")}
+    assert own & sglangs == overrides
+
+
+def test_wrapped_methods_of_a_cache_are_those_of_the_list() -> None:
+    wrapped = {target.rpartition(".")[2] for name, target in listed("wrapper") if "event" in name}
+    assert wrapped == {"|".join(kind.methods) for kind in (*events._KINDS, events._SPLIT)}
+
+
+def test_attributes_are_those_of_the_list() -> None:
+    found = {
+        (name, node.value)
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith("_sglang_pat_")
+    }
+    assert found == listed("attribute")
+
+
+def test_objects_of_sglang_are_written_where_the_list_says() -> None:
+    """An attribute that no class of the adapter declares belongs to an object of SGLang's."""
+    trees = list(modules())
+    ours = {*PlanStats.__dataclass_fields__, "rid"}  # a row of beams declares it, as Reqs do
+    ours |= {
+        node.target.id
+        for _, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    written: set[Place] = set()
+    for name, tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if ast.unparse(node.value) in ("self", "cls"):
+                    ours.add(node.attr)
+                else:
+                    written.add((name, node.attr))
+    written = {place for place in written if place[1] not in ours}
+    # Arguments are set by setattr().
+    values = [place for place in listed("value") if place[0] != "start.substitution"]
+    expected = {(name, target.rpartition(":")[2].rpartition(".")[2]) for name, target in values}
+    expected |= {(name, "__class__") for name, _ in listed("class")} | {("backend", "__class__")}
+    expected |= {("attach", "execute")}  # the wrapper of an object's method
+    assert written == expected
+
+
+def test_the_installed_sglang_has_all_of_them() -> None:
+    assert plugin.missing_touchpoints() == []
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "sglang.srt.no_such_module:ServerArgs",
+        "sglang.srt.server_args:NoSuchClass",
+        "sglang.srt.server_args:ServerArgs.no_such_method|nor_this",
+        "sglang.srt.server_args:NoSuchClass.resolve_once",
+    ],
+)
+def test_a_place_that_is_gone_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Touchpoint("hook", target, None, None, "plugin", "")
+    field = Touchpoint("value", "sglang.srt.server_args:ServerArgs", "gone", None, "plugin", "")
+    lacking = field._replace(not_in=plugin.version("sglang"))
+    monkeypatch.setattr(plugin, "TOUCHPOINTS", (gone, field, lacking))
+    assert plugin.missing_touchpoints() == [gone, field]
