@@ -25,11 +25,7 @@ OTHER_GPU = ROOT / "benchmarks/results/h200"
 ON_CPU = ROOT / "benchmarks/results/cpu"
 COMMAND = "python tests/support/recorded_figures.py"
 PAGES = (
-    "README.md",
     "docs/bench.md",
-    "docs/design/index.md",
-    "docs/guide.md",
-    "docs/index.md",
     "docs/kernels.md",
     "docs/numerics.md",
     "docs/recipes/agents.md",
@@ -493,112 +489,6 @@ def heads(case: Case) -> str:
 # --- servers ---
 
 
-def headline() -> str:
-    result = first_server()
-    case = question(result, LONG_PREFIX)
-    pat, fa3 = case["tpot_ms"]["pat"], case["tpot_ms"]["fa3"]
-    alone = gains_alone()
-    given = wrapped(
-        "128 requests that share a prefix of 8,192 tokens have a time per output token (TPOT) of "
-        f"**{pat:.1f} ms instead of {fa3:.1f} ms** with FA3, SGLang's default on an H100 "
-        f"({model(result, case)}). Where requests share nothing, FA3's TPOT is {min(alone):.2f} to "
-        f"{max(alone):.2f} times that of pat ({len(alone)} cases on H100 and H200)."
-    )
-    planning = read("planning.json")
-    us = {name: step["p50_us"] for name, step in planning["steps"].items()}
-    (pool,) = {server["max_total_num_tokens"] for server in read("bench.json")["servers"].values()}
-    cost = wrapped(
-        f"Planning a step takes {us['same']:.1f} us of CPU time while the batch is unchanged, and "
-        f"{us['leave']:.0f} to {us['join']:.0f} us when a request leaves or joins "
-        f"({planning['requests']} requests, medians, H100); SGLang's overlap schedule hides that. "
-        f"The KV pool keeps its size ({pool:,} tokens with either backend); plans and partial "
-        "results take tens of MB of GPU memory on top (calculated, not measured)."
-    )
-    return f"{given}\n\n{cost}"
-
-
-def gains_alone() -> list[float]:
-    """FA3's TPOT over pat's where requests share nothing, each case from its fullest model."""
-    found: dict[tuple[Path, str, str], float] = {}
-    for folder in (RESULTS, OTHER_GPU):
-        for name in ("serving-gates-whole.json", "serving-gates.json"):
-            if (folder / name).exists():
-                for case in read(name, folder)["cases"]:
-                    if "shared" not in case["question"] and "fa3" in case["tpot_ms"]:
-                        key = folder, case["model"], case["question"]
-                        found.setdefault(key, over_pat(case))
-    return list(found.values())
-
-
-def gains_by_workload() -> str:
-    """TPOT on an H100 and whole jobs on an H200, FA3's over pat's."""
-    result, jobs = first_server(), read("jobs.json", OTHER_GPU)["jobs"]
-    latent = [
-        case["default_over_pat"]["median"]
-        for case in read("mla-serving.json", OTHER_GPU)["cases"]
-        if case["case"] == "shared"
-    ]
-    alone = gains_alone()
-    none = "not measured"
-    rows = [
-        [
-            "agents: long system prompts",
-            f"{over_pat(question(result, LONG_PREFIX)):.1f}x: 128 requests, 8,192 shared tokens",
-            f"{job_gain(jobs['agents'])}: 32 prompts of 4,000 tokens x 20 requests",
-        ],
-        [
-            "rollouts: samples of each prompt",
-            f"{over_pat(question(result, ROLLOUT)):.2f}x: 32 prompts of 1,024 tokens x 8 samples",
-            f"{job_gain(jobs['rollouts'])}: 48 prompts of 1,500 tokens x 16 samples",
-        ],
-        [
-            "70B at TP 8: one GPU's share, communication left out",
-            f"{over_pat(shard_of_70b()):.2f}x: 128 requests, 8,192 shared tokens",
-            none,
-        ],
-        [
-            "MLA on an H200: DeepSeek-V2-Lite, GLM-4.7-Flash, ranks of V3, K2",
-            f"{min(latent):.2f}x to {max(latent):.2f}x: 64 requests, 16,384 shared tokens",
-            none,
-        ],
-        ["nothing shared, H100 and H200", f"{min(alone):.2f}x to {max(alone):.2f}x", none],
-    ]
-    eagle, ngram = (
-        1 / case["pat_over_default"]
-        for file, drafts in (("kinds", "eagle"), ("ngram", "ngram"))
-        for case in read(f"speculation-{file}.json")["cases"]
-        if case["drafts"] == drafts
-    )
-    fp8 = at_least(gain(case) for case in read("fp8.json")["cases"] if case["shared"])
-    few, many = geomean(_gains(3, 3)), geomean(_gains(12, 14))
-    further = wrapped(
-        f"Kernels alone gain {few:.1f}x where 3 requests share a KV token, {many:.1f}x where 12 to "
-        f"14 do, over shared fp8 KV at least {fp8}x. TPOT with drafts, 64 requests over 8,192 "
-        f"shared tokens: EAGLE {eagle:.2f}x, NGRAM {ngram:.2f}x (prompts copied as in 0.5.23)."
-    )
-    columns = ["workload", "TPOT gain", "whole-job gain (mean TTFT, FA3 -> pat)"]
-    head = "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * 3, *rows))
-    return f"{head}\n\n{further}"
-
-
-def shard_of_70b() -> Case:
-    """Case of the long prefix on a rank of a 70B model."""
-    (found,) = (
-        case
-        for case in read("serving-gates.json")["cases"]
-        if case["model"] != MODEL and case["question"] == LONG_PREFIX
-    )
-    return dict(found)
-
-
-def job_gain(job: dict[str, Any]) -> str:
-    (pat,), (other,) = job["measured"]["pat"], job["measured"]["default"]
-    return (
-        f"{other['seconds'] / pat['seconds']:.2f}x "
-        f"({other['ttft_mean']:.1f} -> {pat['ttft_mean']:.1f} s)"
-    )
-
-
 def bench_run() -> str:
     """Answer of `sglang-pat bench` with the 8B shape."""
     result = read("bench.json")
@@ -614,20 +504,6 @@ def bench_run() -> str:
         f"(`h100/bench.json`, commit {meta['commit']}), ms per output token with quartiles:"
     )
     return f"{source}\n\n{table(['batch', 'pat', 'FA3', 'gain'], rows)}"
-
-
-def gains_in_server() -> str:
-    result = first_server()
-    cases = [case for case in result["cases"] if case["model"] == MODEL]
-    alone = [over_pat(case) for case in cases if case["part"] == "unshared"]
-    return wrapped(
-        "FA3's time per output token is "
-        f"{over_pat(question(result, LONG_PREFIX)):.1f} times that of pat if 128 requests share a "
-        f"prefix of 8,192 tokens, {over_pat(question(result, SHORT_PREFIX)):.1f} times if 64 share "
-        f"2,048, and {min(alone):.2f} to {max(alone):.2f} times if they share nothing "
-        f"({model(result, cases[0])}, one H100). For one GPU's share of a 70B at TP 8 it is "
-        f"{over_pat(shard_of_70b()):.1f} times with 128 over 8,192, communication left out."
-    )
 
 
 def rollout() -> str:
@@ -947,14 +823,6 @@ def model(result: dict[str, Any], case: Case) -> str:
     return f"Llama-3-8B shape{cut}, SGLang {result['meta']['versions']['sglang']}"
 
 
-def not_yet_tested() -> str:
-    """The list in the README's status."""
-    text = (ROOT / "README.md").read_text()
-    (found,) = re.findall(r"\*\*Not yet tested:\*\* (.*?)\n(?:\n|- )", text, re.DOTALL)
-    items = re.sub(r"\s+", " ", re.sub(r"\s*\(\[[^]]*\]\([^)]*\)\)", "", found)).rstrip(". ")
-    return wrapped(f"Not yet tested: {items}.")
-
-
 # --- when it pays ---
 
 
@@ -995,10 +863,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        headline,
-        gains_by_workload,
         bench_run,
-        gains_in_server,
         rollout,
         agents,
         drafts,
@@ -1034,7 +899,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         gains_by_sharing,
         gains_without_sharing,
         sharing_curve,
-        not_yet_tested,
     )
 }
 _BLOCK = re.compile(

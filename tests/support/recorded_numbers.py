@@ -1,0 +1,82 @@
+"""Check that numbers in prose follow the recorded runs.
+
+A page ends with comments of this form, one number per line. The number must occur in the text of
+the page, and it must be what the JMESPath query finds in the file, rounded to the shown digits:
+
+    <!-- recorded in benchmarks/results/h100/kernels.json:
+    4.3 = geomean(cases[?shared].over_best)
+    2.2 <= min(cases[].over_best)
+    18% >= max(cases[].error)
+    -->
+
+`<=` and `>=` say that the number is a bound of what is found ("at least 2.2x"). `geomean(numbers)`
+is added to the functions of JMESPath.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import jmespath
+from jmespath.functions import Functions, signature
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"<!-- recorded in (\S+):\n(.*?)-->", re.DOTALL)
+LINE = re.compile(r"(?P<shown>[\d.,]+%?) (?P<relation>=|<=|>=) (?P<query>.+)")
+
+
+class _Functions(Functions):  # type: ignore[misc]
+    @signature({"types": ["array-number"]})
+    def _func_geomean(self, numbers: list[float]) -> float:
+        return geometric_mean(numbers)
+
+
+_OPTIONS = jmespath.Options(custom_functions=_Functions())
+
+
+def shown_numbers(text: str) -> set[str]:
+    """Return the numbers of a page that its comments trace to a record."""
+    lines = [line for _, body in BLOCK.findall(text) for line in body.splitlines()]
+    return {found["shown"] for line in lines if (found := LINE.fullmatch(line))}
+
+
+def wrong_numbers(text: str, root: Path = ROOT) -> list[str]:
+    """Return one line for each traced number that the page lacks or the record contradicts."""
+    prose = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    wrong = []
+    for name, body in BLOCK.findall(text):
+        record = json.loads((root / name).read_text())
+        for line in body.splitlines():
+            found = LINE.fullmatch(line)
+            if found is None:
+                wrong.append(f"{line!r}: expected NUMBER = QUERY")
+                continue
+            shown, relation, query = found["shown"], found["relation"], found["query"]
+            value = _value(record, query)
+            if not re.search(rf"(?<![\d.,]){re.escape(shown)}(?![\d%]|[.,]\d)", prose):
+                wrong.append(f"{line}: the text does not show {shown}")
+            if value is None:
+                wrong.append(f"{line}: finds no number in {name}")
+            elif not _holds(shown, relation, value):
+                wrong.append(f"{line}: {name} has {value:.6g}")
+    return wrong
+
+
+def _value(record: dict[str, Any], query: str) -> float | None:
+    value = jmespath.search(query, record, _OPTIONS)
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _holds(shown: str, relation: str, value: float) -> bool:
+    digits = shown.removesuffix("%").replace(",", "")
+    number, places = float(digits), len(digits.partition(".")[2])
+    value *= 100 if shown.endswith("%") else 1
+    if relation == "=":
+        return f"{value:.{places}f}" == f"{number:.{places}f}"
+    return number <= value if relation == "<=" else number >= value
