@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -95,6 +96,20 @@ def test_the_worker_serves_where_it_is_scraped() -> None:
     port = str(template["spec"]["containers"][0]["ports"][0]["containerPort"])
     assert annotations["prometheus.io/port"] == port
     assert f'"--port", "{port}", "--enable-metrics"' in DOCKERFILE
+
+
+def test_the_flag_can_be_left_out_of_an_image_and_of_a_pod() -> None:
+    """A rollback replaces arguments: no image is built, and no command of the image repeated."""
+    entry, given = (
+        json.loads(re.findall(rf"^{name} (\[.*\])$", DOCKERFILE, re.MULTILINE)[0])
+        for name in ("ENTRYPOINT", "CMD")
+    )
+    container = DEPLOYMENTS["sglang-pat"]["spec"]["template"]["spec"]["containers"][0]
+    assert not {"--attention-backend", "pat"} & {*entry}
+    for arguments in (given, container["args"]):
+        assert arguments[-2:] == ["--attention-backend", "pat"]
+        assert "--model-path" in arguments
+    assert "command" not in container
 
 
 def test_the_image_compiles_by_a_command_that_exists() -> None:

@@ -1,15 +1,21 @@
 """The dashboard and the alert rules: they name only metrics and labels that exist, and all of them.
 
-That the expressions are right is checked by a Prometheus (`tests/engine/test_monitoring.py`).
+`promtool` runs the rules' own tests, where Debian's package `prometheus` is installed or the folder
+PROMETHEUS_FOLDER has it. A Prometheus that scrapes a server: `tests/engine/test_monitoring.py`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 import yaml
 
 from sglang_pat.sglang.report import metrics as ours
@@ -18,8 +24,11 @@ from sglang_pat.stats import StepKind
 FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "pat-dashboard.json").read_text())
 RULES: dict[str, Any] = yaml.safe_load((FOLDER / "pat-rules.yml").read_text())
-# SGLang's own, of both supported versions. The test with an engine finds them on its page.
+ROLLOUT = (FOLDER.parent / "rollout.md").read_text()
+# SGLang's own, of both supported versions. The test with an engine finds those of the dashboard.
 SGLANG_METRICS = {
+    "sglang:num_requests_total",
+    "sglang:num_aborted_requests_total",
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
     "sglang:inter_token_latency_seconds_bucket",
@@ -40,6 +49,7 @@ def registered() -> dict[str, set[str]]:
 
     classes = ours.MetricClasses(Metric, Metric, Metric)
     ours.StepMetrics({"of SGLang": ""}, dict, classes)
+    ours.LayerMetrics({"of SGLang": ""}, classes)
     histogram = found.pop(f"{ours.PREFIX}plan_seconds")
     for suffix in ("bucket", "count", "sum"):
         found[f"{ours.PREFIX}plan_seconds_{suffix}"] = histogram
@@ -52,7 +62,13 @@ def rules() -> list[dict[str, Any]]:
 
 def expressions() -> list[str]:
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    return panels + [rule["expr"] for rule in rules()]
+    return panels + [rule["expr"] for rule in rules()] + rollout_queries()
+
+
+def rollout_queries() -> list[str]:
+    found: list[str] = re.findall(r"```promql\n(.*?)```", ROLLOUT, re.DOTALL)
+    assert len(found) == ROLLOUT.count("promql") >= 5
+    return found
 
 
 def test_every_metric_exists() -> None:
@@ -96,6 +112,107 @@ def test_reasons_and_kinds_that_rules_select_are_given_by_the_code() -> None:
             assert reason in source, reason
         for kind in re.findall(r'kind="(.*?)"', expression):
             assert f'"{kind}"' in source, kind
+
+
+def test_the_dashboard_lists_servers_that_decode_nothing_by_pat() -> None:
+    """A replica that falls back as a whole has one metric of pat's: who decodes its layers."""
+    (instance,) = (e for e in DASHBOARD["templating"]["list"] if e["name"] == "instance")
+    assert instance["query"]["query"] == "label_values(sglang:pat_layers, instance)"
+
+
+def promtool(*arguments: str, folder: Path) -> None:
+    program = shutil.which("promtool", path=os.environ.get("PROMETHEUS_FOLDER"))
+    if program is None:
+        pytest.skip("promtool is missing: apt-get install prometheus")
+    result = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "SUCCESS" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", "pat-rules.yml"),
+        ("test", "rules", "pat-rules-test.yml"),
+        ("check", "config", "prometheus.yml"),
+    ],
+)
+def test_promtool_accepts_the_files(arguments: tuple[str, ...]) -> None:
+    promtool(*arguments, folder=FOLDER)
+
+
+def test_promtool_accepts_the_queries_of_a_rollout(tmp_path: Path) -> None:
+    queries = [{"record": f"query:{i}", "expr": expr} for i, expr in enumerate(rollout_queries())]
+    (tmp_path / "queries.yml").write_text(
+        yaml.safe_dump({"groups": [{"name": "rollout", "rules": queries}]})
+    )
+    promtool("check", "rules", "queries.yml", folder=tmp_path)
+
+
+def test_the_alerts_of_a_rollout_exist() -> None:
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    pages = ROLLOUT, (FOLDER.parent / "index.md").read_text()
+    named = [set(re.findall(r"`(Pat\w+)`", page)) for page in pages]
+    assert named[0] <= alerts == named[1]
+
+
+def test_the_metrics_of_sglang_are_in_its_source() -> None:
+    spec = importlib.util.find_spec("sglang")
+    folders = [*map(Path, spec.submodule_search_locations or ())] if spec else []
+    files = (file for folder in folders for file in folder.glob("srt/**/metrics_collector.py"))
+    sources = "".join(file.read_text() for file in files)
+    if not sources:
+        pytest.skip("SGLang is not installed")
+    for name in SGLANG_METRICS:
+        assert f'"{name.removesuffix("_bucket")}"' in sources, name
+
+
+@pytest.mark.parametrize(
+    ("counts", "falls_back"),
+    [
+        ({("default", "sliding window 4096"): 32}, True),
+        ({("default", "no attention layer in Mamba"): 0}, True),
+        ({("pat", ""): 16, ("default", "sliding window 4096"): 16}, False),
+        ({("pat", ""): 32}, False),
+    ],
+)
+def test_what_the_code_publishes_of_a_whole_fallback_fires(
+    counts: dict[tuple[str, str], int], falls_back: bool, tmp_path: Path
+) -> None:
+    series = []
+
+    class Gauge:
+        def __init__(self, *, name: str, **_: object) -> None:
+            self.name = name
+
+        def labels(self, **labels: str) -> Gauge:
+            self.series = json.dumps(labels)[1:-1]
+            self.series = re.sub(r'"(\w+)": "', r'\1="', self.series)
+            return self
+
+        def set(self, value: int) -> None:
+            text = f'{self.name}{{instance="a", {self.series}}}'
+            series.append({"series": text, "values": f"{value}+0x60"})
+
+    labels = {"model_name": "m", "tp_rank": "0"}
+    ours.LayerMetrics(labels, ours.MetricClasses(Gauge, Gauge, Gauge)).set(counts)
+    reason = next(iter(counts))[1]
+    (rule,) = (each for each in rules() if each.get("alert") == "PatFallsBack")
+    annotations = {
+        name: text.replace("{{ $labels.instance }}", "a").replace("{{ $labels.reason }}", reason)
+        for name, text in rule["annotations"].items()
+    }
+    fired = {
+        "exp_labels": {"severity": "warning", "instance": "a", "reason": reason},
+        "exp_annotations": annotations,
+    }
+    check = {"eval_time": "30m", "alertname": rule["alert"], "exp_alerts": [fired] * falls_back}
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": [check]}
+    file = tmp_path / "test.yml"
+    file.write_text(
+        yaml.safe_dump({"rule_files": [str(FOLDER / "pat-rules.yml")], "tests": [test]})
+    )
+    promtool("test", "rules", str(file), folder=tmp_path)
 
 
 def test_panels_and_alerts_explain_themselves() -> None:

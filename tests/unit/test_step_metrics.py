@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +84,8 @@ for nanoseconds in (3_000, 5_000, 1_000_000_000):
 metrics.add_step(PlanningTime("changed", 20_000))
 metrics.add_step(PlanningTime("cold", 40_000))
 metrics.publish()
-metrics.publish()  # nothing new
 print(page())
+metrics.publish()  # nothing new
 """
     samples, _ = published(code, tmp_path)
     expected = {
@@ -116,6 +117,17 @@ print(page())
     }
     found = {name: samples.get(f"sglang:pat_{name}") for name in expected}
     assert found == pytest.approx(expected)
+
+
+def test_an_idle_server_saves_neither_all_nor_nothing(tmp_path: Path) -> None:
+    """Its ratio is no number, and its counters are on the page for rules to add."""
+    decode = "counters |= {'kv_tokens_query_centric': 9, 'kv_tokens_planned': 9}"
+    for before in ("", f"{decode}; metrics.publish()"):
+        folder = tmp_path / str(len(before))
+        folder.mkdir()
+        samples, _ = published(f"\n{before}\nmetrics.publish()\nprint(page())", folder)
+        assert math.isnan(samples["sglang:pat_kv_read_ratio"])
+        assert samples["sglang:pat_plans_reused_total"] == 0
 
 
 def test_the_last_steps_are_published_without_another(tmp_path: Path) -> None:

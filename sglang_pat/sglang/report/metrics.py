@@ -6,6 +6,7 @@ A decode step only appends to a list: a thread publishes.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -154,8 +155,8 @@ class StepMetrics:
             counters[name] - self._published.get(name, 0)
             for name in ("kv_tokens_query_centric", "kv_tokens_planned")
         )
-        if query_centric:
-            self._metrics.kv_read_ratio.set(planned / query_centric)
+        # Not a number while nothing decodes: 0 or 1 would read as all saved, or nothing.
+        self._metrics.kv_read_ratio.set(planned / query_centric if query_centric else math.nan)
         self._published = counters
 
     def _run(self) -> None:
@@ -189,9 +190,12 @@ class _Metrics:
             for spec in _COUNTERS
         }
         self._children: dict[tuple[_CounterSpec, str], Any] = {}
+        for spec in _COUNTERS:
+            if spec.label is None:  # on the page from the start: a rule cannot add what is missing
+                self.counter(spec, "")
         self.kv_read_ratio = classes.gauge(
             name=PREFIX + "kv_read_ratio",
-            documentation="KV tokens read / query-centric KV tokens, in the last second of decode.",
+            documentation="KV tokens read / query-centric KV tokens in the last second, or NaN.",
             labelnames=[*labels],
             multiprocess_mode="mostrecent",
         ).labels(**labels)
