@@ -367,17 +367,17 @@ def page_64_fp8() -> list[Workload]:
 
 # In the order in which they are measured: the most telling ones first.
 SUITES: dict[str, Callable[[], list[Workload]]] = {
+    "page-64": page_64,
     "pat-20": pat_20,
     "unshared": unshared,
     "long-prefix": long_prefix,
     "rank": rank,
     "random": random_forests,
     "hybrid": hybrid,
-    "page-64": page_64,
-    "fp8": fp8,
     "page-64-fp8": page_64_fp8,
+    "fp8": fp8,
 }
-DEFAULT_SUITES = ("pat-20", "unshared", "long-prefix", "rank", "random", "page-64")
+DEFAULT_SUITES = ("page-64", "pat-20", "unshared", "long-prefix", "rank", "random")
 
 
 def suite(name: str, *, quick: bool = False) -> list[Workload]:
