@@ -21,7 +21,7 @@ def metadata() -> dict[str, object]:
         "commit": _commit(),
         "cpu": _cpu(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _of_gpus("driver_version"),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -31,13 +31,19 @@ def metadata() -> dict[str, object]:
 
 def gpu_state() -> str | None:
     """SM and memory clock, temperature and power, as nvidia-smi reports them."""
-    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
-    return _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    return _of_gpus("clocks.sm,clocks.mem,temperature.gpu,power.draw")
 
 
 def gpu_id() -> str | None:
     """UUID of the card: two of the same name need not be equally fast."""
-    return _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+    return _of_gpus("uuid")
+
+
+def _of_gpus(fields: str) -> str | None:
+    """What nvidia-smi says of the GPUs that this process sees, a line each."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [f"--id={seen}"] if seen else []
+    return _output("nvidia-smi", *chosen, f"--query-gpu={fields}", "--format=csv,noheader")
 
 
 def _commit() -> str | None:

@@ -7,7 +7,7 @@ needs: weights are drawn by `load_format=dummy`, and nothing is downloaded.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ from common.tiny_model import TinyModel
 
 @dataclass(frozen=True)
 class ModelShape:
-    """config: that of the Hugging Face model. arguments: for the server, which dtype and device."""
+    """config: that of the Hugging Face model. arguments: for the server, which dtype and device.
+
+    cut: what the model has more of than the shape, by the config's names.
+    """
 
     name: str
     config: dict[str, Any]
     arguments: dict[str, Any]
+    cut: dict[str, int] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:

@@ -1,6 +1,7 @@
 """Time SGLang's server with pat and with its own backends."""
 
 SUITES = (
+    "compare",
     "gates",
     "traffic",
     "speculation",

@@ -1,11 +1,12 @@
 """SGLang's server under requests at rising rates: pat against SGLang's backends.
 
-    python benchmarks/server traffic [--backends pat fa3 flashinfer triton] [--json FILE]
+    python benchmarks/server traffic [--backends pat fa3 flashinfer triton] [--long] [--json FILE]
 
 8B shapes with random weights, written on the spot; one server after another. The requests come from
 SGLang's own client, `python -m sglang.bench_serving`, with its generated-shared-prefix dataset:
-groups of requests that share a system prompt. The client gets a home folder of its own, because it
-keeps prompts there under a name that does not say of which vocabulary they are.
+groups of requests that share a system prompt, with --long one of 60,000 tokens. The client gets a
+home folder of its own, because it keeps prompts there under a name that does not say of which
+vocabulary they are.
 
 With --json every rate is written when it is done, and a file that exists is continued: so backends
 and models can be measured by one command each. For batches that start together, use `sglang-pat
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,21 @@ class Traffic:
         return max(1, round(rate * self.seconds / self.groups))
 
 
-def traffic_of(model: ModelShape) -> Traffic:
+def traffic_of(model: ModelShape, *, long: bool = False) -> Traffic:
     if model.name == TINY:
-        return Traffic(2, 64, 8, 8, seconds=3, rates=(1.0, 2.0))
+        return Traffic(2, 640 if long else 64, 8, 8, seconds=3, rates=(1.0, 2.0))
+    if long:
+        return Traffic(2, 60_000, 1024, 256, seconds=20, rates=(2.0,))
     return Traffic(8, 4096, 128, 256, seconds=20, rates=(4.0, 8.0, 16.0, 32.0))
+
+
+def with_context(model: ModelShape, tokens: int) -> ModelShape:
+    """The model for prompts of so many tokens."""
+    return replace(
+        model,
+        config=model.config | {"max_position_embeddings": tokens},
+        arguments=model.arguments | {"context_length": tokens},
+    )
 
 
 def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[str, Any]:
@@ -178,6 +190,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=MODELS)
+    parser.add_argument("--long", action="store_true", help="system prompts of 60,000 tokens")
     parser.add_argument(
         "--rates", nargs="+", type=real_number(1e-3, 1e6), metavar="N", help="requests per second"
     )
@@ -190,7 +203,9 @@ def run(args: argparse.Namespace) -> int:
         data = earlier(args.json, data["meta"])
     failures = []
     for model in map(MODELS.__getitem__, args.models):
-        traffic = traffic_of(model)
+        traffic = traffic_of(model, long=args.long)
+        if args.long and model.name != TINY:
+            model = with_context(model, 131_072)
         for backend in args.backends:
             console.print(f"{model.name}: starting the server with {backend}")
             try:

@@ -1,0 +1,446 @@
+"""Compare servers: pat beside SGLang's other backends, asked in turn.
+
+    python benchmarks/server compare [--scenarios long-8b 70b-tp4 ...] [--rounds N] [--profile]
+        [--seconds N] [--json FILE]
+
+A scenario (scenarios.py) has the servers of one model and the batches that these are asked for. As
+many servers as fit on the GPU start at the same moment and share it: one at a time is asked while
+the others sleep. If those of a scenario do not fit together, they follow one another.
+
+Prompts are prefilled once; what is timed are the steps in which all requests decode
+(sglang_pat/bench/decoding.py). In every round each server is asked once. A ratio is the median over
+slices that begin at the same token, and a gate may be missed by two of its standard errors.
+
+Then every server answers the same prompts greedily. Weights are random and of unit scale, so that
+answers depend on attention. Two tokens tie if the reference finds them no further apart than twice
+what the two servers' log-probabilities differ by where their answers are still equal.
+
+A server that fails takes itself out, and the others go on. With --seconds nothing more is begun
+after so many seconds. The file of --json is written after each batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang_plugins import install_plugin
+
+from common.counters import difference, with_ratio
+from common.fleet import (
+    MOST_AT_ONCE,
+    SHARED_GPU,
+    Member,
+    ask_in_turn,
+    fill_all,
+    fleet,
+    heads_of,
+    report_starts,
+    times_of,
+    wait,
+    watched,
+)
+from common.metadata import gpu_state, metadata
+from common.models import TINY
+from common.results import at_least, at_most, write
+from common.suites import SUPPORT, Refused, add_option
+from common.terminal import console, show_failure, table_of
+from server.kernel_times import kernel_times, trace
+from server.scenarios import BACKENDS, SCENARIOS, Batch, Scenario, on_cpu
+from server.shapes import CONTEXT, SHAPES
+from sglang_pat.bench.answers import Answer, agreement, with_candidates
+from sglang_pat.bench.decoding import DecodeRun, ratio
+from sglang_pat.bench.server import START_SECONDS, Start, sampling_of
+from sglang_pat.model_layers import read_layers
+from sglang_pat.sglang.cpu import cuda_driver_is_present
+from sglang_pat.workload.cost import StepTime
+from sglang_pat.workload.models import GPUS
+
+# Tokens at a prompt's end that are prefilled each time. A cache of recurrent states begins at a
+# state that it has kept, at a multiple of its chunks: prefix and private tokens are such multiples.
+TAIL = 2
+ANSWER_TOKENS, CANDIDATES = 32, 5
+TIE_RATIO = 2.0
+MOST_TIE = {True: 2.0, False: 0.5}  # in log-probability, by whether the KV cache is fp8
+PROFILED_STEPS, TRACE_SECONDS = 12, 20
+
+_OTHER_BYTES = 4e9  # memory of each server beside weights and KV: context, graphs, workspaces
+_SHARE = 0.9  # of the GPU's memory, for servers
+_CHUNK = 8192
+_ENVIRONMENT = {
+    # SGLang would take the other servers on a GPU for a fault.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+
+
+def arguments_of(scenario: Scenario) -> dict[str, Any]:
+    """Server arguments that follow from the batches: the pool and the graphs hold each of them."""
+    shape = SHAPES[scenario.shape]
+    cases = [batch.case for batch in scenario.batches]
+    pool = max(case.pool_tokens + case.batch * (TAIL + ANSWER_TOKENS) for case in cases)
+    batches = sorted({case.batch for case in cases})
+    found = {
+        "max_total_tokens": round(1.1 * pool) + 16_384,
+        "max_running_requests": batches[-1],
+    }
+    if scenario.shape == TINY:
+        return found | shape.arguments | {"skip_tokenizer_init": True}
+    found |= SHARED_GPU | {
+        "chunked_prefill_size": _CHUNK,
+        "context_length": CONTEXT,
+        "cuda_graph_bs_decode": batches,
+    }
+    if any("linear" in name for name in shape.config):
+        # SGLang counts five states per request that runs; cached prompts have theirs among them.
+        found["max_mamba_cache_size"] = 5 * batches[-1]
+    return found | shape.arguments | scenario.arguments
+
+
+def server_bytes(scenario: Scenario) -> float:
+    """Memory of one server on each of its GPUs, about."""
+    arguments = arguments_of(scenario)
+    time_of_step = StepTime.of(SHAPES[scenario.shape].config, GPUS["H100"], scenario.gpus)
+    if "kv_cache_dtype" in arguments:
+        time_of_step = replace(time_of_step, kv_bytes=1.0)
+    pool = time_of_step.kv_bytes_per_token * arguments["max_total_tokens"]
+    states = arguments.get("max_mamba_cache_size", 0) * len(time_of_step.layers) * 2e6
+    return time_of_step.held_weight_bytes + pool + states + _OTHER_BYTES
+
+
+Group = list[tuple[str, tuple[str, ...]]]  # scenarios, and backends whose servers start together
+
+
+def groups_that_fit(scenarios: Mapping[str, Scenario], memory: float) -> list[Group]:
+    """Divide the servers into groups that start together, in the order of the scenarios.
+
+    memory: of a GPU, in bytes. A scenario whose servers do not fit at once has a group for each.
+    """
+    groups: list[Group] = []
+    room, free, gpus = 0, 0.0, 0
+    for name, scenario in scenarios.items():
+        count, need = len(scenario.backends), server_bytes(scenario)
+        if count * need > memory:
+            groups += [[(name, (backend,))] for backend in scenario.backends]
+            room = 0
+        elif count <= room and count * need <= free and scenario.gpus == gpus:
+            groups[-1].append((name, scenario.backends))
+            room, free = room - count, free - count * need
+        else:
+            groups.append([(name, scenario.backends)])
+            room, free, gpus = MOST_AT_ONCE - count, memory - count * need, scenario.gpus
+    return groups
+
+
+class Measured:
+    """What is known of one scenario: passes and answers, by batch and backend."""
+
+    def __init__(self, name: str, scenario: Scenario) -> None:
+        self.name = name
+        self.scenario = scenario
+        self.servers: dict[str, Any] = {}
+        self.runs: dict[str, dict[str, list[DecodeRun]]] = {}
+        self.answers: dict[str, dict[str, list[Answer]]] = {}
+        self.more: dict[str, dict[str, Any]] = {}
+
+    def prompts(self, batch: Batch) -> list[list[int]]:
+        """Return the prompts: all but the TAIL is in the cache."""
+        cached = batch.case.prompts(SHAPES[self.scenario.shape].vocab_size)
+        return [prompt + prompt[:TAIL] for prompt in cached]
+
+    def measure(self, batch: Batch, members: Mapping[str, Member], rounds: int) -> None:
+        """One batch on the servers, in turn; then their greedy answers."""
+        prompts, case = self.prompts(batch), batch.case
+        heads = heads_of(case, prompts)
+        begun = time.monotonic()
+        fill_all([*members.values()], prompts, heads, [prompt[:-TAIL] for prompt in prompts])
+        filled = time.monotonic() - begun
+        alive = {name: each for name, each in members.items() if each.failure is None}
+        before = {name: each.server.stats() for name, each in alive.items()}
+        state = gpu_state()
+        asked = ask_in_turn([*alive.values()], prompts, case.generated, rounds)
+        more = self.more.setdefault(batch.name, {})
+        more.setdefault("fill_seconds", {}).update(dict.fromkeys(alive, filled))
+        gpu = {"before": state, "after": gpu_state()}
+        for name, member in alive.items():
+            self.runs.setdefault(batch.name, {})[name] = asked[member.name]
+            more.setdefault("gpu", {})[name] = gpu
+            if before[name]:
+                counted = difference(member.server.stats(), before[name])
+                more.setdefault("stats", {})[name] = with_ratio(counted)
+        for name, member in alive.items():
+            asked_for = with_candidates(CANDIDATES)
+            found = member.server.generate(prompts, sampling_of(ANSWER_TOKENS), **asked_for)
+            self.answers.setdefault(batch.name, {})[name] = [Answer.of(each) for each in found]
+
+    def profile(self, batch: Batch, members: Mapping[str, Member]) -> None:
+        """Time the kernels of a step on each server."""
+        prompts = self.prompts(batch)
+        fill_all([*members.values()], prompts, heads_of(batch.case, prompts))
+        for name, member in members.items():
+            with tempfile.TemporaryDirectory() as folder:
+                events = trace(
+                    member.server,
+                    prompts,
+                    Path(folder),
+                    steps=PROFILED_STEPS,
+                    seconds=TRACE_SECONDS,
+                )
+            self.more[batch.name].setdefault("step_us", {})[name] = kernel_times(events)
+
+    def about(self) -> dict[str, Any]:
+        """The model and its servers, for the result."""
+        shape = SHAPES[self.scenario.shape]
+        return {
+            "model": self.scenario.shape,
+            "config": shape.config,
+            "cut_from": shape.cut,
+            "arguments": arguments_of(self.scenario),
+            "servers": self.servers,
+        }
+
+    def cases(self) -> list[dict[str, Any]]:
+        """Results, batch by batch."""
+        pat = self.scenario.backends[0]
+        is_fp8 = "kv_cache_dtype" in self.scenario.arguments
+        found = []
+        for batch in self.scenario.batches:
+            runs = self.runs.get(batch.name)
+            if not runs:
+                continue
+            answers = self.answers.get(batch.name, {})
+            case = batch.case
+            others = [name for name in runs if name != pat and pat in runs]
+            found.append(
+                {
+                    "scenario": self.name,
+                    "model": self.scenario.shape,
+                    "case": batch.name,
+                    "least": batch.least,
+                    "pat": pat,
+                    "batch": case.batch,
+                    "groups": case.groups,
+                    "prefix": case.prefix,
+                    "private": case.private,
+                    "generated": case.generated,
+                    **times_of(runs),
+                    "over_pat": {name: ratio(runs[name], runs[pat]).as_dict() for name in others},
+                    "answers": {
+                        name: compared(answers[pat], answers[name], MOST_TIE[is_fp8])
+                        for name in others
+                        if pat in answers and name in answers
+                    },
+                    **self.more.get(batch.name, {}),
+                }
+            )
+        return found
+
+
+def compared(
+    answers: Sequence[Answer], reference: Sequence[Answer], most_tie: float
+) -> dict[str, Any]:
+    """Compare greedy answers up to near ties, and log-probabilities where they are equal."""
+    apart = [
+        abs(one.logprob - other.logprob)
+        for answer, expected in zip(answers, reference, strict=True)
+        for position, (token, same) in enumerate(zip(answer.tokens, expected.tokens, strict=True))
+        if answer.tokens[: position + 1] == expected.tokens[: position + 1]
+        for one in answer.candidates[position]
+        for other in expected.candidates[position]
+        if one.token == other.token == token == same
+    ]
+    tie = min(most_tie, TIE_RATIO * max(apart, default=0.0))
+    found = agreement(answers, reference, tie)
+    return {
+        **found.as_dict(),
+        "equal": found.requests - len(found.partings),
+        "tie": tie,
+        "mean_difference": sum(apart) / len(apart) if apart else None,
+        "largest_difference": max(apart, default=None),
+    }
+
+
+def gates(scenarios: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Judge cases and servers: by name, value, limit and whether it is met."""
+    found: dict[str, Any] = {}
+    for case in cases:
+        name = f"{case['scenario']}, {case['case']}"
+        for other, spread in case["over_pat"].items():
+            if case["least"] is not None:
+                noise = 2 * (spread["error"] or 0.0)
+                gate = at_least(spread["median"], case["least"], noise=noise)
+                found[f"{name}: {other} / pat"] = gate
+        for other, compared_with in case["answers"].items():
+            errors = len(compared_with["errors"])
+            found[f"{name}: answers that part from {other}'s, no tie"] = at_most(errors, 0)
+        if case["prefix"]:
+            # Without the prefix in the cache, nothing was compared.
+            cached = min(case["share_of_prompts_cached"].values())
+            found[f"{name}: part of the prompts in the cache"] = at_least(cached, 0.9)
+    for name, scenario in scenarios.items():
+        arguments = scenario["arguments"]
+        layers = read_layers(scenario["config"], arguments.get("tp_size", 1))
+        expected = sum(layer.is_accelerated for layer in layers)
+        for server, about in scenario["servers"].items():
+            if "pat" in about:
+                gate = at_least(about["pat"]["pat_layers"], expected)
+                found[f"{name}, {server}: layers that pat decodes"] = gate
+    return found
+
+
+class _Session:
+    """Starts groups of servers and asks them, until the time is over."""
+
+    def __init__(self, args: argparse.Namespace, data: dict[str, Any]) -> None:
+        on_gpu = cuda_driver_is_present()
+        chosen = {name: SCENARIOS[name] for name in args.scenarios}
+        self.args = args
+        self.data = data
+        self.measured = {
+            name: Measured(name, each if on_gpu else on_cpu(each)) for name, each in chosen.items()
+        }
+        self._begun = time.monotonic()
+        self._failures: list[str] = []
+
+    def run(self, folder: Path) -> list[str]:
+        """Measure everything, and return what failed."""
+        memory = float(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 1e18
+        scenarios = {name: each.scenario for name, each in self.measured.items()}
+        install_plugin(folder, "sglang_random_weights")
+        for number, group in enumerate(groups_that_fit(scenarios, _SHARE * memory)):
+            if self._is_late(", ".join(name for name, _ in group)):
+                continue
+            path = folder / str(number)
+            path.mkdir()
+            self._ask_group(group, path, folder)
+        return self._failures
+
+    def _ask_group(self, group: Group, folder: Path, plugins: Path) -> None:
+        paths = [str(plugins), str(SUPPORT), os.environ.get("PYTHONPATH")]
+        environment = _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        starts: dict[str, Start] = {}
+        for name, backends in group:
+            scenario = self.measured[name].scenario
+            model = SHAPES[scenario.shape].write(folder / name)
+            for backend in backends:
+                kind, arguments = BACKENDS[backend], arguments_of(scenario)
+                if scenario.shape == TINY and not kind.contender.is_pat:
+                    pages = {key: value for key, value in kind.arguments.items() if "page" in key}
+                    kind = replace(kind, backend="torch_native", arguments=pages)
+                start = Start(kind.contender, model, arguments | kind.arguments, environment)
+                starts[f"{name} {backend}"] = start
+        console.print(f"[{self._took():.0f} s] starting {', '.join(starts)}")
+        with fleet(starts, folder) as members:
+            wait(members.values(), self.args.start_seconds)
+            report_starts(members.values())
+            asked = {
+                name: {backend: members[f"{name} {backend}"] for backend in backends}
+                for name, backends in group
+            }
+            for name, of_scenario in asked.items():
+                for backend, member in of_scenario.items():
+                    if member.failure is None:
+                        with watched([member], member.name):
+                            self.measured[name].servers[backend] = member.about()
+            self._each(asked, Measured.measure, self.args.rounds)
+            if self.args.profile:  # at last: a profiler may take its server along
+                self._each(asked, Measured.profile)
+            self._failures += [
+                f"{member.name}: {member.failure}" for member in members.values() if member.failure
+            ]
+
+    def _each(self, asked: Mapping[str, Mapping[str, Member]], step: Any, *more: Any) -> None:
+        """A step for the first batches of all scenarios, then for the second ones, and so on."""
+        longest = max(len(self.measured[name].scenario.batches) for name in asked)
+        for number in range(longest):
+            for name, members in asked.items():
+                batches = self.measured[name].scenario.batches
+                if number >= len(batches):
+                    continue
+                batch = batches[number]
+                up = {key: each for key, each in members.items() if each.failure is None}
+                title = f"{name}, {batch.name}"
+                if not up or self._is_late(title):
+                    continue
+                with watched([*up.values()], title) as failures:
+                    step(self.measured[name], batch, up, *more)
+                self._failures += failures
+                self.save()
+                self._tell(name, batch)
+
+    def _tell(self, name: str, batch: Batch) -> None:
+        for case in self.data["cases"]:
+            if (case["scenario"], case["case"]) == (name, batch.name):
+                times = {key: round(ms, 3) for key, ms in case["tpot_ms"].items()}
+                over = {key: round(each["median"], 3) for key, each in case["over_pat"].items()}
+                line = f"[{self._took():.0f} s] {name}, {batch.name}: {times} ms, over pat {over}"
+                console.print(line, markup=False)
+
+    def save(self) -> None:
+        data = self.data
+        data["scenarios"] = {name: each.about() for name, each in self.measured.items()}
+        data["cases"] = [case for each in self.measured.values() for case in each.cases()]
+        data["gates"] = gates(data["scenarios"], data["cases"])
+        write(self.args.json, data)
+
+    def _is_late(self, what: str) -> bool:
+        late: bool = self._took() > self.args.seconds
+        if late:
+            self._failures.append(f"{what}: not begun in time")
+        return late
+
+    def _took(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def show(data: Mapping[str, Any]) -> None:
+    columns = ("scenario", "case", "ms per output token", "over pat", "answers equal, ties, errors")
+    table = table_of("servers, asked in turn", columns, words=columns)
+    for case in data["cases"]:
+        table.add_row(
+            case["scenario"],
+            case["case"],
+            ", ".join(f"{name} {ms:.3f}" for name, ms in case["tpot_ms"].items()),
+            ", ".join(f"{name} {each['median']:.3f}" for name, each in case["over_pat"].items()),
+            ", ".join(
+                f"{name} {each['equal']}, {each['ties']}, {len(each['errors'])}"
+                for name, each in case["answers"].items()
+            ),
+        )
+    console.print(table)
+    for name, gate in data["gates"].items():
+        if not gate["met"]:
+            show_failure(f"{name}: {gate['value']:.3f}, limit {gate['limit']}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scenarios", nargs="+", required=True, choices=SCENARIOS)
+    add_option(parser, "--rounds", default=3)
+    parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
+    add_option(parser, "--start-seconds", default=START_SECONDS)
+    add_option(parser, "--seconds")
+    add_option(parser, "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = torch.cuda.device_count()
+    for name in args.scenarios:
+        needed = SCENARIOS[name].gpus
+        if found and needed > found:
+            raise Refused(f"--scenarios {name}: needs {needed} GPUs, found {found}")
+    data: dict[str, Any] = {"meta": metadata(), "scenarios": {}, "cases": [], "gates": {}}
+    with tempfile.TemporaryDirectory(prefix="bench-compare-") as folder:
+        session = _Session(args, data)
+        failures = session.run(Path(folder))
+        session.save()
+    show(data)
+    for failure in failures:
+        show_failure(failure)
+    passed = data["gates"] and all(gate["met"] for gate in data["gates"].values())
+    return 0 if passed and not failures else 1

@@ -1,0 +1,263 @@
+"""The scenarios of `compare`: which servers of which model are asked for which batches.
+
+The first server of a scenario is pat's. Every other one's time per output token, over pat's, has a
+least value where the batch names one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.models import TINY
+from server.shapes import SHAPES
+from sglang_pat.bench.cases import Case
+from sglang_pat.bench.server import Contender
+
+PAGE = 64  # lengths are multiples of it: recurrent states and pages are kept at such tokens
+# Tokens of an answer: a window in which all requests decode must have slices. Where prompts are a
+# million tokens together, requests take longer to arrive.
+_TOKENS, _TOKENS_OF_LONG, _LONG = 104, 264, 500_000
+_FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A server's attention: its name here, and what SGLang is told."""
+
+    name: str
+    backend: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def contender(self) -> Contender:
+        return Contender(self.name, self.backend)
+
+
+_PAGES, _FA3_PREFILL = {"page_size": PAGE}, {"prefill_attention_backend": "fa3"}
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("pat", "pat"),
+        Backend("pat-64", "pat", _PAGES),
+        Backend("default"),
+        Backend("fa3", "fa3"),
+        Backend(
+            "xqa",
+            None,
+            {
+                "prefill_attention_backend": "fa3",
+                "decode_attention_backend": "trtllm_mha",
+                **_PAGES,
+            },
+        ),
+        Backend(
+            "flashmla",
+            None,
+            {"prefill_attention_backend": "fa3", "decode_attention_backend": "flashmla", **_PAGES},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that start together. least: of every other server's time over pat's."""
+
+    case: Case
+    least: float | None = None
+
+    @property
+    def name(self) -> str:
+        case = self.case
+        groups = f"{case.groups} x " if case.groups > 1 else ""
+        shared = f"({groups}{case.prefix:,} shared) + " if case.prefix else ""
+        return f"{case.batch} x {shared}{case.private:,}"
+
+
+def shared(
+    batch: int,
+    prefix: int,
+    private: int,
+    least: float | None = None,
+    *,
+    groups: int = 1,
+    tokens: int | None = None,
+) -> Batch:
+    """A batch with a prefix, or one in each group. tokens: of an answer."""
+    if tokens is None:
+        tokens = _TOKENS_OF_LONG if batch * (prefix + private) > _LONG else _TOKENS
+    return Batch(Case(batch, prefix, private, tokens, groups), least)
+
+
+def alone(batch: int, tokens: int, least: float | None = None) -> Batch:
+    """A batch that shares nothing."""
+    return shared(batch, 0, tokens, least)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Servers of one model, and the batches that they are asked for, the most important first.
+
+    arguments: of all its servers.
+    """
+
+    shape: str
+    backends: tuple[str, ...]
+    batches: tuple[Batch, ...]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        count: int = self.arguments.get("tp_size", 1)
+        return count
+
+
+def _tensor_parallel(ranks: int) -> dict[str, Any]:
+    # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
+    return {"tp_size": ranks, "disable_custom_all_reduce": True}
+
+
+_LATENT_LONG = (64, 1024, 0.98)
+SCENARIOS = {
+    "long-8b": Scenario(
+        "llama-3-8b",
+        ("pat", "fa3"),
+        (
+            shared(24, 32_768, 1024, 3.0),
+            shared(16, 65_536, 2048, 3.0),
+            alone(64, 1024, 0.99),
+            shared(64, 32_768, 1024, 3.0),
+            shared(16, 131_072, 6016),
+            alone(8, 16_000, 0.99),
+            alone(1, 512, 0.99),
+        ),
+    ),
+    "long-70b-rank": Scenario(
+        "llama-3-70b-rank",
+        ("pat", "fa3"),
+        (
+            shared(24, 64_000, 2048),
+            shared(64, 32_768, 1024),
+            alone(128, 1024, 0.99),
+            shared(16, 131_072, 6016),
+            alone(1, 512, 0.99),
+        ),
+    ),
+    "long-qwen3-next": Scenario(
+        "qwen3-next",
+        ("pat", "default"),
+        (
+            shared(40, 58_944, 6528, 2.0),
+            alone(64, 1024, 0.99),
+            shared(16, 131_072, 6016),
+        ),
+    ),
+    "long-qwen3.6": Scenario(
+        "qwen3.6",
+        ("pat", "default"),
+        (
+            shared(40, 58_944, 6528, 2.0),
+            alone(64, 1024, 0.99),
+            shared(16, 131_072, 6016),
+        ),
+    ),
+    "long-glm-4.6": Scenario(
+        "glm-4.6",
+        ("pat", "default"),
+        (
+            shared(24, 60_032, 2048),
+            alone(64, 1024, 0.99),
+            shared(64, 32_768, 1024),
+        ),
+    ),
+    "long-gpt-oss": Scenario(
+        "gpt-oss-20b",
+        ("pat", "default"),
+        (shared(40, 32_768, 2048), alone(64, 1024, 0.99), alone(1, 512, 0.99)),
+    ),
+    "long-k2-rank": Scenario(
+        "k2-rank",
+        ("pat", "fa3", "flashmla"),
+        (shared(32, 60_032, 1024, 2.0), alone(64, 1024, 0.98), shared(16, 131_072, 6016)),
+    ),
+    "long-v3-rank": Scenario(
+        "v3-rank",
+        ("pat", "fa3", "flashmla"),
+        (shared(24, 60_032, 1024, 1.6), alone(64, 1024, 0.98), shared(16, 131_072, 6016)),
+    ),
+    "page-64": Scenario(
+        "llama-3-8b",
+        ("pat-64", "xqa"),
+        (
+            shared(128, 8192, 256, 1.0),
+            alone(120, 640, 0.99),
+            shared(24, 32_768, 1024, 1.0),
+            alone(1, 512, 0.99),
+            alone(4, 704, 0.99),
+        ),
+    ),
+    "fp8-8b": Scenario(
+        "llama-3-8b",
+        ("pat", "fa3", "xqa"),
+        (
+            shared(128, 8192, 256, 1.0),
+            alone(128, 1024, 0.98),
+            shared(24, 32_768, 1024, 1.0),
+            alone(6, 14_016, 0.98),
+            alone(1, 512, 0.98),
+        ),
+        _FP8,
+    ),
+    "fp8-latent": Scenario(
+        "deepseek-v2-lite",
+        ("pat", "fa3", "flashmla"),
+        (shared(64, 16_384, 512, 1.3), alone(128, 512, 0.98), shared(32, 60_032, 1024)),
+        _FP8,
+    ),
+    "70b-tp4": Scenario(
+        "llama-3-70b",
+        ("pat", "fa3"),
+        (
+            # Steps are slow enough for all requests to arrive within few.
+            shared(128, 8192, 256, 1.45, tokens=_TOKENS),
+            shared(24, 64_000, 2048, 2.3, tokens=_TOKENS),
+            alone(128, 1024, 1.0),
+            alone(1, 512),
+        ),
+        _tensor_parallel(4),
+    ),
+    "v3-tp4": Scenario(
+        "v3",
+        ("pat", "fa3", "flashmla"),
+        (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512)),
+        _tensor_parallel(4),
+    ),
+    "k2-tp4": Scenario(
+        "k2",
+        ("pat", "fa3", "flashmla"),
+        (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512)),
+        _tensor_parallel(4),
+    ),
+}
+
+
+def on_cpu(scenario: Scenario) -> Scenario:
+    """The scenario for a toy model: the same servers, and batches of the same kind."""
+    batches = [
+        Batch(
+            Case(
+                min(batch.case.batch, 4),
+                min(batch.case.prefix, 256),
+                min(batch.case.private, PAGE),
+                48,
+                min(batch.case.groups, 2),
+            ),
+            batch.least,
+        )
+        for batch in scenario.batches
+    ]
+    return Scenario(TINY, scenario.backends, tuple(batches))
+
+
+assert all(scenario.shape in SHAPES for scenario in SCENARIOS.values())
