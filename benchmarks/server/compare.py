@@ -1,6 +1,6 @@
 """Compare servers: pat beside SGLang's other backends, asked in turn.
 
-    python benchmarks/server compare [--scenarios long-8b 70b-tp4 ...] [--rounds N] [--profile]
+    python benchmarks/server compare [--scenarios long-8b 70b-tp4] [--rounds N] [--profile]
         [--seconds N] [--json FILE]
 
 A scenario (scenarios.py) has the servers of one model and the batches that these are asked for. As
@@ -205,10 +205,16 @@ class Measured:
             "servers": self.servers,
         }
 
+    def _most_tie(self, backend: str) -> float:
+        several = [
+            self.scenario,
+            *(BACKENDS[each] for each in (self.scenario.backends[0], backend)),
+        ]
+        return MOST_TIE[any("kv_cache_dtype" in each.arguments for each in several)]
+
     def cases(self) -> list[dict[str, Any]]:
         """Results, batch by batch."""
         pat = self.scenario.backends[0]
-        is_fp8 = "kv_cache_dtype" in self.scenario.arguments
         found = []
         for batch in self.scenario.batches:
             runs = self.runs.get(batch.name)
@@ -232,7 +238,7 @@ class Measured:
                     **times_of(runs),
                     "over_pat": {name: ratio(runs[name], runs[pat]).as_dict() for name in others},
                     "answers": {
-                        name: compared(answers[pat], answers[name], MOST_TIE[is_fp8])
+                        name: compared(answers[pat], answers[name], self._most_tie(name))
                         for name in others
                         if pat in answers and name in answers
                     },

@@ -6,15 +6,15 @@ least value where the batch names one.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.models import TINY
-from server.shapes import SHAPES
-from sglang_pat.bench.cases import Case
+from sglang_pat.bench.cases import FIRST_TOKEN, Case
 from sglang_pat.bench.server import Contender
 
-PAGE = 64  # lengths are multiples of it: recurrent states and pages are kept at such tokens
+PAGE = 64
 # Tokens of an answer: a window in which all requests decode must have slices. Where prompts are a
 # million tokens together, requests take longer to arrive.
 _TOKENS, _TOKENS_OF_LONG, _LONG = 104, 264, 500_000
@@ -40,6 +40,7 @@ BACKENDS = {
     for backend in (
         Backend("pat", "pat"),
         Backend("pat-64", "pat", _PAGES),
+        Backend("pat-fp8", "pat", _FP8),
         Backend("default"),
         Backend("fa3", "fa3"),
         Backend(
@@ -64,15 +65,27 @@ BACKENDS = {
 class Batch:
     """Requests that start together. least: of every other server's time over pat's."""
 
+    name: str
     case: Case
     least: float | None = None
 
+
+class Chat(Case):
+    """Requests as of a chat service: lognormal lengths, a median of 300 tokens."""
+
+    def lengths(self) -> list[int]:
+        source = random.Random(0)
+        drawn = (round(source.lognormvariate(5.7, 0.8)) for _ in range(self.batch))
+        return [min(self.private, max(16, length)) for length in drawn]
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        source = random.Random(0)
+        words = range(FIRST_TOKEN, vocab_size - FIRST_TOKEN)
+        return [source.choices(words, k=length) for length in self.lengths()]
+
     @property
-    def name(self) -> str:
-        case = self.case
-        groups = f"{case.groups} x " if case.groups > 1 else ""
-        shared = f"({groups}{case.prefix:,} shared) + " if case.prefix else ""
-        return f"{case.batch} x {shared}{case.private:,}"
+    def pool_tokens(self) -> int:
+        return sum(self.lengths()) + self.batch * self.generated
 
 
 def shared(
@@ -87,12 +100,20 @@ def shared(
     """A batch with a prefix, or one in each group. tokens: of an answer."""
     if tokens is None:
         tokens = _TOKENS_OF_LONG if batch * (prefix + private) > _LONG else _TOKENS
-    return Batch(Case(batch, prefix, private, tokens, groups), least)
+    several = f"{groups} x " if groups > 1 else ""
+    common = f"({several}{prefix:,} shared) + " if prefix else ""
+    name = f"{batch} x {common}{private:,}"
+    return Batch(name, Case(batch, prefix, private, tokens, groups), least)
 
 
 def alone(batch: int, tokens: int, least: float | None = None) -> Batch:
     """A batch that shares nothing."""
     return shared(batch, 0, tokens, least)
+
+
+def chat(batch: int, least: float | None = None) -> Batch:
+    """A batch of requests of many lengths, up to 3,000 tokens."""
+    return Batch(f"{batch} ragged", Chat(batch, 0, 3000, _TOKENS), least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +139,11 @@ def _tensor_parallel(ranks: int) -> dict[str, Any]:
     return {"tp_size": ranks, "disable_custom_all_reduce": True}
 
 
-_LATENT_LONG = (64, 1024, 0.98)
+# Lengths are multiples of 64 where the model has recurrent states or pages.
+_HYBRID = (shared(64, 8192, 256, 1.0), alone(64, 1024, 0.98))
+_LATENT = (shared(64, 16_384, 512, 1.2), alone(128, 512, 0.98))
+_SHORT = (alone(1, 500, 0.99), alone(4, 700, 0.99), chat(200, 0.99))
+_CONTEXT = 1024  # of the requests that show when it pays, by batch and share of common KV
 SCENARIOS = {
     "long-8b": Scenario(
         "llama-3-8b",
@@ -130,62 +155,97 @@ SCENARIOS = {
             shared(64, 32_768, 1024, 3.0),
             shared(16, 131_072, 6016),
             alone(8, 16_000, 0.99),
-            alone(1, 512, 0.99),
+            alone(1, 500, 0.99),
         ),
     ),
-    "long-70b-rank": Scenario(
+    "8b": Scenario(
+        "llama-3-8b",
+        ("pat", "fa3"),
+        (
+            shared(128, 8192, 256, 2.0),
+            alone(128, 1024, 0.99),
+            *_SHORT,
+            shared(64, 2048, 128, 1.0),
+            shared(256, 1024, 64, 1.0),
+            shared(256, 1024, 0, 1.0, groups=32),
+            alone(8, 16_000, 0.99),
+            alone(1, 100_000, 0.99),
+        ),
+    ),
+    "8b-whole": Scenario(
+        "llama-3-8b-whole",
+        ("pat", "fa3"),
+        (
+            shared(128, 8192, 256, 2.0),
+            alone(128, 1024, 0.99),
+            *_SHORT,
+            shared(64, 2048, 128, 1.0),
+            shared(256, 1024, 64, 1.0),
+            shared(256, 1024, 0, 1.0, groups=32),
+        ),
+    ),
+    "70b-rank": Scenario(
         "llama-3-70b-rank",
         ("pat", "fa3"),
         (
-            shared(24, 64_000, 2048),
-            shared(64, 32_768, 1024),
+            shared(24, 64_000, 2048, 2.0),
+            shared(64, 32_768, 1024, 2.0),
             alone(128, 1024, 0.99),
+            shared(128, 8192, 256, 1.0),
+            *_SHORT,
             shared(16, 131_072, 6016),
-            alone(1, 512, 0.99),
+            alone(8, 16_000, 0.99),
+            alone(1, 100_000, 0.99),
         ),
     ),
-    "long-qwen3-next": Scenario(
+    # When it pays. `plot sharing` draws it.
+    "sharing": Scenario(
+        "llama-3-8b",
+        ("pat", "fa3"),
+        tuple(
+            shared(batch, prefix, _CONTEXT - prefix)
+            for batch in (128, 16)
+            for prefix in (0, _CONTEXT // 2, round(0.9 * _CONTEXT))
+        ),
+    ),
+    "qwen3-next": Scenario(
         "qwen3-next",
         ("pat", "default"),
-        (
-            shared(40, 58_944, 6528, 2.0),
-            alone(64, 1024, 0.99),
-            shared(16, 131_072, 6016),
-        ),
+        (shared(40, 58_944, 6528, 2.0), *_HYBRID, shared(16, 131_072, 6016)),
     ),
-    "long-qwen3.6": Scenario(
+    "qwen3.6": Scenario(
         "qwen3.6",
         ("pat", "default"),
+        (shared(40, 58_944, 6528, 2.0), *_HYBRID, shared(16, 131_072, 6016)),
+    ),
+    "glm-4.6": Scenario(
+        "glm-4.6",
+        ("pat", "default"),
+        (shared(24, 60_032, 2048, 1.5), alone(64, 1024, 0.99), shared(64, 32_768, 1024, 1.5)),
+    ),
+    "gpt-oss": Scenario(
+        "gpt-oss-20b",
+        ("pat", "default"),
+        (shared(40, 32_768, 2048, 1.5), *_HYBRID, alone(1, 500, 0.98)),
+    ),
+    "gemma-3": Scenario("gemma-3-12b", ("pat", "default"), _HYBRID),
+    "k2-rank": Scenario(
+        "k2-rank",
+        ("pat", "fa3", "flashmla"),
         (
-            shared(40, 58_944, 6528, 2.0),
-            alone(64, 1024, 0.99),
+            shared(32, 60_032, 1024, 2.0),
+            alone(64, 1024, 0.98),
+            shared(64, 16_384, 512, 1.3),
             shared(16, 131_072, 6016),
         ),
     ),
-    "long-glm-4.6": Scenario(
-        "glm-4.6",
-        ("pat", "default"),
-        (
-            shared(24, 60_032, 2048),
-            alone(64, 1024, 0.99),
-            shared(64, 32_768, 1024),
-        ),
-    ),
-    "long-gpt-oss": Scenario(
-        "gpt-oss-20b",
-        ("pat", "default"),
-        (shared(40, 32_768, 2048), alone(64, 1024, 0.99), alone(1, 512, 0.99)),
-    ),
-    "long-k2-rank": Scenario(
-        "k2-rank",
-        ("pat", "fa3", "flashmla"),
-        (shared(32, 60_032, 1024, 2.0), alone(64, 1024, 0.98), shared(16, 131_072, 6016)),
-    ),
-    "long-v3-rank": Scenario(
+    "v3-rank": Scenario(
         "v3-rank",
         ("pat", "fa3", "flashmla"),
-        (shared(24, 60_032, 1024, 1.6), alone(64, 1024, 0.98), shared(16, 131_072, 6016)),
+        (shared(24, 60_032, 1024, 1.6), alone(64, 1024, 0.98), *_LATENT),
     ),
+    "v2-lite": Scenario("deepseek-v2-lite", ("pat", "fa3", "flashmla"), _LATENT),
+    "glm-4.7-flash": Scenario("glm-4.7-flash", ("pat", "fa3", "flashmla"), _LATENT),
     "page-64": Scenario(
         "llama-3-8b",
         ("pat-64", "xqa"),
@@ -209,7 +269,13 @@ SCENARIOS = {
         ),
         _FP8,
     ),
-    "fp8-latent": Scenario(
+    # What one byte gains over two, both with pat.
+    "fp8-gain": Scenario(
+        "llama-3-8b",
+        ("pat-fp8", "pat"),
+        (shared(128, 8192, 256, 1.1), alone(128, 1024, 1.1)),
+    ),
+    "fp8-v2-lite": Scenario(
         "deepseek-v2-lite",
         ("pat", "fa3", "flashmla"),
         (shared(64, 16_384, 512, 1.3), alone(128, 512, 0.98), shared(32, 60_032, 1024)),
@@ -223,7 +289,7 @@ SCENARIOS = {
             shared(128, 8192, 256, 1.45, tokens=_TOKENS),
             shared(24, 64_000, 2048, 2.3, tokens=_TOKENS),
             alone(128, 1024, 1.0),
-            alone(1, 512),
+            alone(1, 500),
         ),
         _tensor_parallel(4),
     ),
@@ -246,6 +312,7 @@ def on_cpu(scenario: Scenario) -> Scenario:
     """The scenario for a toy model: the same servers, and batches of the same kind."""
     batches = [
         Batch(
+            batch.name,
             Case(
                 min(batch.case.batch, 4),
                 min(batch.case.prefix, 256),
@@ -258,6 +325,3 @@ def on_cpu(scenario: Scenario) -> Scenario:
         for batch in scenario.batches
     ]
     return Scenario(TINY, scenario.backends, tuple(batches))
-
-
-assert all(scenario.shape in SHAPES for scenario in SCENARIOS.values())

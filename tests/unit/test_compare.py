@@ -22,9 +22,11 @@ def test_every_batch_fits_its_servers(name: str) -> None:
     assert len(scenario.backends) > 1
     for batch in scenario.batches:
         case = batch.case
-        tokens = case.private + compare.TAIL + max(case.generated, compare.ANSWER_TOKENS)
-        assert case.groups * case.prefix + case.batch * tokens <= arguments["max_total_tokens"]
-        assert case.prefix + tokens < arguments["context_length"]
+        prompts = case.prompts(2000)
+        more = compare.TAIL + max(case.generated, compare.ANSWER_TOKENS)
+        distinct = sum(len(prompt) - case.prefix + more for prompt in prompts)
+        assert distinct + case.groups * case.prefix <= arguments["max_total_tokens"]
+        assert max(map(len, prompts)) + more < arguments["context_length"]
         assert case.batch in arguments["cuda_graph_bs_decode"]
         assert case.batch <= arguments["max_running_requests"]
         if "max_mamba_cache_size" in arguments:  # states are kept at multiples of chunks
