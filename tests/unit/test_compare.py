@@ -1,4 +1,4 @@
-"""Comparisons of servers: what starts together, what is asked, and what follows from the answers."""
+"""Comparisons of servers: what starts together, what is asked, and how answers are judged."""
 
 from __future__ import annotations
 
