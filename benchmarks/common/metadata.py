@@ -40,7 +40,7 @@ def gpu_id() -> str | None:
 
 
 def _of_gpus(fields: str) -> str | None:
-    """What nvidia-smi says of the GPUs that this process sees, a line each."""
+    """Ask nvidia-smi about the GPUs that this process sees; a line each."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={seen}"] if seen else []
     return _output("nvidia-smi", *chosen, f"--query-gpu={fields}", "--format=csv,noheader")

@@ -139,7 +139,7 @@ def groups_that_fit(scenarios: Mapping[str, Scenario], memory: float) -> list[Gr
 
 
 class Measured:
-    """What is known of one scenario: passes and answers, by batch and backend."""
+    """Passes and answers of one scenario, by batch and backend."""
 
     def __init__(self, name: str, scenario: Scenario) -> None:
         self.name = name

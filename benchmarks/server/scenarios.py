@@ -1,7 +1,7 @@
 """The scenarios of `compare`: which servers of which model are asked for which batches.
 
-The first server of a scenario is pat's. Every other one's time per output token, over pat's, has a
-least value where the batch names one.
+The first server of a scenario runs pat. Where a batch names a least value, the time per output
+token of every other server over that of the first must reach it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A server's attention: its name here, and what SGLang is told."""
+    """A server's attention: its name here, and the arguments that SGLang gets."""
 
     name: str
     backend: str | None = None
@@ -269,7 +269,7 @@ SCENARIOS = {
         ),
         _FP8,
     ),
-    # What one byte gains over two, both with pat.
+    # Both servers run pat: a byte a number in the KV cache gains over two bytes.
     "fp8-gain": Scenario(
         "llama-3-8b",
         ("pat-fp8", "pat"),

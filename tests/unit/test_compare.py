@@ -88,7 +88,7 @@ def test_answers_part_at_ties_as_wide_as_the_servers_differ() -> None:
     assert found["tie"] == pytest.approx(0.04)
     assert (found["ties"], found["errors"], found["equal"]) == (1, [], 0)
     assert found["positions_equal"] == 1
-    # What follows the parting is of another text.
+    # Tokens after the parting belong to another text.
     assert found["largest_difference"] == pytest.approx(0.02)
     # The same gap is no tie where the servers agree better, or where ties are at most narrower.
     exact = answer((7, -0.50, 8, -1.0), (6, -0.60, 5, -0.63), (9, -0.1, 4, -3.0))
