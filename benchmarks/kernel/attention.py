@@ -42,7 +42,6 @@ from sglang_pat.cli.arguments import quoted
 from sglang_pat.executors.reference import dense_attention
 
 _CHECKED_REQUESTS = 16
-_CHECKED_BYTES = 1 << 30  # K or V of a request in float64, for all heads at once
 _POOL_BYTES = 48 << 30
 # Plans, partials, workspaces, the float64 results, and copies in pages.
 _SPARE_BYTES = (14 << 30) + pages.MOST_BYTES
@@ -78,27 +77,18 @@ def measure(
 def _dense(
     tensors: WorkloadTensors, k: torch.Tensor, v: torch.Tensor, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention without a plan, of some requests; by KV head where the contexts are long."""
-    _, num_heads, head_dim = tensors.q.shape
-    longest = tensors.req_to_token.shape[1]
-    kv_heads = k.shape[1]
-    step = kv_heads if longest * num_heads * head_dim * 8 <= _CHECKED_BYTES else 1
-    group = num_heads // kv_heads
-    parts = []
-    for head in range(0, kv_heads, step):
-        mine = slice(head * group, (head + step) * group)
-        out, _ = dense_attention(
-            tensors.q[rows, mine],
-            k[:, head : head + step],
-            v[:, head : head + step],
-            tensors.req_to_token,
-            tensors.req_pool_indices[rows],
-            tensors.seq_lens[rows],
-            sinks=None if tensors.sinks is None else tensors.sinks[mine],
-            dtype=dtype,
-        )
-        parts.append(out)
-    return torch.cat(parts, dim=1)
+    """Attention without a plan, of some requests."""
+    out, _ = dense_attention(
+        tensors.q[rows],
+        k,
+        v,
+        tensors.req_to_token,
+        tensors.req_pool_indices[rows],
+        tensors.seq_lens[rows],
+        sinks=tensors.sinks,
+        dtype=dtype,
+    )
+    return out
 
 
 def report_line(case: Case, names: Iterable[str]) -> str:

@@ -393,21 +393,22 @@ def dense_attention(
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     out = q.new_zeros((*q.shape[:2], v_cache.shape[2]), dtype=dtype)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype)
-    group_size = q.shape[1] // k_cache.shape[1]
+    # Query heads by KV head: K and V, which may be long, are not repeated.
+    num_kv_heads = k_cache.shape[1]
+    grouped = q.to(dtype).view(len(q), num_kv_heads, -1, q.shape[2])
     for request, seq_len in enumerate(seq_lens.tolist()):
         if seq_len == 0:
             if sinks is not None:
                 lse[request] = sinks.to(dtype)
             continue
         slots = req_to_token[req_pool_indices[request], :seq_len].long()
-        k = k_cache[slots].to(dtype).repeat_interleave(group_size, dim=1)
-        v = v_cache[slots].to(dtype).repeat_interleave(group_size, dim=1)
-        logits = torch.einsum("hd,nhd->hn", q[request].to(dtype), k) * scale
+        k, v = k_cache[slots].to(dtype), v_cache[slots].to(dtype)
+        logits = torch.einsum("kgd,nkd->kgn", grouped[request], k).flatten(0, 1) * scale
         if logit_cap > 0:
             logits = logit_cap * torch.tanh(logits / logit_cap)
         if sinks is not None:  # one more key, whose value is 0
             logits = torch.cat((logits, sinks.to(dtype)[:, None]), dim=-1)
         lse[request] = torch.logsumexp(logits, dim=-1)
-        weights = torch.softmax(logits, dim=-1)[:, :seq_len]
-        out[request] = torch.einsum("hn,nhd->hd", weights, v)
+        weights = torch.softmax(logits, dim=-1)[:, :seq_len].reshape(num_kv_heads, -1, seq_len)
+        out[request] = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1)
     return out, lse
