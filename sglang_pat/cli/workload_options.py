@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +171,7 @@ def read(
         raise ValueError(f"--chunked-prefill-size {chunked_prefill_size}; a page is {page} tokens")
     trace = _open(arguments, seed, open_trace)
     limit = arguments.limit or _LIMIT
-    requests = list(islice(trace.stream, limit))
+    requests = trace.first(limit)
 
     # Imports numpy's and the scheduler's parts: wrong input has been refused by now.
     from sglang_pat.workload.run import Setup

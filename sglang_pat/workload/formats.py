@@ -1,22 +1,25 @@
-"""Traces from files: which format a file has, its lines as requests, in order of arrival.
+"""Traces from files: which format a file has, its records as requests, in order of arrival.
 
-One function per format makes a request of a line. Nothing is held in memory but the lines that may
-still have to be put in order, so a trace may have any length. Only SGLang's request dumps, which
-are pickles (`request_dump.py`), are held as a whole.
+One function per format makes requests of a record. Nothing is held in memory but the lines that may
+still have to be put in order, so a trace of JSON lines or CSV may have any length. SGLang's request
+dumps, which are pickles (`request_dump.py`), and JSON that is no JSON lines are held as a whole.
 
 ========== ======================================================================================
-mooncake   JSON lines: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`: one id per
-           block of 512 prompt tokens. Equal ids mean equal tokens. Files that are written here
-           also carry `segments`, pairs of content and length, which keep prefixes that end within
+mooncake   JSON: `timestamp`, `input_length`, `output_length`, `hash_ids`: one id per block of
+           prompt tokens. Equal ids mean equal tokens. The size of a block (512, or 16) and
+           the unit of the times (ms, or s) follow from the lines. Files that are written here also
+           carry `segments`, pairs of content and length, which keep prefixes that end within
            a block; other programs ignore the key.
-tokens     JSON lines: `timestamp` (s), `input_ids`, `output_length`.
-openai     JSON lines: requests as OpenAI's API takes them (`messages` or `prompt`), with a time
-           and the length of the answer. Text counts one token per 4 bytes.
-burstgpt   CSV: `Timestamp` (s), `Request tokens`, `Response tokens`. Prompts share nothing.
+tokens     JSON: `timestamp`, `input_ids`, `output_length`.
+openai     JSON: requests to the chat, completions, messages and responses APIs, to SGLang's
+           /generate and to Ollama's API, as clients, gateways and SGLang log them
+           (`request_log.py`).
+burstgpt   CSV: `Timestamp`, `Request tokens`, `Response tokens`. Prompts share nothing.
 azure      CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. Prompts share nothing.
 ========== ======================================================================================
 
-A time is a number or an ISO 8601 text in every format.
+A time is a number or an ISO 8601 text in every format (`times.py`). JSON is read as lines, as an
+array, and as objects over several lines.
 """
 
 from __future__ import annotations
@@ -25,21 +28,37 @@ import csv
 import gzip
 import hashlib
 import heapq
-import io
-import json
 import math
-import zlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 import msgspec
-import numpy as np
 
+from sglang_pat.messages import listed, quoted
+from sglang_pat.workload.files import (
+    compression,
+    intact_lines,
+    json_objects,
+    open_file,
+    zstandard_package,
+)
 from sglang_pat.workload.request_dump import dump_files, read_dump
+from sglang_pat.workload.request_log import is_request, read_record
+from sglang_pat.workload.request_prompts import (
+    LoggedRequest,
+    bytes_per_token,
+    to_request,
+    whole_number,
+)
+from sglang_pat.workload.times import number_of, seconds
 from sglang_pat.workload.trace import (
+    FAILED,
+    NotReplayed,
     Prompt,
     Segment,
     TokenPrompt,
@@ -48,19 +67,22 @@ from sglang_pat.workload.trace import (
     TraceErrors,
     TraceRequest,
     prompt_length,
-    text_tokens,
 )
 
 # Requests by which a line may come later than its arrival says: more would have to be held in
 # memory. A log written by several threads needs some.
 REORDER_WINDOW = 1024
-BLOCK_TOKENS = 512  # of mooncake
+BLOCK_TOKENS = 512  # of mooncake, where the lines do not tell
 
-_GZIP_MAGIC, _ZSTD_MAGIC, _PICKLE_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x80"
+_PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
+# Records that tell how large a block and a time are, and how many bytes are one token.
+_SAMPLE = 256
 # Lines of larger files are not counted ahead: up to here it takes a second or two.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
+_NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that has an object in each line
+_LONGEST = 10 * 366 * 86_400.0  # seconds of a trace
 
 
 class _Record(NamedTuple):
@@ -68,10 +90,12 @@ class _Record(NamedTuple):
 
     file: str
     line: int
-    request: TraceRequest
+    request: TraceRequest | LoggedRequest
 
 
-def open_trace(path: Path, format: str = "auto", *, strict: bool = False) -> Trace:
+def open_trace(
+    path: Path, format: str = "auto", *, strict: bool = False, untimed: bool = False
+) -> Trace:
     """The trace in a file (plain, gzip or zstd), or in a folder of SGLang's request dumps.
 
     Arrivals count from the first request. Requests that are out of order by up to `REORDER_WINDOW`
@@ -87,6 +111,8 @@ def open_trace(path: Path, format: str = "auto", *, strict: bool = False) -> Tra
         One of `FORMATS`, or "auto": the first lines decide.
     strict
         Raise the first malformed line as TraceError.
+    untimed
+        Requests to APIs need no time: where the first record has none, one arrives each second.
 
     Raises
     ------
@@ -94,181 +120,248 @@ def open_trace(path: Path, format: str = "auto", *, strict: bool = False) -> Tra
         The file is missing, empty, or of no known format. The last case lists what was found.
     """
     if format not in ("auto", *FORMATS):
-        raise ValueError(f"format {format!r}; allowed: auto, {', '.join(FORMATS)}")
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file")
+        raise ValueError(f"format {quoted(format)}; allowed: auto, {', '.join(FORMATS)}")
+    try:
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file")
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{path}: {error.strerror}") from None
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: neither a file nor a folder; a pipe cannot be read twice")
-    if format == "auto":
-        format = "sglang-dump" if path.is_dir() else _detect(path)
-    elif path.is_dir() and format != "sglang-dump":
-        raise ValueError(f"{path}: a folder; only the format sglang-dump is read from folders")
     errors = TraceErrors(strict=strict)
-    stream = _stream(path, format, errors)
-    return Trace(path.name, format, stream, errors, requests=_count_lines(path, format))
+    if path.is_dir():
+        if format not in ("auto", "sglang-dump"):
+            raise ValueError(f"{path}: a folder; only the format sglang-dump is read from folders")
+        source = _Source(path, "sglang-dump")
+    else:
+        source = _detected(path, format)
+    source.untimed = untimed
+    return Trace(path.name, source.format, source.stream(errors), errors, source.count())
+
+
+@dataclass(slots=True)
+class _Source:
+    """A file whose format is known.
+
+    Attributes
+    ----------
+    is_lines
+        A record is a line; else JSON objects are looked for.
+    untimed
+        Records may have no time.
+    """
+
+    path: Path
+    format: str
+    is_lines: bool = True
+    untimed: bool = False
+
+    def stream(self, errors: TraceErrors) -> Iterator[TraceRequest]:
+        if self.format == "sglang-dump":
+            # A dump is in order of completion, and so is a folder of them.
+            records = sorted(_with_tokens(self._dumped(errors), errors), key=_arrival)
+            yield from _from_zero(self.path, errors, iter(records))
+        else:
+            found = _with_tokens(self._records(errors), errors)
+            yield from _from_zero(self.path, errors, _in_order(found, errors))
+
+    def count(self) -> int | None:
+        """About how many requests there are, for progress. None where that would take long."""
+        path = self.path
+        if self.format == "sglang-dump" or not self.is_lines or compression(path):
+            return None
+        if path.stat().st_size > _COUNT_BYTES:
+            return None
+        with path.open("rb") as file:
+            lines = sum(chunk.count(b"\n") for chunk in iter(partial(file.read, _CHUNK_BYTES), b""))
+        return max(lines - (self.format in _CSV_COLUMNS), 1)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Lines, or JSON objects."""
+        return intact_lines(self.path) if self.is_lines else json_objects(self.path, _is_record)
+
+    def _dumped(self, errors: TraceErrors) -> Iterator[_Record]:
+        for file in dump_files(self.path) if self.path.is_dir() else [self.path]:
+            with open_file(file) as binary:
+                for number, request in read_dump(binary, file.name, errors):
+                    yield _Record(file.name, number, request)
+
+    def _records(self, errors: TraceErrors) -> Iterator[_Record]:
+        if self.format in _CSV_COLUMNS:
+            # Bytes that are no text make their row malformed, not the file.
+            text = (line.decode(errors="replace") for line in self.pieces())
+            yield from _read_rows(text, self.path.name, _CSV_COLUMNS[self.format], errors)
+            return
+        parse = self._parser(errors)
+        number, last = 0, b""
+        failure: tuple[int, str] | None = None
+        for number, last in enumerate(self.pieces(), start=1):
+            if failure is not None:
+                errors.add(self.path.name, *failure)
+                failure = None
+            if last.strip() in _NO_RECORD:
+                continue
+            try:
+                requests = parse(last)
+            except NotReplayed as what:
+                errors.leave_out(str(what))
+            except (ValueError, msgspec.DecodeError, RecursionError) as error:
+                failure = number, str(error)
+            else:
+                errors.used += 1
+                for request in requests:
+                    yield _Record(self.path.name, number, request)
+        if failure is None:
+            return
+        if errors.strict or last.endswith(b"\n") or last.rstrip().endswith(b"}"):
+            errors.add(self.path.name, *failure)
+        else:
+            errors.is_cut = True
+
+    def _parser(
+        self, errors: TraceErrors
+    ) -> Callable[[bytes], Iterable[TraceRequest | LoggedRequest]]:
+        """The function that makes requests of one line."""
+        if self.format == "mooncake":
+            return _MooncakeReader.of(islice(self.pieces(), _SAMPLE), errors).read
+        first: dict[str, Any] = next(
+            (found for piece in self.pieces() if (found := _object(piece)) is not None), {}
+        )
+        arrivals = None
+        if self.untimed:
+            try:
+                read_record(first, TraceErrors())
+            except NotReplayed:
+                pass
+            except ValueError as error:
+                arrivals = iter(range(1 << 62)) if str(error).startswith("no time") else None
+
+        def read(line: bytes) -> list[LoggedRequest]:
+            untimed = None if arrivals is None else float(next(arrivals))
+            return read_record(_decoded(line), errors, untimed=untimed)
+
+        return read
 
 
 # --- one line, one request: JSON ---
 
-
-def _seconds(value: object) -> float:
-    """Return a time in seconds: a number as it is, an ISO 8601 text since 1970.
-
-    A text that names no zone is in UTC. ValueError for anything else.
-    """
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            try:
-                moment = datetime.fromisoformat(value.strip())
-            except ValueError:
-                raise ValueError(f"{value!r} is no time: a number or ISO 8601 is needed") from None
-            moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-            number = moment.timestamp()
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    else:
-        raise ValueError(f"{value!r} is no time: a number or ISO 8601 is needed")
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{value!r} is no time: a number from 0 or ISO 8601 is needed")
-    return number
-
-
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class _MooncakeLine(msgspec.Struct):
     timestamp: float | str
     input_length: _Count
-    output_length: _Count
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
     hash_ids: list[int]
     segments: list[tuple[int, _Count]] | None = None
 
 
-class _TokensLine(msgspec.Struct):
-    timestamp: float | str
-    input_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
-    output_length: _Count
-
-
-_decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
-_decode_tokens = msgspec.json.Decoder(_TokensLine).decode
+_decode_mooncake = msgspec.json.Decoder(_MooncakeLine, strict=False).decode  # takes 600.0 for 600
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
+_SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # of traces whose times are in seconds
 
 
-def _parse_mooncake(line: bytes, _errors: TraceErrors) -> TraceRequest:
-    fields = _decode_mooncake(line)
-    arrival = _seconds(fields.timestamp)
-    if not isinstance(fields.timestamp, str):
-        arrival /= 1000
-    if fields.segments is None:
-        return TraceRequest(arrival, _prompt_of_blocks(fields), fields.output_length)
-    prompt = tuple(Segment(content, length) for content, length in fields.segments)
-    if prompt_length(prompt) != fields.input_length:
-        raise ValueError(
-            f"segments of {prompt_length(prompt)} tokens, but input_length is {fields.input_length}"
+@dataclass(slots=True)
+class _MooncakeReader:
+    """Lines of blocks. unit: of their times."""
+
+    block: int = BLOCK_TOKENS
+    unit: str = "ms"
+
+    @classmethod
+    def of(cls, lines: Iterable[bytes], errors: TraceErrors) -> _MooncakeReader:
+        """The reader of a file that begins with these lines."""
+        found = [each for line in lines if (each := _object(line)) is not None]
+        reader = cls(_block_tokens(found))
+        times = [each.get("timestamp") for each in found]
+        numbers = [number for each in times if (number := number_of(each)) is not None]
+        is_seconds = any(_SECONDS_KEYS & each.keys() for each in found) or any(
+            each % 1 for each in numbers if math.isfinite(each)
         )
-    return TraceRequest(arrival, prompt, fields.output_length)
+        if numbers and (is_seconds or 9e8 <= numbers[0] <= 4.2e9):
+            reader.unit = "s"
+        if (reader.block, reader.unit) != (BLOCK_TOKENS, "ms"):
+            errors.assumed = f"blocks of {reader.block:,} tokens, times in {reader.unit}"
+        return reader
+
+    def read(self, line: bytes) -> list[TraceRequest]:
+        """The request of a line."""
+        fields = _decode_mooncake(_json_part(line)[0])
+        arrival = seconds(fields.timestamp, default=self.unit)
+        if fields.segments is None:
+            prompt = self._of_blocks(fields)
+        else:
+            prompt = tuple(Segment(content, length) for content, length in fields.segments)
+            if prompt_length(prompt) != fields.input_length:
+                raise ValueError(
+                    f"segments of {prompt_length(prompt)} tokens, but input_length is "
+                    f"{fields.input_length}"
+                )
+        if fields.output_length == 0:
+            raise NotReplayed(FAILED)
+        return [TraceRequest(arrival, prompt, fields.output_length)]
+
+    def _of_blocks(self, fields: _MooncakeLine) -> Prompt:
+        num_blocks = -(-fields.input_length // self.block)
+        if len(fields.hash_ids) != num_blocks:
+            raise ValueError(
+                f"{len(fields.hash_ids)} hash_ids, but input_length {fields.input_length} is "
+                f"{num_blocks} blocks of {self.block} tokens"
+            )
+        last = fields.input_length - (num_blocks - 1) * self.block
+        whole = (Segment(content, self.block) for content in fields.hash_ids[:-1])
+        return (*whole, Segment(fields.hash_ids[-1], last))
 
 
-def _prompt_of_blocks(fields: _MooncakeLine) -> Prompt:
-    num_blocks = -(-fields.input_length // BLOCK_TOKENS)
-    if len(fields.hash_ids) != num_blocks:
-        raise ValueError(
-            f"{len(fields.hash_ids)} hash_ids, but input_length {fields.input_length} is "
-            f"{num_blocks} blocks of {BLOCK_TOKENS} tokens"
-        )
-    last = fields.input_length - (num_blocks - 1) * BLOCK_TOKENS
-    whole = (Segment(content, BLOCK_TOKENS) for content in fields.hash_ids[:-1])
-    return (*whole, Segment(fields.hash_ids[-1], last))
+def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
+    """The size of a block with which most lines agree; 512 if it does not follow from them."""
+    sizes = [
+        (length, len(each["hash_ids"]))
+        for each in lines
+        if (length := whole_number(each.get("input_length")))
+        and isinstance(each.get("hash_ids"), list)
+        and each["hash_ids"]
+        and "segments" not in each
+    ]
+    powers = (BLOCK_TOKENS, *(1 << power for power in range(17)))
+
+    def agreeing(block: int) -> int:
+        return sum(-(-length // block) == count for length, count in sizes)
+
+    best = max(powers, key=agreeing)  # of equal ones the first
+    if agreeing(best) * 2 > len(sizes):
+        return best
+    bounds = {-(-length // count) for length, count in sizes}
+    bounds |= {(length - 1) // (count - 1) for length, count in sizes if count > 1}
+    return max((best, *sorted(bounds - {0})), key=agreeing)
 
 
-def _parse_tokens(line: bytes, _errors: TraceErrors) -> TraceRequest:
-    fields = _decode_tokens(line)
-    prompt = TokenPrompt(np.array(fields.input_ids, dtype=np.int64))
-    return TraceRequest(_seconds(fields.timestamp), prompt, fields.output_length)
+def _decoded(line: bytes) -> dict[str, Any]:
+    """The object of a line of a log, which may begin with a time and more."""
+    part, before = _json_part(line)
+    found = _decode_object(part)
+    if before and (time := _PREFIX_TIME.search(before)):
+        found.setdefault("logtime", time[0].decode().replace(",", "."))
+    return found
 
 
-_OPENAI_TIMES = ("timestamp", "created", "created_at", "time", "start_time")
-_OPENAI_LIMITS = ("max_completion_tokens", "max_tokens")
+_PREFIX_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
+_LONGEST_PREFIX = 300
 
 
-def _parse_openai(line: bytes, errors: TraceErrors) -> TraceRequest:
-    """A request to `/v1/chat/completions` or `/v1/completions`, as logs and batch files keep it.
-
-    The request may lie in `request` or `body`, the answer in `response`, itself with a `body`.
-    """
-    record = _decode_object(line)
-    asked = _nested(record, "request", "body")
-    answer = _nested(record, "response", "body") if "response" in record else record
-    times = (part[key] for part in (record, asked, answer) for key in _OPENAI_TIMES if key in part)
-    time = next(times, None)
-    if time is None:
-        raise ValueError(f"no time: one of {', '.join(_OPENAI_TIMES)} is needed")
-    output_length = _openai_output(asked, answer)
-    prompt = asked.get("prompt")
-    if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
-        tokens = np.array(prompt, dtype=np.int64)
-    else:
-        tokens = text_tokens(_openai_text(asked))
-        errors.estimated += 1
-    return TraceRequest(_seconds(time), TokenPrompt(tokens), output_length)
+def _json_part(line: bytes) -> tuple[bytes, bytes]:
+    """The object within a line, and what comes before it; the whole line if there is none."""
+    line = line.strip().rstrip(b",")
+    begin = line.find(b"{", 0, _LONGEST_PREFIX)
+    return (line[begin:], line[:begin]) if begin > 0 else (line, b"")
 
 
-def _nested(record: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The object below these keys, as far as they are there."""
-    for key in keys:
-        inner = record.get(key)
-        record = inner if isinstance(inner, dict) else record
-    return record
-
-
-def _openai_text(asked: Mapping[str, Any]) -> str:
-    """The prompt as one text. A chat template looks much the same in the prefix it shares."""
-    if isinstance(asked.get("prompt"), str) and asked["prompt"]:
-        return str(asked["prompt"])
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("neither messages nor a prompt")
-    # Tools come first in every chat template.
-    parts = [json.dumps(asked["tools"])] if asked.get("tools") else []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise ValueError(f"a message is no object: {message!r}")
-        content = message.get("content")
-        if not isinstance(content, str):
-            content = "" if content is None else json.dumps(content)
-        calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-        parts.append(f"<|{message.get('role', '')}|>\n{content}{calls}")
-    return "\n".join(parts)
-
-
-def _openai_output(asked: Mapping[str, Any], answer: Mapping[str, Any]) -> int:
-    """Tokens of the answer: as counted, else by its text, else as many as were allowed."""
-    usage = answer.get("usage")
-    length = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if length is None:
-        texts = [_choice_text(choice) for choice in answer.get("choices") or ()]
-        length = len(text_tokens("".join(texts))) if any(texts) else None
-    if length is None:
-        length = next((asked[key] for key in _OPENAI_LIMITS if asked.get(key)), None)
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(
-            f"the answer has {length!r} tokens; usage.completion_tokens, choices or "
-            f"{' or '.join(_OPENAI_LIMITS)} must say at least 1"
-        )
-    return length
-
-
-def _choice_text(choice: object) -> str:
-    if not isinstance(choice, dict):
-        return ""
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    return text if isinstance(text, str) else ""
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        return _decoded(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 # --- one row, one request: CSV with lengths only ---
@@ -286,12 +379,7 @@ _CSV_COLUMNS = {
     "burstgpt": _Columns("Timestamp", "Request tokens", "Response tokens"),
     "azure": _Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
 }
-_LINE_PARSERS: dict[str, Callable[[bytes, TraceErrors], TraceRequest]] = {
-    "mooncake": _parse_mooncake,
-    "tokens": _parse_tokens,
-    "openai": _parse_openai,
-}
-FORMATS = (*_LINE_PARSERS, *_CSV_COLUMNS, "sglang-dump")
+FORMATS = ("mooncake", "tokens", "openai", *_CSV_COLUMNS, "sglang-dump")
 
 
 def _read_rows(
@@ -299,7 +387,7 @@ def _read_rows(
 ) -> Iterator[_Record]:
     """The rows of a CSV file. ValueError if a column is missing.
 
-    A row without generated tokens is a request that failed: it counts in `errors.failed`.
+    A row without generated tokens is a request that failed.
     """
     rows = csv.DictReader(lines)
     try:
@@ -308,86 +396,58 @@ def _read_rows(
         raise ValueError(f"{file}: no CSV: {error}") from None
     missing = [name for name in columns if name not in header]
     if missing:
-        raise ValueError(f"{file}: no column {missing[0]!r}; there are: {', '.join(header)}")
+        raise ValueError(f"{file}: no column {missing[0]!r}; there are: {listed(header)}")
     while True:
         try:
             row = next(rows, None)
             if row is None:
                 return
             request = _parse_row(row, columns, content=rows.line_num)
+        except NotReplayed as what:
+            errors.leave_out(str(what))
         except (ValueError, csv.Error) as error:
             errors.add(file, rows.line_num, str(error))
-            continue
-        if request is None:
-            errors.failed += 1
         else:
+            errors.used += 1
             yield _Record(file, rows.line_num, request)
 
 
-def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceRequest | None:
-    """The request of a row. None if it failed."""
+def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceRequest:
+    """The request of a row. NotReplayed if it failed."""
     values = [row[name] for name in columns]
     if None in values:
         raise ValueError("fewer values than columns")
     try:
-        arrival = _seconds(values[0])
+        arrival = seconds(values[0])
     except ValueError as error:
         raise ValueError(f"{columns.time}: {error}") from None
     lengths = []
     for name, text in zip(columns[1:], values[1:], strict=True):
-        try:
-            lengths.append(int(text))
-        except ValueError:
-            raise ValueError(f"{name} is {text!r}; a whole number is needed") from None
+        length = whole_number(text)
+        if length is None:
+            raise ValueError(f"{name} is {quoted(text)}; a whole number from 0 is needed")
+        lengths.append(length)
     input_length, output_length = lengths
     if output_length == 0:
-        return None
-    for name, value in zip(columns[1:], (input_length, output_length), strict=True):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; at least 1 is needed")
+        raise NotReplayed(FAILED)
+    if input_length == 0:
+        raise ValueError(f"{columns.input_length} is 0; at least 1 is needed")
     return TraceRequest(arrival, (Segment(content, input_length),), output_length)
 
 
 # --- a file, one record after another ---
 
 
-def _stream(path: Path, format: str, errors: TraceErrors) -> Iterator[TraceRequest]:
-    if format == "sglang-dump":
-        # A dump is in order of completion, and so is a folder of them.
-        dump = sorted(_dump_records(path, errors), key=_arrival)
-        yield from _from_zero(path, errors, iter(dump))
-    else:
-        with _open(path) as binary:
-            lines = _intact_lines(binary, path.name)
-            records = _line_records(lines, path.name, format, errors)
-            yield from _from_zero(path, errors, _in_order(records, errors))
-
-
-def _dump_records(path: Path, errors: TraceErrors) -> Iterator[_Record]:
-    for file in dump_files(path) if path.is_dir() else [path]:
-        with _open(file) as binary:
-            for number, request in read_dump(binary, file.name, errors):
-                yield _Record(file.name, number, request)
-
-
-def _line_records(
-    lines: Iterator[bytes], file: str, format: str, errors: TraceErrors
-) -> Iterator[_Record]:
-    if format in _CSV_COLUMNS:
-        # Bytes that are no text make their row malformed, not the file.
-        text = (line.decode(errors="replace") for line in lines)
-        yield from _read_rows(text, file, _CSV_COLUMNS[format], errors)
-        return
-    parse = _LINE_PARSERS[format]
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            request = parse(line, errors)
-        except (ValueError, msgspec.DecodeError) as error:
-            errors.add(file, number, str(error))
-        else:
-            yield _Record(file, number, request)
+def _with_tokens(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
+    """The records, with tokens for texts: their first ones tell how many bytes are a token."""
+    head = list(islice(records, _SAMPLE))
+    logged = [each.request for each in head if isinstance(each.request, LoggedRequest)]
+    errors.bytes_per_token = bytes_per_token(logged) or errors.bytes_per_token
+    for record in chain(head, records):
+        request = record.request
+        if isinstance(request, LoggedRequest):
+            request = to_request(request, errors)
+        yield record._replace(request=request)
 
 
 def _arrival(record: _Record) -> float:
@@ -398,9 +458,10 @@ def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Reco
     """Sorts by arrival within `REORDER_WINDOW` requests. Equal arrivals keep the file's order."""
     waiting: list[tuple[float, int, _Record]] = []
     latest = 0.0
-    for record in records:
+    for number, record in enumerate(records):
         arrival = record.request.arrival
         if arrival < latest:
+            errors.used -= 1
             errors.add(
                 record.file,
                 record.line,
@@ -408,7 +469,7 @@ def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Reco
                 f"{REORDER_WINDOW} requests before; sort the trace by time",
             )
             continue
-        heapq.heappush(waiting, (arrival, record.line, record))
+        heapq.heappush(waiting, (arrival, number, record))
         if len(waiting) > REORDER_WINDOW:
             latest, _, first = heapq.heappop(waiting)
             yield first
@@ -422,60 +483,94 @@ def _from_zero(
     """Counts arrivals from the first, to the microsecond. TraceError if there is none."""
     first = next(records, None)
     if first is None:
-        found = f"{errors.count} malformed lines, {errors.failed} failed requests"
+        left_out = [f"{count:,} {what}" for what, count in errors.left_out.items()]
+        found = ", ".join([f"{errors.count:,} malformed lines", *left_out])
         why = f"; first: {errors.first[0]}" if errors.first else ""
         raise TraceError(path.name, 0, f"not a single request ({found}){why}")
     begin = first.request.arrival
-    yield first.request._replace(arrival=0.0)
-    for _, _, request in records:
-        yield request._replace(arrival=round(request.arrival - begin, 6))
-
-
-def _count_lines(path: Path, format: str) -> int | None:
-    """About how many requests a file has, for progress. None where that would take long."""
-    if format == "sglang-dump" or path.stat().st_size > _COUNT_BYTES or _compression(path):
-        return None
-    with path.open("rb") as file:
-        lines = sum(chunk.count(b"\n") for chunk in iter(partial(file.read, _CHUNK_BYTES), b""))
-    return max(lines - (format in _CSV_COLUMNS), 1)
+    for file, line, request in chain([first], records):
+        arrival = round(request.arrival - begin, 6)
+        if arrival > _LONGEST:
+            errors.used -= 1
+            years = arrival / 366 / 86_400
+            errors.add(file, line, f"arrived {years:,.0f} years after the first request")
+            continue
+        yield cast(TraceRequest, request)._replace(arrival=arrival)
 
 
 # --- which format ---
 
 
-def _detect(path: Path) -> str:
-    """The format of a file, by its first lines. ValueError lists the columns or keys found."""
-    with _open(path) as binary:
-        lines = _intact_lines(binary, path.name)
-        head = [line for line, _ in zip(lines, range(_DETECTION_LINES), strict=False)]
-    if not any(line.strip() for line in head):
-        raise ValueError(f"{path}: the file is empty")
-    if head[0].startswith(_PICKLE_MAGIC):
-        return "sglang-dump"
-    header = _header(head[0])
-    for format, columns in _CSV_COLUMNS.items():
-        if set(columns) <= set(header):
-            return format
+def _detected(path: Path, format: str) -> _Source:
+    """The file with its format, by its first lines. ValueError lists the columns or keys found."""
+    head = list(islice(intact_lines(path), _DETECTION_LINES))
+    first = next((line for line in head if line.strip()), None)
+    if first is None:
+        if format == "auto":
+            raise ValueError(f"{path}: the file is empty")
+        return _Source(path, format)
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path}: the text is UTF-16; write it as UTF-8")
+    if first.startswith(_PICKLE_MAGIC) and format in ("auto", "sglang-dump"):
+        return _Source(path, "sglang-dump")
+    if format == "sglang-dump" or format in _CSV_COLUMNS:
+        return _Source(path, format)
     objects = [found for found in map(_object, head) if found is not None]  # some may be malformed
-    for keys in objects:
-        if "hash_ids" in keys:
-            return "mooncake"
-        if "input_ids" in keys:
-            return "tokens"
-        if {"messages", "prompt"} & _nested(keys, "request", "body").keys():
-            return "openai"
-    if objects:
-        found = f"its first JSON object has the keys {', '.join(objects[0]) or '(none)'}"
-    elif len(header) > 1 and head[0].isascii():
-        found = f"its columns are {', '.join(header)}"
+    known = next((kind for found in objects if (kind := _format_of(found))), None)
+    starts = first.lstrip()[:1]
+    is_python = re.match(rb"[\s\[]*\{\s*'", first) is not None
+    if (
+        known is None
+        and not is_python
+        and (starts == b"{" or re.match(rb"\s*\[\s*([\[{\]]|$)", first))
+    ):
+        source = _Source(path, format, is_lines=False)
+        objects = []
+        for piece in islice(source.pieces(), _DETECTION_LINES):
+            if (found := _object(piece)) is not None:
+                objects.append(found)
+        known = next((kind for found in objects if (kind := _format_of(found))), None)
+        if known is not None:
+            return _Source(path, known if format == "auto" else format, is_lines=False)
+    if format != "auto":
+        return _Source(path, format)
+    header = _header(head[0])
+    for name, columns in _CSV_COLUMNS.items():
+        if set(columns) <= set(header):
+            return _Source(path, name)
+    if known is not None:
+        return _Source(path, known)
+    if any(b"GenerateReqInput(" in line for line in head):
+        found_text = (
+            "it is SGLang's log as text: --log-requests-format json writes one that is read"
+        )
+    elif is_python:
+        found_text = "its keys are in single quotes, so it is not JSON: write it by json.dumps"
+    elif objects:
+        found_text = f"its first JSON object has the keys {listed(objects[0])}"
+    elif len(header) > 1 and head[0].isascii() and starts not in (b"{", b"["):
+        found_text = f"its columns are {listed(header)}"
     else:
-        found = f"its first line is {head[0][:60]!r}"
+        found_text = f"its first line is {head[0][:60]!r}"
     raise ValueError(
-        f"{path}: no known format: {found}. Known: JSON lines with hash_ids (mooncake), input_ids "
-        "(tokens), messages or prompt (openai); CSV with the columns "
+        f"{path}: no known format: {found_text}. Known: JSON with hash_ids (mooncake), input_ids "
+        "(tokens), messages, prompt, input or text (openai); CSV with the columns "
         + " or ".join(f"{', '.join(columns)} ({name})" for name, columns in _CSV_COLUMNS.items())
         + "; a pickle (sglang-dump)"
     )
+
+
+def _format_of(found: dict[str, Any]) -> str | None:
+    """The format of a JSON object. None if it is a request in none."""
+    if "hash_ids" in found:
+        return "mooncake"
+    if "input_ids" in found and "sampling_params" not in found:
+        return "tokens"
+    return "openai" if is_request(found) else None
+
+
+def _is_record(found: Mapping[str, Any]) -> bool:
+    return _format_of(dict(found)) is not None
 
 
 def _header(line: bytes) -> list[str]:
@@ -484,92 +579,6 @@ def _header(line: bytes) -> list[str]:
         return next(csv.reader([line.decode(errors="replace")]), [])
     except csv.Error:
         return []
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        return _decode_object(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-# --- compression ---
-
-
-def _compression(path: Path) -> str | None:
-    """Compression by the first bytes of a file, whatever its name: "gzip", "zstd"; None: plain."""
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic.startswith(_GZIP_MAGIC):
-        return "gzip"
-    return "zstd" if magic == _ZSTD_MAGIC else None
-
-
-def _open(path: Path) -> BinaryIO:
-    compression = _compression(path)
-    if compression == "gzip":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if compression == "zstd":
-        return io.BufferedReader(_ZstdReader(path), _CHUNK_BYTES)
-    return path.open("rb")
-
-
-class _ZstdReader(io.RawIOBase):
-    """The frames of a zstd file, decompressed. EOFError if the last one is cut short."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._decompress = _zstandard().ZstdDecompressor().decompressobj
-        self._frame = self._decompress()
-        self._waiting = b""  # decompressed
-        self._is_between_frames = False
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._waiting:
-            compressed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = self._decompress()
-                self._is_between_frames = True
-            compressed = compressed or self._file.read(_CHUNK_BYTES)
-            if not compressed:
-                if self._is_between_frames:
-                    return 0
-                raise EOFError("the file ends within a frame")
-            self._is_between_frames = False
-            self._waiting = self._frame.decompress(compressed)
-        count = min(len(buffer), len(self._waiting))
-        buffer[:count] = self._waiting[:count]
-        self._waiting = self._waiting[count:]
-        return count
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ValueError("zstd needs the package zstandard: pip install zstandard") from error
-    return zstandard
-
-
-def _intact_lines(binary: BinaryIO, file: str) -> Iterator[bytes]:
-    """Lines, without a byte order mark. TraceError where compressed data is damaged."""
-    number = 0
-    try:
-        for number, line in enumerate(binary, start=1):
-            yield line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(file, number + 1, f"damaged compressed data: {error}") from error
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":  # of a package that may not be there
-            raise
-        raise TraceError(file, number + 1, f"damaged compressed data: {error}") from error
 
 
 # --- writing ---
@@ -601,7 +610,7 @@ def _create(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "wb"))
     if path.suffix == ".zst":
-        return cast(BinaryIO, _zstandard().open(path, "wb"))
+        return cast(BinaryIO, zstandard_package().open(path, "wb"))
     return path.open("wb")
 
 

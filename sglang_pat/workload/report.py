@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_pat.messages import listed
 from sglang_pat.model_layers import summary
+from sglang_pat.workload.request_prompts import IMAGE_TOKENS
 from sglang_pat.workload.run import DEFAULT, PAT, Answer
 from sglang_pat.workload.trace import Trace
 from sglang_pat.workload.verdict import Verdict
@@ -32,32 +34,68 @@ class Report:
     verdict: Verdict
 
     def lines(self) -> list[str]:
-        """The verdict, and what a reader must know before trusting it. At most 15 lines."""
+        """Name first what is not replayed, then the verdict, then what it rests on."""
         verdict = self.verdict
-        found = textwrap.wrap(verdict.sentence, _WIDTH)
+        found = []
+        if not_replayed := "; ".join(self.not_replayed()):
+            found += textwrap.wrap(f"Not replayed: {not_replayed}.", _WIDTH)
+        found += textwrap.wrap(verdict.sentence, _WIDTH)
         for text in (verdict.basis, f"Why: {verdict.why}", *self.notes()):
             found += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         return found
 
-    def notes(self) -> Iterator[str]:
-        """Name what was left out, and what else would help."""
+    def not_replayed(self) -> Iterator[str]:
+        """Name what the verdict does not speak of."""
         errors, refused = self.trace.errors, self.answer.refused
+        if errors.count:
+            yield f"{errors.count:,} malformed lines ({_short(str(errors.first[0]))})"
+        if errors.is_cut:
+            yield "the last line, which is cut short"
+        for what, count in errors.left_out.items():
+            yield f"{count:,} {what}"
+        for count, limit in ((refused.context, "the context"), (refused.pool, "the KV pool")):
+            if count:
+                yield f"{count:,} requests longer than {limit}"
+
+    def notes(self) -> Iterator[str]:
+        """Name what was estimated, and what else would help."""
+        errors, refused = self.trace.errors, self.answer.refused
+        size = f"{errors.bytes_per_token:.2g} bytes are one token"
+        if errors.assumed:
+            yield f"Read from the lines: {errors.assumed}."
+        if errors.counted:
+            off = errors.by_text / errors.counted - 1
+            yield (
+                f"The prompts have {errors.counted:,} tokens by `usage`, which decides; 4 bytes a "
+                f"token would make {errors.by_text:,}"
+                + (f" ({off:+.0%})" if abs(off) > 0.1 else "")
+                + "."
+            )
+        if errors.estimated:
+            yield f"The prompts of {errors.estimated:,} requests are text: {size}."
+        if errors.media:
+            yield f"{errors.media:,} images count {IMAGE_TOKENS:,} tokens each, a guess."
+        if errors.limited:
+            yield (
+                f"The log has no length of {errors.limited:,} answers: they count as long as they "
+                "were allowed to be."
+            )
+        if errors.miscounted:
+            yield f"usage counts other prompt tokens than {errors.miscounted:,} lists of ids hold."
+        models = [name for name in errors.models if name]
+        if len(models) > 1:
+            yield (
+                f"The log names {len(models):,} models ({listed(models)}): one server gets all "
+                "requests, and models share nothing. Filter the log by model."
+            )
+        if errors.unknown:
+            yield f"Keys of requests that are not known, and not read: {listed(errors.unknown)}."
         if self.answer.by_weight is not None:
             fcfs, by_weight = self.answer.by_weight
             yield (
                 f"--schedule-policy dfs-weight would serve {by_weight:.3g} instead of {fcfs:.3g} "
                 "requests/s: first come first served computes prefixes more than once."
             )
-        if errors.count:
-            first = str(errors.first[0]) if errors.first else ""
-            yield f"Left out: {errors.count:,} malformed lines ({_short(first)})."
-        if errors.failed:
-            yield f"Left out: {errors.failed:,} requests that failed when the trace was recorded."
-        if errors.estimated:
-            yield f"The prompts of {errors.estimated:,} requests are text: 4 bytes are one token."
-        for count, limit in ((refused.context, "the context"), (refused.pool, "the KV pool")):
-            if count:
-                yield f"Refused: {count:,} requests longer than {limit}."
         if refused.truncated:
             yield f"Cut where the context or the KV pool ends: {refused.truncated:,} answers."
 
@@ -94,8 +132,16 @@ class Report:
                 "name": self.trace.name,
                 "format": self.trace.format,
                 "malformed": errors.count,
-                "failed": errors.failed,
+                "left_out": errors.left_out,
+                "is_cut": errors.is_cut,
                 "estimated": errors.estimated,
+                "prompt_tokens_by_usage": errors.counted,
+                "prompt_tokens_by_text": errors.by_text,
+                "bytes_per_token": round(errors.bytes_per_token, 3),
+                "guessed_images": errors.media,
+                "answers_at_their_limit": errors.limited,
+                "models": errors.models,
+                "unknown_keys": errors.unknown,
                 "errors": [str(error) for error in errors.first],
                 "refused": asdict(answer.refused),
                 "distinct_tokens": answer.distinct_tokens,

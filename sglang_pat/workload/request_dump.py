@@ -11,16 +11,17 @@ becomes an inert record of its attributes, and no module is imported.
 
 from __future__ import annotations
 
-import math
 import pickle
 from array import _array_reconstructor, array  # type: ignore[attr-defined]
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from sglang_pat.workload.trace import TokenPrompt, TraceErrors, TraceRequest, text_tokens
+from sglang_pat.messages import quoted
+from sglang_pat.workload.request_log import requests_of
+from sglang_pat.workload.request_prompts import LoggedRequest
+from sglang_pat.workload.times import seconds
+from sglang_pat.workload.trace import NotReplayed, TraceErrors
 
 # SGLang may keep token ids in an array. Neither of these runs code of the file.
 _ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array_reconstructor}
@@ -28,11 +29,11 @@ _ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array
 
 def read_dump(
     binary: BinaryIO, file: str, errors: TraceErrors
-) -> Iterator[tuple[int, TraceRequest]]:
+) -> Iterator[tuple[int, LoggedRequest]]:
     """The number, from 1, and the request of every record. A dump is held in memory as a whole.
 
-    A request that was not finished, as in a crash dump, counts with the tokens it had so far. Text
-    counts one token per 4 bytes. ValueError if the file is no request dump.
+    A request that was not finished, as in a crash dump, counts with the tokens it had so far.
+    ValueError if the file is no request dump.
     """
     try:
         dump = _InertUnpickler(binary).load()
@@ -44,9 +45,12 @@ def read_dump(
     for number, record in enumerate(records, start=1):
         try:
             request = _parse_record(record, errors)
+        except NotReplayed as what:
+            errors.leave_out(str(what))
         except ValueError as error:
             errors.add(file, number, str(error))
         else:
+            errors.used += 1
             yield number, request
 
 
@@ -87,42 +91,17 @@ class _InertUnpickler(pickle.Unpickler):
         return _ALLOWED.get((module_name, global_name), _Inert)
 
 
-def _parse_record(record: object, errors: TraceErrors) -> TraceRequest:
+def _parse_record(record: object, errors: TraceErrors) -> LoggedRequest:
     if not (isinstance(record, tuple) and len(record) == 4):
         raise ValueError("not a tuple of request, answer, arrival and completion")
     asked, answer, arrival, _ = record
     if not (isinstance(asked, _Inert) and isinstance(answer, dict)):
         raise ValueError("no GenerateReqInput with an answer")
-    if not (isinstance(arrival, (int, float)) and math.isfinite(arrival)):
-        raise ValueError(f"it arrived at {arrival!r}; a number of seconds is needed")
-    prompt = TokenPrompt(_token_ids(vars(asked), errors))
-    return TraceRequest(float(arrival), prompt, _output_length(answer))
-
-
-def _token_ids(asked: dict[str, Any], errors: TraceErrors) -> np.ndarray:
-    tokens, text = asked.get("input_ids"), asked.get("text")
-    if tokens is None and isinstance(text, str) and text:
-        tokens = text_tokens(text)
-        errors.estimated += 1
-    if tokens is None:
-        raise ValueError("it holds neither input_ids nor text")
-    try:
-        ids = np.asarray(tokens)
-    except ValueError as error:
-        raise ValueError("input_ids is not a list of token ids") from error
-    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu" or ids.min() < 0:
-        raise ValueError("input_ids is not a list of token ids")
-    return ids.astype(np.int64)
-
-
-def _output_length(answer: dict[str, Any]) -> int:
-    meta = answer.get("meta_info")
-    length = meta.get("completion_tokens") if isinstance(meta, dict) else None
-    if length is None:
-        length = len(answer.get("output_ids") or ())
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(f"it has {length!r} new tokens; at least 1 is needed")
-    return length
+    if isinstance(arrival, bool) or not isinstance(arrival, (int, float)):
+        raise ValueError(f"it arrived at {quoted(arrival)}; a number of seconds is needed")
+    # A request for `n` answers is in the dump as that many requests.
+    (found,) = requests_of(vars(asked), answer, seconds(arrival), errors, expands=False)
+    return found
 
 
 def dump_files(folder: Path) -> list[Path]:

@@ -1,12 +1,14 @@
 """Trace: requests in order of arrival, their prompts as segments instead of tokens.
 
-First stage of the replay. `formats.py` and `generate.py` produce it, `simulate.py` consumes it.
+First stage of the simulation. `formats.py` and `generate.py` produce it, `run.py` consumes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,6 +19,8 @@ TokenIds = npt.NDArray[np.int64]
 _CONTENT_BITS = 62
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
+_TOKEN_MASK = (1 << _CONTENT_BITS) - 1
+_CACHED_TEXT = 1024  # bytes: shorter texts are not worth keeping
 
 
 class Segment(NamedTuple):
@@ -74,15 +78,38 @@ def token_ids(prompt: Prompt) -> TokenIds:
     return np.repeat(firsts - begins, lengths) + np.arange(sum(lengths), dtype=np.int64)
 
 
-def text_tokens(text: str) -> TokenIds:
-    """Tokens of a text without its tokenizer: 4 bytes of UTF-8 are one token, int64 `[length]`.
+def text_tokens(text: str | bytes, ratio: float = 4.0) -> TokenIds:
+    """Tokens of a text without its tokenizer: `ratio` bytes of UTF-8 are one, int64 `[length]`.
 
-    Texts share a prefix of tokens as far as their bytes are equal. The count is about that of a
-    tokenizer for English; the ids are not those of a vocabulary.
+    Texts share a prefix of tokens as far as their bytes are equal. The ids are not those of a
+    vocabulary. ratio: from 1 to 8; 4 is about that of a tokenizer for English.
     """
-    encoded = text.encode(errors="replace")
-    padded = encoded + bytes(-len(encoded) % 4)
-    return np.frombuffer(padded, dtype="<u4").astype(np.int64)
+    encoded = text.encode(errors="replace") if isinstance(text, str) else text
+    if len(encoded) < _CACHED_TEXT:
+        return _text_tokens(encoded, ratio)
+    return _text_tokens_cached(encoded, ratio)
+
+
+def _text_tokens(encoded: bytes, ratio: float) -> TokenIds:
+    if ratio == 4:
+        padded = encoded + bytes(-len(encoded) % 4)
+        return np.frombuffer(padded, dtype="<u4").astype(np.int64)
+    count = int(np.ceil(len(encoded) / ratio))
+    ends = (np.arange(1, count + 1) * ratio).astype(np.int64)
+    begins = np.concatenate(([0], ends[:-1])).astype(np.int64)
+    padded_bytes = np.frombuffer(encoded + bytes(16), dtype=np.uint8)
+    found = np.zeros(count, dtype=np.int64)
+    for index in range(8):
+        places = begins + index
+        inside = (places < ends) & (places < len(encoded))
+        found += np.where(inside, padded_bytes[np.minimum(places, len(encoded))], 0).astype(
+            np.int64
+        ) << (8 * index)
+    return found & _TOKEN_MASK
+
+
+# A system prompt comes with every request.
+_text_tokens_cached = lru_cache(maxsize=64)(_text_tokens)
 
 
 def _first_token(content: int) -> int:
@@ -103,36 +130,98 @@ class TraceError(ValueError):
         self.reason = reason
 
 
+class NotReplayed(Exception):
+    """A record that is understood, and of which there is nothing to replay: what it is."""
+
+
+FAILED = "requests that failed"
+
+
+# Above this part of lines that are not understood, the rest says nothing about the workload.
+MOST_MALFORMED = 0.05
+_HOPELESS = 1000  # malformed lines after which a file that holds little else is not read on
+
+
 @dataclass(slots=True)
 class TraceErrors:
-    """The malformed lines that a reader has skipped so far; the first few of them in full.
+    """Notes of a reader: what it has passed over or estimated so far.
 
     Attributes
     ----------
     strict
         Raise the first malformed line instead.
-    failed
-        Requests that the trace itself records as failed. They are well-formed, but there is
-        nothing to replay, so they are left out too.
+    count, used
+        Lines that were not understood, and requests that were read.
+    first
+        The first few malformed lines.
+    left_out
+        Records that are understood but not replayed, by what they are: requests that failed, say.
+    is_cut
+        The file ends within a line, as a log does that is still written.
     estimated
-        Requests whose prompt is text, so that its tokens are `text_tokens`.
+        Requests whose prompt is text that `usage` does not count.
+    counted, by_text
+        Tokens of the prompts that `usage` counts, and what 4 bytes a token would make of them.
+    bytes_per_token
+        Of all text.
+    miscounted
+        Requests whose token ids are fewer or more than `usage` counts.
+    media
+        Images whose tokens are a guess.
+    limited
+        Answers that count as long as they were allowed to become: the log has neither.
+    models
+        Requests by the model that they name.
+    unknown
+        Requests by a key that no table of `request_log.py` has.
+    assumed
+        What was read from the lines instead of being known of the format.
     """
 
     strict: bool = False
     count: int = 0
-    failed: int = 0
+    used: int = 0
+    is_cut: bool = False
     estimated: int = 0
+    counted: int = 0
+    by_text: int = 0
+    bytes_per_token: float = 4.0
+    miscounted: int = 0
+    media: int = 0
+    limited: int = 0
+    assumed: str = ""
+    left_out: dict[str, int] = field(default_factory=dict)
+    models: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, int] = field(default_factory=dict)
     first: list[TraceError] = field(default_factory=list)
     keep: int = 10
 
     def add(self, file: str, line: int, reason: str) -> None:
-        """Count a malformed line. Raises it as TraceError if `strict`."""
+        """Count a malformed line. Raises it as TraceError if `strict`, or if hardly one is not."""
         error = TraceError(file, line, reason)
         if self.strict:
             raise error
         self.count += 1
         if len(self.first) < self.keep:
             self.first.append(error)
+        if self.count >= _HOPELESS and self.count > self.used:
+            self.check(file)
+
+    def leave_out(self, what: str) -> None:
+        """Count a record that is not replayed."""
+        self.left_out[what] = self.left_out.get(what, 0) + 1
+
+    def check(self, file: str) -> None:
+        """TraceError if more than `MOST_MALFORMED` of the lines are malformed."""
+        lines = self.count + self.used + sum(self.left_out.values())
+        if self.count > MOST_MALFORMED * lines:
+            first = self.first[0]
+            raise TraceError(
+                file,
+                first.line,
+                f"{self.count:,} of {lines:,} lines were not understood, so there is no verdict; "
+                f"the first: {first.reason}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +237,12 @@ class Trace:
     stream: Iterable[TraceRequest]
     errors: TraceErrors
     requests: int | None = None
+
+    def first(self, most: int | None = None) -> list[TraceRequest]:
+        """The first requests, in order of arrival; None: all.
+
+        TraceError if so many lines are malformed that the others do not stand for the workload.
+        """
+        found = list(islice(self.stream, most))
+        self.errors.check(self.name)
+        return found

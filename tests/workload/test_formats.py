@@ -18,6 +18,7 @@ import zstandard
 from sglang_pat.workload.formats import REORDER_WINDOW, open_trace, write_mooncake
 from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.trace import (
+    FAILED,
     Segment,
     TokenPrompt,
     Trace,
@@ -65,7 +66,7 @@ def test_mooncake_prompt_of_whole_blocks(tmp_path):
         (mooncake_line(input_length=1025), "2 hash_ids, but input_length 1025 is 3 blocks"),
         (mooncake_line(input_length=512), "2 hash_ids, but input_length 512 is 1 blocks"),
         (mooncake_line(input_length=0, hash_ids=[]), "input_length"),
-        (mooncake_line(output_length=0), "output_length"),
+        (mooncake_line(output_length=-1), "output_length"),
         (mooncake_line(timestamp=-1), "-1.0 is no time: a number from 0 or ISO 8601 is needed"),
         (mooncake_line(hash_ids=["a", "b"]), "hash_ids"),
         (mooncake_line(segments=[[1, 699]]), "segments of 699 tokens, but input_length is 700"),
@@ -105,7 +106,7 @@ def test_burstgpt_rows_are_private_and_failed_requests_are_left_out(tmp_path):
         (2.0, 472, 20),
     ]
     assert (token_ids(requests[0].prompt) != token_ids(requests[1].prompt)).all()
-    assert (trace.errors.failed, trace.errors.count) == (1, 0)
+    assert (trace.errors.left_out, trace.errors.count) == ({FAILED: 1}, 0)
 
 
 def test_burstgpt_columns_are_found_by_name(tmp_path):
@@ -119,9 +120,9 @@ def test_burstgpt_columns_are_found_by_name(tmp_path):
     [
         ("x,ChatGPT,472,18,490,log", "Timestamp: 'x' is no time: a number or ISO 8601"),
         ("nan,ChatGPT,472,18,490,log", "Timestamp: 'nan' is no time: a number from 0"),
-        ("5,ChatGPT,472.5,18,490,log", "Request tokens is '472.5'; a whole number is needed"),
+        ("5,ChatGPT,472.5,18,490,log", "Request tokens is '472.5'; a whole number from 0"),
         ("5,ChatGPT,0,18,18,log", "Request tokens is 0"),
-        ("5,ChatGPT,472,-1,471,log", "Response tokens is -1"),
+        ("5,ChatGPT,472,-1,471,log", "Response tokens is '-1'"),
         ("5,ChatGPT,472", "fewer values than columns"),
     ],
 )
@@ -244,7 +245,7 @@ def test_trace_without_a_single_request_is_an_error(tmp_path, lines):
     with pytest.raises(TraceError, match=rf"not a single request \({len(lines)} malformed lines"):
         read(path, format="mooncake")
     path = write(tmp_path / "trace.csv", [BURSTGPT_HEADER, "1,m,5,0,5,log"])
-    with pytest.raises(TraceError, match="1 failed requests"):
+    with pytest.raises(TraceError, match="1 requests that failed"):
         read(path)
 
 
@@ -312,7 +313,7 @@ def chat(text: str, **more: object) -> dict[str, object]:
 
 
 def test_openai_logs(tmp_path):
-    usage = {"usage": {"prompt_tokens": 20, "completion_tokens": 7}}
+    usage = {"usage": {"completion_tokens": 7}}
     answer = {"choices": [{"message": {"content": "abcdefgh"}}]}
     lines = [
         {"created": 10, **chat("what is it?"), **usage},
@@ -339,7 +340,7 @@ def test_openai_logs(tmp_path):
     assert prompts[0] != prompts[1]
     assert (len(prompts[3]), prompts[4]) == (4, [1, 2, 3])
     reasons = [error.reason for error in trace.errors.first]
-    assert "the answer has None tokens" in reasons[0]
+    assert "the answer has no length" in reasons[0]
     assert "no time: one of timestamp, created" in reasons[1]
     assert "neither messages nor a prompt" in reasons[2]
     assert trace.errors.estimated == 4
@@ -417,7 +418,8 @@ def test_malformed_record_of_a_dump(tmp_path):
     ]
     requests, trace = read(dump(tmp_path / "one.pkl", records))
     assert len(requests) == 1
-    assert [error.line for error in trace.errors.first] == [2, 3, 4, 5, 6, 7, 8]
+    assert [error.line for error in trace.errors.first] == [2, 3, 4, 5, 7, 8]
+    assert trace.errors.left_out == {FAILED: 1}
     assert "neither input_ids nor text" in trace.errors.first[2].reason
 
 

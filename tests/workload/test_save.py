@@ -38,6 +38,6 @@ def test_failed_requests_of_a_trace_are_in_the_result(tmp_path: Path) -> None:
     trace.write_text("\n".join(rows) + "\n")
     assert main(["replay", "--trace", str(trace), "--json", str(result)]) == 0
     found = json.loads(result.read_text())
-    assert (found["pat"]["requests"], found["trace"]["failed"], found["trace"]["malformed"]) == (
-        (1, 1, 0)
+    assert (found["pat"]["requests"], found["trace"]["left_out"], found["trace"]["malformed"]) == (
+        (1, {"requests that failed": 1}, 0)
     )

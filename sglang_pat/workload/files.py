@@ -1,0 +1,156 @@
+"""Files of traces: plain, gzip or zstd; lines, or JSON over several lines or in one line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from sglang_pat.workload.trace import TraceError
+
+_GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_CHUNK_BYTES = 1 << 20
+_MOST_BYTES = 2 << 30  # of JSON that is no JSON lines, which is held as a whole
+_BETWEEN = re.compile(r"[\s,\[\]]*")
+_raw_decode = json.JSONDecoder().raw_decode
+
+
+def compression(path: Path) -> str | None:
+    """Compression by the first bytes of a file, whatever its name: "gzip", "zstd"; None: plain."""
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic.startswith(_GZIP_MAGIC):
+        return "gzip"
+    return "zstd" if magic == _ZSTD_MAGIC else None
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The bytes of a file, decompressed."""
+    found = compression(path)
+    if found == "gzip":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if found == "zstd":
+        return io.BufferedReader(_ZstdReader(path), _CHUNK_BYTES)
+    return path.open("rb")
+
+
+class _ZstdReader(io.RawIOBase):
+    """The frames of a zstd file, decompressed. EOFError if the last one is cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._decompress = zstandard_package().ZstdDecompressor().decompressobj
+        self._frame = self._decompress()
+        self._waiting = b""  # decompressed
+        self._is_between_frames = False
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._waiting:
+            compressed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = self._decompress()
+                self._is_between_frames = True
+            compressed = compressed or self._file.read(_CHUNK_BYTES)
+            if not compressed:
+                if self._is_between_frames:
+                    return 0
+                raise EOFError("the file ends within a frame")
+            self._is_between_frames = False
+            self._waiting = self._frame.decompress(compressed)
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count] = self._waiting[:count]
+        self._waiting = self._waiting[count:]
+        return count
+
+
+def zstandard_package() -> Any:
+    """The package zstandard. ValueError names it if it is missing."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ValueError("zstd needs the package zstandard: pip install zstandard") from error
+    return zstandard
+
+
+def intact_lines(path: Path) -> Iterator[bytes]:
+    """Lines, without a byte order mark. TraceError where compressed data is damaged."""
+    number = 0
+    try:
+        with open_file(path) as binary:
+            for number, line in enumerate(binary, start=1):
+                yield line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":  # of a package that may not be there
+            raise
+        raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
+
+
+def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
+    """The objects of an array, or one after another, each as JSON; whatever the lines are.
+
+    Commas that are too many are passed over. An object that is no record, but holds a list of
+    them, stands for these. What is left of a file that ends within an object comes last.
+
+    Raises
+    ------
+    TraceError
+        It is not JSON, with the number of the object; or the file is too large for this.
+    """
+    lines, size = [], 0
+    for line in intact_lines(path):
+        size += len(line)
+        if size > _MOST_BYTES:
+            raise TraceError(path.name, 1, "JSON of over 2 GB; write one object per line")
+        lines.append(line)
+    text = b"".join(lines).decode(errors="replace")
+    place, number = _next(text, 0), 0
+    while place < len(text):
+        number += 1
+        try:
+            found, end = _raw_decode(text, place)
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason, at = getattr(error, "msg", "it is nested too deeply"), getattr(error, "pos", 0)
+            if at >= len(text.rstrip()) - 1 or reason.startswith("Unterminated"):
+                yield text[place:].encode()
+                return
+            raise TraceError(
+                path.name, number, f"object {number:,} is not JSON: {reason}"
+            ) from None
+        held = _held(found, is_record)
+        if held is None:
+            yield text[place:end].encode()
+        else:
+            yield from (json.dumps(each).encode() for each in held)
+        place = _next(text, end)
+
+
+def _next(text: str, place: int) -> int:
+    """The place of the next object: behind spaces, commas and brackets of arrays."""
+    found = _BETWEEN.match(text, place)
+    return found.end() if found else place
+
+
+def _held(found: object, is_record: Callable[[Mapping[str, Any]], bool]) -> list[Any] | None:
+    """The list of records that an object holds. None if it is a record itself, or holds none."""
+    if isinstance(found, Mapping) and not is_record(found):
+        for value in found.values():
+            if isinstance(value, list) and value and isinstance(value[0], Mapping):
+                return value
+            inner = _held(value, is_record) if isinstance(value, Mapping) else None
+            if inner is not None:
+                return inner
+    return None

@@ -1,0 +1,156 @@
+"""The keys of requests to APIs and of records that hold them: what each is for.
+
+What changes a prompt, a length, a number of requests or a time is read by `request_log.py`, or the
+record is refused with the key's name. A test compares the tables with the classes of SGLang's
+requests.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# --- a request ---
+
+# Where a prompt may be: the first one that a record has. `conversations` is of data sets.
+PROMPTS = _words("messages input_ids prompt_token_ids prompt input text conversations")
+LIMITS = _words("max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict")
+COPIES = _words("n best_of")
+NESTED = _words("sampling_params options extra_body")  # objects with more keys of these tables
+MEDIA = _words("images image_data video_data audio_data")
+APART = _words("lora_path lora_id cache_salt extra_key")  # where they differ, no KV is shared
+_PROMPT_PARTS = _words(
+    "system instructions suffix tools functions tool_choice echo documents chat_template_kwargs "
+    "model"
+)
+# The record cannot be replayed where one of these is set.
+REFUSED = {
+    "input_embeds": "the prompt is not text but embeddings",
+    "prompt_embeds": "the prompt is not text but embeddings",
+    "positional_embed_overrides": "the prompt is not text but embeddings",
+    "session_params": "the prompt continues a session of the server",
+    "previous_response_id": "the prompt continues an answer that the server keeps",
+    "conversation": "the prompt continues a conversation that the server keeps",
+    "context": "the prompt continues a conversation that the server keeps",
+    "beam_width": "beam search is not simulated",
+    "use_beam_search": "beam search is not simulated",
+    "multi_item_delimiter_indices": "it scores and generates nothing",
+    "token_indices_to_pool": "it scores and generates nothing",
+}
+# These choose tokens, end, return, route or label an answer; how long answers became is in the log.
+# Those of media change how many tokens media are, which `usage` counts or a note calls a guess.
+NO_EFFECT = _words(
+    """
+    temperature top_p top_k min_p typical_p frequency_penalty presence_penalty repetition_penalty
+    logit_bias seed sampling_seed custom_params custom_logit_processor watermark
+    min_tokens min_new_tokens stop stop_sequences stop_token_ids stop_regex ignore_eos no_stop_trim
+    skip_special_tokens spaces_between_special_tokens stream_interval response_format json_schema
+    regex ebnf ebnf_full_assistant structural_tag format output_config parallel_tool_calls
+    max_tool_calls disable_parallel_tool_use truncation continue_final_message
+    add_generation_prompt prefix
+    reasoning reasoning_effort thinking think task require_reasoning max_thinking_tokens
+    separate_reasoning stream_reasoning verbosity raw template
+    stream stream_options logprobs top_logprobs prompt_logprobs return_logprob logprob_start_len
+    top_logprobs_num token_ids_logprob return_text_in_logprobs return_flat_raw_top_logprobs
+    return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 return_sampling_mask
+    sampling_logprobs_mode return_hidden_states return_routed_experts routed_experts_start_len
+    return_indexer_topk return_cached_tokens_details return_spec_tokens_details return_token_ids
+    return_prompt_token_ids return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext
+    return_bytes return_entropy include background store service_tier
+    user metadata rid id request_id session_id user_id priority routing_key conversation_id
+    custom_labels no_logs log_metrics keep_alive betas safety_identifier prompt_cache_key
+    prompt_cache_retention prediction
+    bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank
+    data_parallel_rank disagg_prefill_dp_rank http_worker_ipc external_trace_header kv_hints
+    encoder_urls num_items_assigned need_wait_for_mm_inputs received_time
+    modalities mm_hashes mm_content_hashes use_audio_in_video video_config images_config
+    mm_processor_kwargs max_dynamic_patch min_dynamic_patch image_max_dynamic_patch
+    video_max_dynamic_patch
+    stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
+    is_single batch_size parallel_sample_num
+    """
+)
+KNOWN = frozenset(
+    (*PROMPTS, *LIMITS, *COPIES, *NESTED, *MEDIA, *APART, *_PROMPT_PARTS, *REFUSED, *NO_EFFECT)
+)
+
+# --- a record. Its keys are compared as `plain` writes them. ---
+
+
+@lru_cache(maxsize=4096)
+def plain(key: str) -> str:
+    """Return a key in lower case, letters and digits alone: `startTime` is `start_time`."""
+    return re.sub(r"[^0-9a-z]", "", str(key).lower())
+
+
+# The first one of these decides, wherever it lies.
+TIMES = _words(
+    """
+    requestreceivedts receivedat receivedtime requestreceivedat requestreceived arrivaltime
+    arrivedat arrival starttime startedat startts starttimestamp requesttime requestedat
+    requesttimestamp requeststarttime requeststart requestcreatedat requestts requestdate begintime
+    timestamp time ts datetime eventtime created createdat createdtime date start asctime logtime
+    """
+)
+_UNITS = {
+    "unixnano": "ns", "nanoseconds": "ns", "nanos": "ns", "nano": "ns", "ns": "ns",
+    "microseconds": "us", "micros": "us", "micro": "us", "us": "us",
+    "milliseconds": "ms", "millis": "ms", "ms": "ms",
+    "seconds": "s", "secs": "s", "sec": "s", "s": "s",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def time_name(name: str) -> tuple[str, str | None]:
+    """Return the plain name of a time without the unit that ends it, and that unit."""
+    if name not in TIMES:
+        for suffix, unit in _UNITS.items():
+            bare = name.removesuffix(suffix).removesuffix("epoch").removesuffix("unix")
+            if name.endswith(suffix) and bare in TIMES:
+                return bare, unit
+    return name, None
+
+
+USAGES = _words("usage tokenusage usagemetadata usagedetails metainfo")
+OUTPUT_TOKENS = frozenset(
+    _words(
+        "completiontokens outputtokens evalcount outputlength generatedtokens responsetokens "
+        "numoutputtokens completiontokencount outputtokencount candidatestokencount"
+    )
+)
+INPUT_TOKENS = frozenset(
+    _words(
+        "prompttokens inputtokens promptevalcount inputlength numinputtokens numprompttokens "
+        "prompttokencount inputtokencount"
+    )
+)
+CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")  # beside inputtokens
+MEDIA_TOKENS = _words("imagetokens audiotokens videotokens")
+ANSWER = "response"
+ANSWERS = frozenset(
+    _words(
+        "response responses responsebody responsepayload resp answer output outputs out result "
+        "completion reply"
+    )
+)
+PATHS = _words("path url uri endpoint route requestpath requesturi requesturl calltype")
+GENERATES_NOTHING = re.compile(
+    r"embed|rerank|score|classif|moderation|tokeni[sz]e|transcri|speech|images/|/models\b|health"
+    r"|metrics|count_tokens|/encode|batches|/files\b",
+    re.IGNORECASE,
+)
+STATUSES = _words("statuscode httpstatus responsestatus responsecode status")
+# Not searched for a request or an answer: a prompt, a text, or no part of either.
+OPAQUE = frozenset(
+    _words(
+        "messages tools functions content choices headers requestheaders responseheaders logprobs "
+        "samplingparams metadata instructions error"
+    )
+)
+OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
+OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}

@@ -1,0 +1,458 @@
+"""Requests as the logs of APIs keep them: the formats `openai` and `tokens`, and SGLang's own.
+
+A record is one JSON object: a request of the chat, completions, messages or responses API, of
+SGLang's /generate or of Ollama's API, with its answer and a time. It may lie at the top or within
+the record of a gateway (`request`, `request.body`, JSON in a text); the answer may be a stream of
+events. `request_fields.py` says what each key is for, `request_prompts.py` makes the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from sglang_pat.messages import listed
+from sglang_pat.workload import request_fields as fields
+from sglang_pat.workload.request_prompts import (
+    Json,
+    LoggedRequest,
+    as_list,
+    checked,
+    is_prompt,
+    is_set,
+    namespace_of,
+    prompts_of,
+    role_of,
+    whole_number,
+)
+from sglang_pat.workload.times import seconds
+from sglang_pat.workload.trace import FAILED, NotReplayed, TraceErrors
+
+_Placed: TypeAlias = tuple[tuple[str, ...], Json]  # an object, and the keys that lead to it
+
+_DEPTH = 6  # of objects within a record
+_LONG_VALUE = 200
+_TEXTS = ("prompt", "text")  # may be JSON, which is no part of the record
+_decode = msgspec.json.Decoder().decode
+
+
+class _Answer(NamedTuple):
+    """An answer as a log has it. lengths: by choice, of its text or ids; empty if unknown."""
+
+    prompt_tokens: int | None
+    output_tokens: int | None
+    media_tokens: int | None
+    lengths: list[int]
+    prompt_ids: list[Any] | None
+
+
+# --- a record ---
+
+
+def read_record(
+    record: Json, errors: TraceErrors, *, untimed: float | None = None
+) -> list[LoggedRequest]:
+    """Return the requests of one record: several for `n`, or for several prompts.
+
+    Parameters
+    ----------
+    untimed
+        The arrival where the record has no time at all. None: it is refused.
+
+    Raises
+    ------
+    NotReplayed
+        The record is understood, and there is nothing to replay.
+    ValueError
+        It is not understood, or cannot be replayed. The message names the key.
+    """
+    event = record.get("event")
+    if isinstance(event, str) and event.startswith("request.") and event != "request.finished":
+        raise NotReplayed(f"lines of the event {event[:40]}")
+    objects = [*_objects(record)]
+    asked = _asked(objects)
+    path = _path(objects)
+    if path is not None and (asked is None or fields.GENERATES_NOTHING.search(path)):
+        raise NotReplayed(f"requests to {path[:60]}, which generate nothing")
+    if asked is None:
+        raise ValueError(f"neither messages nor a prompt; its keys are {listed(record)}")
+    # SGLang logs each of `n` answers on its own, with the `n` of all.
+    is_own = event is not None or "request_parameters" in record
+    arrival = untimed if untimed is not None else _arrival(objects, record)
+    return requests_of(
+        asked,
+        objects,
+        arrival,
+        errors,
+        is_flat=asked is record,
+        expands=not is_own,
+    )
+
+
+def requests_of(
+    asked: Json,
+    found: Json | Sequence[_Placed],
+    arrival: float,
+    errors: TraceErrors,
+    *,
+    is_flat: bool = False,
+    expands: bool = True,
+) -> list[LoggedRequest]:
+    """Return the requests of a request to an API. It raises as `read_record` does.
+
+    Parameters
+    ----------
+    found
+        The answer, or the objects of a record that has one.
+    is_flat
+        The request's keys lie among those of the record.
+    expands
+        False: it is one of the requests that an API's request has become.
+    """
+    extra = asked.get("extra_body")
+    asked = {**asked, **extra} if isinstance(extra, Mapping) else asked
+    nested = [inner for key in fields.NESTED for inner in _mappings(asked.get(key))]
+    for source in (asked, *nested):
+        for key in fields.REFUSED.keys() & source.keys():
+            value = source[key]
+            if is_set(value) and not (key == "beam_width" and value == 1):
+                raise ValueError(f"{key}: {fields.REFUSED[key]}, so it cannot be replayed")
+    for source in (asked, *nested):
+        _note_unknown(source, errors, is_flat and source is asked)
+    objects = (
+        [((fields.ANSWER, *path), each) for path, each in _objects(found)]
+        if isinstance(found, Mapping)
+        else found
+    )
+    answer = _answer(objects)
+    if answer.output_tokens == 0 or (not answer.output_tokens and _has_failed(objects)):
+        raise NotReplayed(FAILED)
+    if any(_is_embedding(path, each) for path, each in objects):
+        raise NotReplayed("requests for embeddings, which generate nothing")
+    if not any(is_prompt(key, asked.get(key)) for key in fields.PROMPTS):
+        raise ValueError("it holds neither input_ids nor text")
+    if answer.output_tokens is None and not answer.lengths:
+        asked, answer = _with_answer_in_prompt(asked, answer)
+    prompts = prompts_of(asked, answer.prompt_ids)
+    copies = max(
+        whole_number(source.get(key)) or 1 for source in (asked, *nested) for key in fields.COPIES
+    )
+    copies = copies if expands else 1
+    lengths = _output_lengths(asked, nested, answer, len(prompts) * copies, errors)
+    counted = answer.prompt_tokens if len(prompts) == 1 else None
+    models = (each.get("model") for path, each in objects if fields.ANSWERS.isdisjoint(path))
+    model = next((each for each in (asked.get("model"), *models) if isinstance(each, str)), "")
+    namespace = namespace_of(asked, model[:200], errors)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        prompt, counted = checked(prompt, counted, answer.media_tokens, errors)
+        of_prompt = lengths[index * copies : (index + 1) * copies]
+        requests += [
+            LoggedRequest(arrival, prompt, length, counted, namespace) for length in of_prompt
+        ]
+    return requests
+
+
+def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
+    return not fields.ANSWERS.isdisjoint(path) and (
+        "embedding" in found or found.get("object") in ("list", "embedding")
+    )
+
+
+def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]:
+    """Take the answer from the end of the conversation, where data sets keep it."""
+    turns = as_list(asked.get("conversations")) or as_list(asked.get("messages"))
+    if "conversations" in asked:  # its first question, which SGLang's benchmark asks too
+        turns = turns[:2]
+    elif not turns or role_of(turns[-1]) != "assistant":
+        return asked, answer
+    if len(turns) < 2:
+        raise ValueError("the conversation holds no answer")
+    last = turns[-1]
+    size = _answer_bytes(last.get("value") or last) if isinstance(last, Mapping) else 0
+    rest = {key: value for key, value in asked.items() if key != "conversations"}
+    return {**rest, "messages": turns[:-1]}, answer._replace(
+        lengths=[-(-size // 4)] if size else []
+    )
+
+
+def _objects(record: Json) -> Iterator[_Placed]:
+    """Yield the objects of a record with their paths, outer ones first, texts of JSON included."""
+    level: list[_Placed] = [((), record)]
+    for _ in range(_DEPTH):
+        deeper: list[_Placed] = []
+        for path, found in level:
+            yield path, found
+            for key, value in found.items():
+                name = fields.plain(key)
+                if name in fields.OPAQUE or (isinstance(value, str) and name in _TEXTS):
+                    continue
+                deeper += [((*path, name), inner) for inner in _inner(name, value)]
+        level = deeper
+    yield from level
+
+
+def _inner(name: str, value: object) -> Iterator[Json]:
+    if isinstance(value, str):
+        value = _parsed(value)
+    if isinstance(value, Mapping):
+        yield value
+    elif isinstance(value, list) and name in fields.ANSWERS:  # events of a stream, or answers
+        yield from (each for each in value if isinstance(each, Mapping) and "role" not in each)
+
+
+def _parsed(text: str) -> object:
+    """Return what a text of JSON, or of server-sent events, holds. The text if it is neither."""
+    stripped = text.strip()
+    if stripped.startswith("{") and stripped.endswith("}"):
+        try:
+            return _decode(stripped)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return text
+    if stripped.startswith(("data:", "event:")):
+        lines = (line for line in stripped.splitlines() if line.startswith("data:"))
+        events = (_parsed(line.removeprefix("data:").strip(" ")) for line in lines)
+        return [each for each in events if isinstance(each, Mapping)]
+    return text
+
+
+def _asked(objects: Sequence[_Placed]) -> Json | None:
+    """Return the object that has a prompt, the outermost; None if there is none."""
+    for key in fields.PROMPTS:
+        for path, found in objects:
+            if fields.ANSWERS.isdisjoint(path) and is_prompt(key, found.get(key)):
+                return found
+    return None
+
+
+def is_request(record: Json) -> bool:
+    """True if a record holds a request to an API, or is a line of SGLang's log of requests."""
+    return _asked([*_objects(record)]) is not None or str(record.get("event")).startswith(
+        "request."
+    )
+
+
+def _path(objects: Iterable[_Placed]) -> str | None:
+    for path, found in objects:
+        if fields.ANSWERS.isdisjoint(path):
+            for key, value in found.items():
+                if fields.plain(key) in fields.PATHS and isinstance(value, str) and value:
+                    return value
+    return None
+
+
+def _has_failed(objects: Iterable[_Placed]) -> bool:
+    for _, found in objects:
+        for key, value in found.items():
+            name = fields.plain(key)
+            if name == "error" and isinstance(value, (str, Mapping)) and value:
+                return True
+            if name in fields.STATUSES and (
+                value in ("failed", "cancelled", "error") or _code(value) >= 400
+            ):
+                return True
+    return False
+
+
+def _code(value: object) -> int:
+    text = str(value)
+    return int(text) if text.isdecimal() and len(text) == 3 else 0
+
+
+def _arrival(objects: Sequence[_Placed], record: Json) -> float:
+    times: dict[str, tuple[object, str | None]] = {}
+    for _, found in objects:
+        for key, value in found.items():
+            is_wrapped = isinstance(value, Mapping) and str(next(iter(value), "")).startswith("$")
+            if is_wrapped or (is_set(value) and not isinstance(value, (list, Mapping))):
+                name, unit = fields.time_name(fields.plain(key))
+                times.setdefault(name, (value, unit))
+    for name in fields.TIMES:
+        if name in times:
+            value, unit = times[name]
+            arrival = seconds(value, unit)
+            if name == "timestamp" and record.get("event") == "request.finished":
+                # SGLang writes this line when the answer is complete.
+                latency = next((m["e2e_latency"] for _, m in objects if "e2e_latency" in m), 0.0)
+                arrival -= latency if isinstance(latency, (int, float)) else 0.0
+            return arrival
+    raise ValueError(
+        "no time: one of timestamp, created, created_at, time, start_time is needed, or --rate"
+    )
+
+
+def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
+    """Count the keys that no table has. Among a record's, only those that could hold a prompt."""
+    for key in asked.keys() - fields.KNOWN:
+        value, name = asked[key], fields.plain(key)
+        is_large = isinstance(value, (list, Mapping)) or len(str(value)) > _LONG_VALUE
+        if is_set(value) and name not in fields.OF_RECORDS and (is_large or not is_flat):
+            errors.unknown[str(key)[:40]] = errors.unknown.get(str(key)[:40], 0) + 1
+
+
+# --- the answer ---
+
+
+def _answer(objects: Sequence[_Placed]) -> _Answer:
+    """Collect what all objects of a record say of its answer."""
+    prompt: list[int] = []
+    output: dict[object, int] = {}  # by the answer that a /generate request may have several of
+    media: list[int] = []
+    for found in _usages(objects):
+        names = {fields.plain(key): value for key, value in found.items()}
+        if "total" in names or "unit" in names:  # as tracers write it: input, output, total
+            names.setdefault("inputtokens", names.get("input"))
+            names.setdefault("outputtokens", names.get("output"))
+        read = [(name, whole_number(names[name])) for name in fields.INPUT_TOKENS & names.keys()]
+        for name, count in read:
+            if count is not None:
+                cached = sum(whole_number(names.get(each)) or 0 for each in fields.CACHED_TOKENS)
+                prompt.append(count + (cached if name == "inputtokens" else 0))
+        for name in fields.OUTPUT_TOKENS & names.keys():
+            if (count := whole_number(names[name])) is not None:
+                key = names.get("id") if "finishreason" in names else None
+                output[key] = max(count, output.get(key, 0))
+        details = (value for value in found.values() if isinstance(value, Mapping))
+        for each in (found, *details):
+            counts = [
+                whole_number(each[key]) for key in each if fields.plain(key) in fields.MEDIA_TOKENS
+            ]
+            if any(counts):
+                media.append(sum(filter(None, counts)))
+    lengths, prompt_ids = _texts(objects)
+    # Events of a stream count on: the last one, which is the largest, is right.
+    return _Answer(
+        max(prompt, default=0) or None,
+        sum(output.values()) if output else None,
+        max(media, default=None),
+        lengths,
+        prompt_ids,
+    )
+
+
+def _usages(objects: Sequence[_Placed]) -> list[Json]:
+    """Return the objects that count tokens: those named so, else those with such keys."""
+    named = [found for path, found in objects if path and path[-1] in fields.USAGES]
+    counts = [
+        each for each in named if any(fields.plain(key) in fields.OUTPUT_TOKENS for key in each)
+    ]
+    if counts or any("total" in each for each in named):
+        return named
+    flat = [
+        found for _, found in objects
+        if not fields.OUTPUT_TOKENS.isdisjoint(map(fields.plain, found))
+    ]  # fmt: skip
+    return named + flat[:1]
+
+
+def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
+    """Return the tokens of each choice by its text or ids, and the ids of the prompt if given."""
+    choices: dict[object, int] = {}
+    prompt_ids: list[Any] | None = None
+
+    def add(index: object, *values: object) -> None:
+        for value in values:
+            choices[index] = choices.get(index, 0) + _answer_bytes(value)
+
+    ids: dict[object, int] = {}
+    for number, (path, found) in enumerate(objects):
+        is_answer = not fields.ANSWERS.isdisjoint(path)
+        for choice in as_list(found.get("choices")):
+            if not isinstance(choice, Mapping):
+                continue
+            index = choice.get("index", len(choices))
+            message = choice.get("message") or choice.get("delta")
+            add(index, choice.get("text"), message)
+            for key in ("response_token_ids", "token_ids"):
+                if isinstance(choice.get(key), list):
+                    ids[index] = ids.get(index, 0) + len(choice[key])
+            given = choice.get("prompt_token_ids")
+            prompt_ids = given if isinstance(given, list) and given else prompt_ids
+        if isinstance(given := found.get("input_ids"), list) and path[-1:] == ("sglext",):
+            prompt_ids = given
+        for key in ("output_ids", "output_token_ids"):
+            given = found.get(key)
+            if isinstance(given, list) and given:
+                nested = given if isinstance(given[0], list) else [given]
+                ids.update({(number, i): len(each) for i, each in enumerate(nested)})
+        if found.get("role") == "assistant" or (is_answer and found.get("type") == "message"):
+            add("message", found)
+        kind = found.get("type")
+        if kind in ("content_block_delta", "content_block_start"):
+            add("message", found.get("delta"), found.get("content_block"))
+        elif isinstance(kind, str) and kind.endswith(".delta"):
+            add("message", found.get("delta"))
+        elif is_answer and kind in ("function_call", "reasoning"):
+            add("message", found)
+        if is_answer and kind is None and isinstance(found.get("text"), str):
+            add(number, found["text"])
+        if "output" in found or "response" in found or "completion" in found:
+            values = (found.get(key) for key in ("output", "response", "completion"))
+            for value in values:
+                if isinstance(value, str) and isinstance(_parsed(value), str):
+                    add("message", value)
+                elif isinstance(value, list):
+                    add("message", [each for each in value if role_of(each) == "assistant"])
+    estimated = [-(-length // 4) for length in choices.values() if length]
+    return [*ids.values()] or estimated, prompt_ids
+
+
+def _answer_bytes(value: object) -> int:
+    """Bytes of the text that a model generated, in whatever an API wraps it."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if isinstance(value, list):
+        return sum(map(_answer_bytes, value))
+    if not isinstance(value, Mapping):
+        return 0
+    found = sum(
+        _answer_bytes(value.get(key))
+        for key in ("content", "text", "refusal", "summary", "partial_json", "arguments", "name")
+    )
+    # Servers name reasoning by one of these, or by two that say the same.
+    thoughts = ("reasoning_content", "reasoning", "thinking")
+    found += max(_answer_bytes(value.get(key)) for key in thoughts)
+    for call in (*as_list(value.get("tool_calls")), value.get("function_call")):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        found += _answer_bytes(function)
+    given = value.get("input")  # of a tool
+    return found + (len(json.dumps(given)) if isinstance(given, Mapping) and given else 0)
+
+
+def _mappings(value: object) -> list[Json]:
+    """The object, or the first one of a list: of a batch, whose sampling parameters are alike."""
+    found = value[:1] if isinstance(value, list) else [value]
+    return [each for each in found if isinstance(each, Mapping)]
+
+
+def _output_lengths(
+    asked: Json, nested: Sequence[Json], answer: _Answer, count: int, errors: TraceErrors
+) -> list[int]:
+    """Tokens of each answer: as counted, else by ids or text, else as many as were allowed."""
+    weights = answer.lengths if len(answer.lengths) == count else [1] * count
+    if answer.output_tokens is not None:
+        total = answer.output_tokens
+    elif answer.lengths and asked.get("echo"):
+        raise ValueError("echo: the answer repeats the prompt, and usage does not count it")
+    elif answer.lengths:
+        total = sum(answer.lengths)
+    else:
+        limits = (source.get(key) for key in fields.LIMITS for source in (asked, *nested))
+        limit = next((found for each in limits if (found := whole_number(each))), None)
+        if limit is None:
+            raise ValueError(
+                "the answer has no length: usage.completion_tokens, its text or "
+                f"{' or '.join(fields.LIMITS[:3])} must give it"
+            )
+        errors.limited += count
+        return [limit] * count
+    if count == 1:
+        return [max(1, total)]
+    shares = np.cumsum([0, *weights]) / sum(weights)
+    ends = np.round(shares * total).astype(int)
+    return [max(1, int(end - begin)) for begin, end in pairwise(ends)]

@@ -1,0 +1,79 @@
+"""Times as logs write them: numbers in any unit, and texts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+from sglang_pat.messages import quoted
+
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # in a second
+_EPOCH = (9e8, 4.2e9)  # seconds since 1970, from 1998 to 2103: what a log of requests can say
+
+
+def seconds(value: object, unit: str | None = None, default: str = "s") -> float:
+    """Return a time in seconds, since 1970 or since the log began.
+
+    Parameters
+    ----------
+    unit
+        The unit that the log itself names. None: a number that is too large for `default` is taken
+        for an epoch in the unit for which it lies between 1998 and 2103.
+
+    Raises
+    ------
+    ValueError
+        It is no time: neither a number from 0 nor ISO 8601 (nor a date as in mails), or too large
+        in every unit. A text that names no zone is in UTC.
+    """
+    if isinstance(value, Mapping) and len(value) == 1:  # {"$date": {"$numberLong": "..."}}
+        (key, inner), *_ = value.items()
+        if str(key).startswith("$"):
+            return seconds(inner, unit, default)
+    number = number_of(value)
+    if number is None:
+        return _moment(value)
+    if not number >= 0 or not math.isfinite(number):
+        raise ValueError(f"{quoted(value)} is no time: a number from 0 or ISO 8601 is needed")
+    first = UNITS[unit or default]
+    for scale in UNITS.values():
+        found = number / scale
+        if scale == first and found <= _EPOCH[1]:
+            return found
+        if unit is None and scale > first and _EPOCH[0] <= found <= _EPOCH[1]:
+            return found
+    raise ValueError(
+        f"{quoted(value)} is no time: it is after the year 2103"
+        + (f" in {unit}" if unit else " in s, ms, us and ns")
+    )
+
+
+def number_of(value: object) -> float | None:
+    """Return a number, or a text of one, as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+    except OverflowError:
+        return math.inf
+
+
+def _moment(value: object) -> float:
+    if isinstance(value, str) and len(value) < 100:
+        text = value.strip().removesuffix(" UTC")
+        moment = None
+        with contextlib.suppress(ValueError):
+            moment = datetime.fromisoformat(text)
+        if moment is None:
+            with contextlib.suppress(ValueError, TypeError, IndexError):
+                moment = parsedate_to_datetime(text)
+        if moment is not None:
+            found = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+            if 0 <= found <= _EPOCH[1]:
+                return found
+    raise ValueError(f"{quoted(value)} is no time: a number or ISO 8601 is needed")

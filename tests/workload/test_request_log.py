@@ -1,0 +1,700 @@
+"""Logs of APIs: one workload in the shapes that clients, gateways and SGLang write.
+
+Every shape must give the prompts, the sharing, the lengths and the times of the plain one, or name
+the key for which it is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_pat.cli.main import main
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.trace import FAILED, Trace, TraceError, TraceRequest, token_ids
+
+REQUESTS, EPOCH = 12, 1_767_225_600
+DRAWS = random.Random(4)
+SYSTEM = "".join(DRAWS.choices("abcdefghij klmnop", k=4000))
+QUESTIONS = ["".join(DRAWS.choices("qrstuv wxyz", k=400)) for _ in range(REQUESTS)]
+PHOTO = base64.b64encode(DRAWS.randbytes(60_000)).decode()
+PROMPT_TOKENS, OUTPUT_TOKENS = 1100, 120
+USAGE = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": OUTPUT_TOKENS, "total_tokens": 1220}
+OUTPUT_USAGE = {"input_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+ANSWER = {"usage": USAGE, "choices": [{"message": {"role": "assistant", "content": "a" * 480}}]}
+
+Record = dict[str, Any]
+
+
+def messages(i: int) -> list[Record]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[i]}]
+
+
+def chat(i: int, **more: object) -> Record:
+    return {"model": "m", "messages": messages(i), **more}
+
+
+def question(i: int) -> list[Record]:
+    return [{"role": "user", "content": QUESTIONS[i]}]
+
+
+def iso(i: int) -> str:
+    return datetime.fromtimestamp(EPOCH + i / 4, UTC).isoformat()
+
+
+def events(*found: Record) -> str:
+    return "".join(f"event: x\ndata: {json.dumps(each)}\n\n" for each in found) + "data: [DONE]\n"
+
+
+def exact_ids(i: int) -> list[int]:
+    own = np.random.default_rng(i).integers(1, 1000, 100)
+    return [*range(1000, 2000), *own.tolist()]
+
+
+def of_question(i: int) -> str:
+    return SYSTEM + QUESTIONS[i]
+
+
+SHAPES: dict[str, Callable[[int], Record]] = {
+    "plain": lambda i: {"timestamp": i / 4, "request": chat(i), "response": ANSWER},
+    "flat": lambda i: {"timestamp": i / 4, **chat(i), **ANSWER, "id": "x", "latency_ms": 3},
+    "body of a request, body of a response": lambda i: {
+        "ts": i / 4,
+        "request": {"method": "POST", "url": "/v1/chat/completions", "body": chat(i)},
+        "response": {"status": 200, "body": ANSWER},
+    },
+    "texts of JSON": lambda i: {
+        "time": i / 4,
+        "request_body": json.dumps(chat(i)),
+        "response_body": json.dumps(ANSWER),
+    },
+    "batch": lambda i: {
+        "custom_id": "x",
+        "created_at": EPOCH + i / 4,
+        "body": chat(i),
+        "response": {"status_code": 200, "body": ANSWER},
+        "error": None,
+    },
+    "container log": lambda i: {"log": json.dumps({**chat(i), **ANSWER}) + "\n", "time": iso(i)},
+    "tracer": lambda i: {
+        "startTime": iso(i),
+        "endTime": iso(i + 9),
+        "input": messages(i),
+        "output": {"role": "assistant", "content": "a"},
+        "usage": {"input": PROMPT_TOKENS, "output": OUTPUT_TOKENS, "total": 1220, "unit": "TOKENS"},
+    },
+    "flat counts": lambda i: {
+        "startTime": iso(i),
+        "messages": messages(i),
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": OUTPUT_TOKENS,
+    },
+    "messages API": lambda i: {
+        "timestamp": i / 4,
+        "request": {"system": SYSTEM, "max_tokens": 8192, "messages": question(i)},
+        "response": {"type": "message", "role": "assistant", "usage": OUTPUT_USAGE},
+    },
+    "messages API, blocks and cache": lambda i: {
+        "timestamp": i / 4,
+        "request": {
+            "system": [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTIONS[i]}]}],
+        },
+        "response": {
+            "usage": {
+                "input_tokens": 100,
+                "cache_read_input_tokens": 900,
+                "cache_creation_input_tokens": 100,
+                "output_tokens": OUTPUT_TOKENS,
+            }
+        },
+    },
+    "messages API, stream": lambda i: {
+        "timestamp": i / 4,
+        "request": {"system": SYSTEM, "messages": question(i), "stream": True},
+        "response": events(
+            {
+                "type": "message_start",
+                "message": {"usage": {"input_tokens": PROMPT_TOKENS, "output_tokens": 1}},
+            },
+            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "abcd"}},
+            {"type": "message_delta", "usage": {"output_tokens": OUTPUT_TOKENS}},
+        ),
+    },
+    "responses API": lambda i: {
+        "timestamp": i / 4,
+        "request": {"instructions": SYSTEM, "input": question(i)},
+        "response": {"object": "response", "output": [], "usage": OUTPUT_USAGE},
+    },
+    "responses API, a text": lambda i: {
+        "timestamp": i / 4,
+        "request": {"instructions": SYSTEM, "input": QUESTIONS[i], "text": {"format": "x"}},
+        "response": {"usage": OUTPUT_USAGE},
+    },
+    "responses API, parts": lambda i: {
+        "timestamp": i / 4,
+        "request": {
+            "instructions": SYSTEM,
+            "input": [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": QUESTIONS[i]}],
+                }
+            ],
+        },
+        "response": {"usage": OUTPUT_USAGE},
+    },
+    "parts": lambda i: {
+        "timestamp": i / 4,
+        "request": {
+            "messages": [
+                {"role": each["role"], "content": [{"type": "text", "text": each["content"]}]}
+                for each in messages(i)
+            ]
+        },
+        "response": ANSWER,
+    },
+    "reasoning": lambda i: {
+        "timestamp": i / 4,
+        "request": chat(i),
+        "response": {
+            "choices": [{"message": {"reasoning_content": "r" * 400, "content": "a" * 80}}],
+            "usage": {"prompt_tokens": PROMPT_TOKENS},
+        },
+    },
+    "reasoning, twice": lambda i: {
+        "timestamp": i / 4,
+        "request": chat(i),
+        "response": {
+            "choices": [
+                {
+                    "message": {
+                        "reasoning": "r" * 400,
+                        "reasoning_content": "r" * 400,
+                        "content": "a" * 80,
+                    }
+                }
+            ],
+            "usage": {"prompt_tokens": PROMPT_TOKENS},
+        },
+    },
+    "thinking blocks": lambda i: {
+        "timestamp": i / 4,
+        "request": {"system": SYSTEM, "messages": question(i), "max_tokens": 9999},
+        "response": {
+            "type": "message",
+            "content": [
+                {"type": "thinking", "thinking": "r" * 400, "signature": "s" * 999},
+                {"type": "text", "text": "a" * 80},
+            ],
+            "usage": {"input_tokens": PROMPT_TOKENS},
+        },
+    },
+    "reasoning items": lambda i: {
+        "timestamp": i / 4,
+        "request": {"instructions": SYSTEM, "input": QUESTIONS[i]},
+        "response": {
+            "output": [
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r" * 400}]},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "a" * 80}],
+                },
+            ],
+            "usage": {"input_tokens": PROMPT_TOKENS},
+        },
+    },
+    "calls of tools": lambda i: {
+        "timestamp": i / 4,
+        "request": chat(i),
+        "response": {
+            "choices": [
+                {
+                    "message": {
+                        "content": None,
+                        "tool_calls": [{"function": {"name": "f" * 80, "arguments": "a" * 400}}],
+                    }
+                }
+            ],
+            "usage": {"prompt_tokens": PROMPT_TOKENS},
+        },
+    },
+    "stream of chunks": lambda i: {
+        "timestamp": i / 4,
+        "request": chat(i, stream=True),
+        "response": [
+            *({"choices": [{"index": 0, "delta": {"content": "a" * 120}}]} for _ in range(4)),
+            {"choices": [], "usage": {"prompt_tokens": PROMPT_TOKENS}},
+        ],
+    },
+    "a text as answer": lambda i: {
+        "timestamp": i / 4,
+        "prompt": of_question(i),
+        "response": "a" * 480,
+        "prompt_tokens": PROMPT_TOKENS,
+    },
+    "texts": lambda i: {
+        "timestamp": i / 4,
+        "request": {"prompt": [of_question(i)], "max_tokens": 200},
+        "response": {"usage": USAGE},
+    },
+    "/generate": lambda i: {
+        "timestamp": i / 4,
+        "request": {"text": of_question(i), "sampling_params": {"max_new_tokens": 999}},
+        "response": {
+            "text": "a",
+            "meta_info": {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": OUTPUT_TOKENS},
+        },
+    },
+    "/generate, ids of the answer": lambda i: {
+        "timestamp": i / 4,
+        "text": of_question(i),
+        "response": {
+            "output_ids": list(range(OUTPUT_TOKENS)),
+            "meta_info": {"prompt_tokens": PROMPT_TOKENS},
+        },
+    },
+    "SGLang's log": lambda i: {
+        "timestamp": iso(i + 8),
+        "event": "request.finished",
+        "rid": "x",
+        "obj": {"text": of_question(i), "sampling_params": {"n": 4, "max_new_tokens": 999}},
+        "out": {
+            "meta_info": {
+                "id": "x",
+                "finish_reason": {"type": "stop"},
+                "prompt_tokens": PROMPT_TOKENS,
+                "completion_tokens": OUTPUT_TOKENS,
+                "e2e_latency": 2.0,
+            }
+        },
+    },
+    "SGLang's metrics of requests": lambda i: {
+        "request_parameters": json.dumps({"text": of_question(i), "sampling_params": {"n": 2}}),
+        "id": "x",
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": OUTPUT_TOKENS,
+        "request_received_ts": EPOCH + i / 4,
+    },
+    "Ollama": lambda i: {
+        "created_at": iso(i),
+        "request": {"model": "m", "messages": messages(i), "options": {"num_predict": 900}},
+        "response": {
+            "message": {"role": "assistant", "content": "a"},
+            "prompt_eval_count": PROMPT_TOKENS,
+            "eval_count": OUTPUT_TOKENS,
+        },
+    },
+    "lengths with a point": lambda i: {
+        "timestamp": i / 4,
+        "request": chat(i),
+        "response": {"usage": {"prompt_tokens": 1100.0, "completion_tokens": 120.0}},
+    },
+    "ids": lambda i: {"timestamp": i / 4, "input_ids": exact_ids(i), "output_length": 120.0},
+    "ids as prompt": lambda i: {"timestamp": i / 4, "prompt": exact_ids(i), "usage": USAGE},
+    "ids of a prompt": lambda i: {
+        "timestamp": i / 4,
+        "request": chat(i, return_token_ids=True),
+        "response": {
+            "choices": [{"index": 0, "prompt_token_ids": exact_ids(i), "token_ids": [1] * 120}]
+        },
+    },
+}  # fmt: skip
+
+
+def written(path: Path, records: list[Record]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def read(path: Path, **options: Any) -> tuple[list[TraceRequest], Trace]:
+    trace = open_trace(path, **options)
+    return trace.first(), trace
+
+
+def read_shape(
+    tmp_path: Path, shape: Callable[[int], Record], **options: Any
+) -> tuple[list[TraceRequest], Trace]:
+    return read(written(tmp_path / "log", [shape(i) for i in range(REQUESTS)]), **options)
+
+
+def shared(left: TraceRequest, right: TraceRequest) -> int:
+    """Tokens at the beginning of both prompts."""
+    ours, theirs = (token_ids(each.prompt) for each in (left, right))
+    size = min(len(ours), len(theirs))
+    differs = np.flatnonzero(ours[:size] != theirs[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_the_same_workload(tmp_path: Path, name: str) -> None:
+    requests, trace = read_shape(tmp_path, SHAPES[name], strict=True)
+    assert len(requests) == REQUESTS
+    assert {each.input_length for each in requests} == {PROMPT_TOKENS}
+    assert {each.output_length for each in requests} == {OUTPUT_TOKENS}
+    assert [each.arrival for each in requests] == [i / 4 for i in range(REQUESTS)]
+    assert 990 <= shared(requests[0], requests[1]) <= 1010
+    assert not trace.errors.unknown
+    assert not trace.errors.limited
+
+
+@pytest.mark.parametrize("unit", [1, 1000, 1_000_000, 1_000_000_000])
+@pytest.mark.parametrize("kind", ["number", "text", "iso"])
+def test_epochs_in_every_unit(tmp_path: Path, unit: int, kind: str) -> None:
+    def time(i: int) -> object:
+        number = EPOCH * unit + i * unit // 4 if unit > 1 else EPOCH + i / 4
+        return {"number": number, "text": str(number), "iso": iso(i)}[kind]
+
+    for record in (
+        lambda i: {"timestamp": time(i), **chat(i), **ANSWER},
+        lambda i: {"timestamp": time(i), "input_ids": [1, 2], "output_length": 3},
+        lambda i: {"timestamp": time(i), "input_length": 5, "output_length": 3, "hash_ids": [i]},
+    ):
+        requests, _ = read_shape(tmp_path, record, strict=True)
+        assert [round(each.arrival, 3) for each in requests] == [i / 4 for i in range(REQUESTS)]
+
+
+@pytest.mark.parametrize(
+    ("key", "scale"),
+    [("timestamp_ms", 1e3), ("startTimeUnixNano", 1e9), ("ts_us", 1e6), ("time_sec", 1)],
+)
+def test_a_unit_in_the_name_of_a_time_decides(tmp_path: Path, key: str, scale: float) -> None:
+    requests, _ = read_shape(
+        tmp_path, lambda i: {key: str(int((i + 5) * scale)), **chat(i), **ANSWER}, strict=True
+    )
+    assert [each.arrival for each in requests] == list(range(REQUESTS))
+
+
+@pytest.mark.parametrize(
+    "time",
+    [1e23, 5e10, -1, float("1e400"), True, "noon", "9999-01-01T00:00:00Z", "x" * 5000],
+)
+def test_a_time_that_cannot_be_is_refused(tmp_path: Path, time: object) -> None:
+    records = [{"timestamp": time, **chat(i), **ANSWER} for i in range(REQUESTS)]
+    lines = "".join(json.dumps(each).replace("Infinity", "1e400") + "\n" for each in records)
+    (tmp_path / "log").write_text(lines)
+    with pytest.raises(ValueError, match=r"is no time|no known format: its first line") as found:
+        read(tmp_path / "log")
+    assert len(str(found.value)) < 500
+
+
+def test_times_of_two_kinds_in_one_log_are_refused(tmp_path: Path) -> None:
+    """Relative ones beside epochs would be a trace of decades."""
+    with pytest.raises(TraceError, match="years after the first request"):
+        read_shape(tmp_path, lambda i: {"ts": i if i < 2 else EPOCH + i, **chat(i), **ANSWER})
+
+
+# --- usage ---
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.7])
+def test_usage_decides_how_long_prompts_and_what_they_share_are(
+    tmp_path: Path, factor: float
+) -> None:
+    usage = {"prompt_tokens": round(PROMPT_TOKENS * factor), "completion_tokens": 5}
+    requests, trace = read_shape(
+        tmp_path, lambda i: {"time": i, **chat(i), "usage": usage}, strict=True
+    )
+    assert {each.input_length for each in requests} == {usage["prompt_tokens"]}
+    assert shared(requests[0], requests[1]) == pytest.approx(1000 * factor, rel=0.02)
+    assert trace.errors.counted == REQUESTS * usage["prompt_tokens"]
+    assert trace.errors.by_text == pytest.approx(REQUESTS * PROMPT_TOKENS, rel=0.02)
+
+
+def test_equal_prompts_stay_equal_where_usage_counts_more(tmp_path: Path) -> None:
+    """A template's own tokens, say: eight samples of one prompt still share all of it."""
+    usage = {"prompt_tokens": 1300, "completion_tokens": 5}
+    requests, _ = read_shape(tmp_path, lambda i: {"time": i, **chat(0), "usage": usage})
+    assert shared(requests[0], requests[7]) == 1300
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"), [(50_000, "does not hold the whole prompt"), (20, "more than one prompt")]
+)
+def test_usage_that_cannot_be_of_this_text_gives_no_verdict(
+    tmp_path: Path, count: int, reason: str
+) -> None:
+    usage = {"prompt_tokens": count, "completion_tokens": 5}
+    with pytest.raises(TraceError, match=reason):
+        read_shape(tmp_path, lambda i: {"time": i, **chat(i), "usage": usage})
+
+
+def test_mismatches_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usage = {"prompt_tokens": 1900, "completion_tokens": 5}
+    path = written(tmp_path / "log", [{"time": i, **chat(i), "usage": usage} for i in range(9)])
+    assert main(["advise", "--trace", str(path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "The prompts have 17,100 tokens by `usage`, which decides; 4 bytes a token would" in out
+    assert "(-42%)" in out
+    ids = {"input_ids": [1, 2, 3], "output_length": 3, "input_length": 5}
+    path = written(tmp_path / "ids", [{"time": i, **ids} for i in range(9)])
+    assert main(["advise", "--trace", str(path)]) == 0
+    assert "usage counts other prompt tokens than 9 lists of ids hold" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+# --- media ---
+
+
+def with_image(i: int, photo: str, tokens: int | None, **part: object) -> Record:
+    content = [
+        {"type": "text", "text": QUESTIONS[i]},
+        {"type": "image_url", "image_url": {"url": photo}},
+    ]
+    content = [content[0], {**content[1], **part}] if part else content
+    usage = {"completion_tokens": 9, **({"prompt_tokens": tokens} if tokens else {})}
+    asked = [messages(i)[0], {"role": "user", "content": content}]
+    return {"time": i, "messages": asked, "usage": usage}  # fmt: skip
+
+
+@pytest.mark.parametrize("url", [f"data:image/jpeg;base64,{PHOTO}", "https://x.example/a.jpg"])
+def test_an_image_is_no_text(tmp_path: Path, url: str) -> None:
+    requests, trace = read_shape(tmp_path, lambda i: with_image(i, url, 2100), strict=True)
+    assert {each.input_length for each in requests} == {2100}
+    assert 990 <= shared(requests[0], requests[1]) <= 1010
+    same, _ = read_shape(tmp_path, lambda i: with_image(0, url, 2100))
+    assert shared(same[0], same[1]) == 2100
+    other, _ = read_shape(tmp_path, lambda i: with_image(0, f"{url}{i}", 2100))
+    assert 1090 <= shared(other[0], other[1]) <= 1120
+
+    guessed, trace = read_shape(tmp_path, lambda i: with_image(i, url, None))
+    assert guessed[0].input_length == pytest.approx(1024 + 1103, abs=5)
+    assert trace.errors.media == REQUESTS
+
+
+IMAGES: dict[str, Record] = {
+    "source": {"type": "image", "source": {"type": "base64", "data": PHOTO}},
+    "input_image": {"type": "input_image", "image_url": f"data:image/png;base64,{PHOTO}"},
+    "file": {"type": "input_file", "file_data": PHOTO, "filename": "a.pdf"},
+    "audio": {"type": "input_audio", "input_audio": {"data": PHOTO, "format": "wav"}},
+    "video": {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{PHOTO}"}},
+    "document": {"type": "document", "source": {"type": "base64", "data": PHOTO}},
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_media_count_as_usage_says(tmp_path: Path, name: str) -> None:
+    def record(i: int) -> Record:
+        content = [{"type": "text", "text": QUESTIONS[i]}, IMAGES[name]]
+        usage = {"prompt_tokens": 2100, "completion_tokens": 9}
+        asked = [messages(i)[0], {"role": "user", "content": content}]
+        return {"time": i, "messages": asked, "usage": usage}
+
+    requests, _ = read_shape(tmp_path, record, strict=True)
+    assert {each.input_length for each in requests} == {2100}
+    assert 990 <= shared(requests[0], requests[1]) <= 1010
+
+
+def test_audio_of_unknown_length_is_refused_by_name(tmp_path: Path) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": PHOTO}}
+    record = {"messages": [{"role": "user", "content": [part]}], "usage": {"completion_tokens": 9}}
+    with pytest.raises(TraceError, match="'audio', whose length only"):
+        read_shape(tmp_path, lambda i: {"time": i, **record})
+
+
+def test_images_beside_a_text_stand_where_it_marks_them(tmp_path: Path) -> None:
+    def record(i: int) -> Record:
+        asked = {"text": f"{SYSTEM}<image>{QUESTIONS[i]}", "image_data": [PHOTO]}
+        counts = {"prompt_tokens": 2100, "completion_tokens": 9}
+        return {"time": i, **asked, "response": {"meta_info": counts}}
+
+    requests, _ = read_shape(tmp_path, record, strict=True)
+    assert 1990 <= shared(requests[0], requests[1]) <= 2010
+
+
+# --- how many requests ---
+
+
+def test_n_and_prompts_are_as_many_requests(tmp_path: Path) -> None:
+    choices = [
+        {"index": i, "message": {"content": "a" * size}} for i, size in enumerate((100, 300))
+    ]
+    one = {"time": 0, **chat(0, n=2), "choices": choices, "usage": {"completion_tokens": 80}}
+    requests, _ = read(written(tmp_path / "log", [one]))
+    assert [each.output_length for each in requests] == [20, 60]
+    assert shared(*requests) == requests[0].input_length
+
+    for many in (
+        {"time": 0, "prompt": ["abcd" * 9, "efgh"], "best_of": 3, "completion_tokens": 60},
+        {"time": 0, "prompt": [[1] * 9, [2]], "n": 3, "usage": {"completion_tokens": 60}},
+        {"time": 0, "text": ["abcd" * 9, "efgh"], "sampling_params": {"n": 3},
+         "response": [{"meta_info": {"id": str(i), "finish_reason": {}, "completion_tokens": 10}}
+                      for i in range(6)]},
+    ):  # fmt: skip
+        requests, _ = read(written(tmp_path / "log", [many]))
+        assert [each.input_length for each in requests] == [9, 9, 9, 1, 1, 1]
+        assert {each.output_length for each in requests} == {10}
+
+
+# --- what shares nothing ---
+
+
+@pytest.mark.parametrize("key", ["model", "lora_path", "cache_salt", "extra_key"])
+def test_requests_of_different_adapters_and_salts_share_nothing(tmp_path: Path, key: str) -> None:
+    requests, _ = read_shape(
+        tmp_path, lambda i: {"time": i, **chat(0), key: f"name {i % 2}", **ANSWER}
+    )
+    assert shared(requests[0], requests[1]) == 0
+    assert shared(requests[0], requests[2]) == shared(requests[1], requests[3]) == PROMPT_TOKENS
+
+
+def test_several_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [{"time": i, **chat(i), "model": f"model-{i % 2}", **ANSWER} for i in range(8)]
+    assert main(["advise", "--trace", str(written(tmp_path / "log", records))]) == 0
+    assert "The log names 2 models (model-0, model-1)" in capsys.readouterr().out
+
+
+# --- what a template puts before the messages ---
+
+
+def test_tools_are_part_of_the_prompt_unless_they_are_off(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 2000}}
+    lengths = []
+    for more in (
+        {},
+        {"tools": [tool]},
+        {"functions": [tool]},
+        {"tools": [tool], "tool_choice": "none"},
+    ):
+        record = {"time": 0, **chat(0, **more), "usage": {"completion_tokens": 9}}
+        lengths.append(read(written(tmp_path / "log", [record]))[0][0].input_length)
+    assert lengths[1] == pytest.approx(lengths[0] + 520, abs=5)
+    assert lengths[2] == lengths[1]
+    assert lengths[3] == lengths[0]
+
+
+def test_calls_and_results_of_tools_are_part_of_the_prompt(tmp_path: Path) -> None:
+    text = {"type": "text", "text": "r" * 400}
+    turns: list[list[Record]] = [
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "a" * 400}}],
+            },
+            {"role": "tool", "content": "r" * 400},
+        ],
+        [
+            {"role": "assistant", "content": [{"type": "tool_use", "input": {"a": "a" * 392}}]},
+            {"role": "user", "content": [{"type": "tool_result", "content": [text]}]},
+        ],
+        [
+            {"type": "function_call", "name": "f", "arguments": "a" * 400},
+            {"type": "function_call_output", "output": "r" * 400},
+        ],
+    ]  # fmt: skip
+    for number, turn in enumerate(turns):
+        key = "input" if number == 2 else "messages"
+        usage = {"completion_tokens": 9}
+        record = {"time": 0, "request": {key: [*messages(0), *turn]}, "usage": usage}
+        requests, _ = read(written(tmp_path / "log", [record]))
+        assert requests[0].input_length == pytest.approx(1100 + 200 + 12, abs=15)
+
+
+# --- refused, left out, noted ---
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"session_params": {"id": "s"}}, "session_params: the prompt continues a session"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: the prompt continues"),
+        ({"conversation": "conv_1"}, "conversation: the prompt continues"),
+        ({"input_embeds": [[0.5]]}, "input_embeds: the prompt is not text"),
+        ({"sampling_params": {"beam_width": 4}}, "beam_width: beam search is not simulated"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search: beam search"),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "type 'hologram'"),
+        ({"messages": [{"role": "user", "content": 7}]}, "content is 7"),
+        ({"messages": ["x" * 9000, 7]}, "a message is no object: 7"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_by_name(
+    tmp_path: Path, more: Record, reason: str
+) -> None:
+    with pytest.raises(TraceError, match=reason) as found:
+        read_shape(tmp_path, lambda i: {"time": i, "request": chat(i, **more), **ANSWER})
+    assert len(str(found.value)) < 500
+
+
+def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
+    others: list[Record] = [
+        {"time": 1, "path": "/v1/embeddings", "request": {"input": "text"}, "response": {}},
+        {"time": 1, "url": "/v1/models", "response": {"status": 200}},
+        {"time": 1, "request": {"input": ["a", "b"]}, "usage": {"completion_tokens": 1}},
+        {"time": 1, "request": {"input": "a"}, "response": {"object": "list", "data": []}},
+        {"time": 1, "event": "request.received", "obj": {"text": "abc"}},
+        {"time": 1, "request": chat(0), "response": {"status_code": 500, "error": "x"}},
+        {"time": 1, **chat(0), "usage": {"prompt_tokens": 1100, "completion_tokens": 0}},
+    ]  # fmt: skip
+    path = written(tmp_path / "log", [SHAPES["plain"](i) for i in range(4)] + others)
+    requests, trace = read(path)
+    assert len(requests) == 4
+    assert trace.errors.count == 0
+    assert trace.errors.left_out == {
+        "requests to /v1/embeddings, which generate nothing": 1,
+        "requests to /v1/models, which generate nothing": 1,
+        "requests for embeddings, which generate nothing": 2,
+        "lines of the event request.received": 1,
+        FAILED: 2,
+    }
+
+
+def test_text_that_the_log_has_cut_is_refused(tmp_path: Path) -> None:
+    """SGLang's level 2 keeps 1,024 characters of both ends of a text."""
+    cut = SYSTEM[:1024] + "..." + SYSTEM[-1024:]
+    for obj in ({"text": cut}, {"input_ids": [1, 2, "...", 3]}):
+        record = {
+            "event": "request.finished",
+            "obj": obj,
+            "out": {"meta_info": {"completion_tokens": 9}},
+        }
+        with pytest.raises(TraceError, match="cut when it was logged; --log-requests"):
+            read_shape(tmp_path, lambda i, record=record: {"timestamp": i, **record})
+
+
+def test_an_answer_of_unknown_length_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"time": i, **chat(i, max_tokens=300)} for i in range(9)]
+    assert main(["advise", "--trace", str(written(tmp_path / "log", records))]) == 0
+    assert "no length of 9 answers" in capsys.readouterr().out
+
+
+def test_a_key_that_is_not_known_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"time": i, "request": chat(i, cheese="x"), **ANSWER} for i in range(9)]
+    assert main(["advise", "--trace", str(written(tmp_path / "log", records))]) == 0
+    assert "not known, and not read: cheese" in " ".join(capsys.readouterr().out.split())
+
+
+# --- data sets, which have no times ---
+
+
+@pytest.mark.parametrize("turns", ["conversations", "messages"])
+def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
+    def record(i: int) -> Record:
+        if turns == "messages":
+            return {"messages": [*messages(i), {"role": "assistant", "content": "a" * 480}]}
+        asked = {"from": "human", "value": of_question(i)}
+        return {"id": f"c{i}", "conversations": [asked, {"from": "gpt", "value": "a" * 480}, asked]}
+
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps([record(i) for i in range(REQUESTS)]))  # an array in one line
+    requests, _ = read(path, untimed=True)
+    assert len(requests) == REQUESTS
+    assert requests[0].input_length == pytest.approx(1100, abs=10)
+    assert {each.output_length for each in requests} == {120}
+    assert shared(requests[0], requests[1]) == pytest.approx(1000, abs=10)
+    with pytest.raises(TraceError, match=r"no time: .* or --rate"):
+        read(path)
