@@ -105,7 +105,7 @@ class PythonPathReader : public pat::PathReader {
   static int64_t integer(PyObject* node, Py_ssize_t field) {
     PyObject* value = PyTuple_GET_ITEM(node, field);
     // An object of another type might run Python code to become one.
-    if (!PyLong_Check(value)) refuse(node);
+    if (!PyLong_Check(value) || PyBool_Check(value)) refuse(node);
     const int64_t number = PyLong_AsLongLong(value);
     if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
     return number;

@@ -6,13 +6,13 @@ backend, or any code that has radix paths and a paged KV pool.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
 from collections.abc import Hashable
 from functools import partial
-from typing import Literal, Protocol, overload
+from numbers import Real
+from typing import Literal, NoReturn, Protocol, overload
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from sglang_pat._scheduler import (
     PackScheduler,
     PrefixForest,
 )
-from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step
+from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step, check_integers
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.invariant_reference import InvariantExecution
@@ -47,6 +47,11 @@ logger = logging.getLogger(__name__)
 # Workers per KV head where plain torch executes: enough for long ranges to be cut in tests.
 _TORCH_WORKERS = 32
 _INTS = (torch.int64, torch.int32)
+# torch.compile() shows it with fullgraph=True. Else it breaks its graph, and run() runs.
+_NO_FULL_GRAPH = (
+    "PackAttention.run() cannot be part of torch.compile(fullgraph=True): its kernels and the plan "
+    "are unknown to torch; compile without fullgraph, or what lies before and behind it"
+)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -76,7 +81,8 @@ class PackAttention:
         attention.plan(batch, req_to_token=..., req_pool_indices=..., seq_lens=...)   # each step
         out = attention.run(q, k_cache, v_cache)                                      # each layer
 
-    Not thread-safe. The plan and its buffers belong to this object.
+    Not thread-safe. The plan and its buffers belong to this object, which can be neither copied nor
+    pickled.
     """
 
     def __init__(
@@ -142,7 +148,7 @@ class PackAttention:
         ValueError
             For anything unsupported. Names the value and what is supported.
         """
-        _check_integers(
+        check_integers(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -155,7 +161,7 @@ class PackAttention:
             "max_requests": max_requests,
             "max_seq_len": max_seq_len,
         }
-        _check_integers(**{name: value for name, value in optional.items() if value is not None})
+        check_integers(**{name: value for name, value in optional.items() if value is not None})
         if not isinstance(batch_invariant, bool):
             raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -191,6 +197,8 @@ class PackAttention:
         sizes = None
         if max_shared_slots < 0:
             raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
+        if max_seq_len is not None and max_seq_len < 1:
+            raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
         if max_requests is not None:
             if not batch_invariant:
                 sizes = BufferSizes.for_requests(
@@ -272,6 +280,8 @@ class PackAttention:
         if not isinstance(batch, DecodeBatch):
             raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
         begun_ns = batch.begun_ns or time.perf_counter_ns()
+        if type(begun_ns) is not int:
+            raise TypeError(f"batch.begun_ns must be an integer, got {begun_ns!r}")
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
         served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
         if longest > (width := req_to_token.shape[1]):
@@ -330,7 +340,7 @@ class PackAttention:
             raise RuntimeError("advance() needs a plan: call plan() first")
         if self._batch_invariant:
             raise ValueError("advance() is not batch-invariant; call plan() for each step")
-        _check_integers(tokens=tokens)
+        check_integers(tokens=tokens)
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         planned = self.seq_lens
@@ -402,7 +412,9 @@ class PackAttention:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the last plan.
 
-        Tensors are of dtype `dtype`, or `kv_dtype` for the caches, on `device`.
+        Tensors are of dtype `dtype`, or `kv_dtype` for the caches, on `device`. On every device the
+        output has no gradient, autocast changes nothing, and torch.compile() breaks its graph here:
+        with fullgraph=True it refuses.
 
         Parameters
         ----------
@@ -447,8 +459,12 @@ class PackAttention:
         RuntimeError
             Without a plan. Nothing is written.
         """
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(_NO_FULL_GRAPH)
         if self._plan is None:
             raise RuntimeError("run() needs a plan: call plan() first")
+        if type(return_lse) is not bool:
+            raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
         num_requests, dtype, kv_dtype = self._num_requests, self.dtype, self.kv_dtype
         num_heads, num_kv_heads, head_dim, v_head_dim = self.shape
         q_dim = head_dim
@@ -471,6 +487,9 @@ class PackAttention:
         out_shape = (num_requests, num_heads, v_head_dim)
         if out is not None:
             self._check_tensor("out", out, out_shape, dtype)
+            if 0 in [s for s, n in zip(out.stride(), out_shape, strict=True) if n > 1]:
+                raise ValueError(f"out must not overlap itself, got strides {out.stride()}")
+        _check_number("logit_cap", logit_cap)
         if logit_cap != 0:
             _check_positive("logit_cap", logit_cap, "0 (off) or positive")
         self._check_scale("k_scale", k_scale)
@@ -506,10 +525,17 @@ class PackAttention:
         One captured CUDA graph then serves both. A plan is sent to the device again when the
         sibling's was there in between. Needs `max_requests`.
         """
-        sibling = copy.copy(self)
+        sibling = object.__new__(type(self))
+        sibling.__dict__.update(self.__dict__)
         sibling._executor = self._executor.sibling()
         sibling._begin()
         return sibling
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a PackAttention cannot be copied or pickled: it has a plan and buffers on a device; "
+            "make another one, or take its sibling()"
+        )
 
     def steps_left(self) -> int:
         """Number of further steps that the plan serves.
@@ -632,6 +658,8 @@ class PackAttention:
         if have != shape and not (is_cache and len(have) == len(shape) and have[1:] == shape[1:]):
             expected = ", ".join("num_slots" if want is None else str(want) for want in shape)
             raise ValueError(f"{name} must have shape [{expected}], got {list(have)}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
         if tensor.dtype not in dtypes:
             allowed = "one of " * (len(dtypes) > 1) + ", ".join(map(str, dtypes))
             raise ValueError(f"{name} must be {allowed}, got {tensor.dtype}")
@@ -656,21 +684,15 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
     """TypeError for what is no number, ValueError for one that is not positive and finite."""
-    try:
-        is_right = bool(0 < value < math.inf)
-    except (TypeError, RuntimeError):  # another type; a tensor of several numbers
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not is_right:
+    _check_number(name, value)
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
-def _check_integers(**values: int) -> None:
-    """TypeError or ValueError for a value that is no integer within int32."""
-    for name, value in values.items():
-        if not isinstance(value, (int, np.integer)):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if not -1 << 31 <= value < 1 << 31:
-            raise ValueError(f"{name} must fit into int32, got {value}")
+def _check_number(name: str, value: float) -> None:
+    # Nearly all are floats. NumPy's numbers are Real, and so are bools; tensors are not.
+    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _check_shape(shape: Shape) -> None:
@@ -708,6 +730,8 @@ def _canonical_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
+    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
+        raise ValueError(f"device {device}: torch finds {found} CUDA devices here")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

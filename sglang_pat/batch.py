@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # advice and replays of traces do without torch
     import torch
 
 IntArray = npt.NDArray[np.int32]
+_BOOLS = {bool, np.bool_}
 
 
 class PathNode(NamedTuple):
@@ -65,13 +67,15 @@ class PrefixPaths:
         Raises
         ------
         TypeError
-            A path is no list. The message names its request.
+            `paths` is no list, or a path is none. The message names its request.
         ValueError
             A node is not three integers, of which the id fits into int64 and the positions into
             int32. The message names the node and its request.
         """
         path_begin = [0]
         flat: list[PathNode | tuple[int, int, int]] = []
+        if not isinstance(paths, Iterable):
+            raise TypeError(f"paths must be a list of nodes per request, got {paths!r}")
         for path in paths:
             try:
                 flat.extend(path)
@@ -90,7 +94,11 @@ class PrefixPaths:
 
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
-        """No request shares anything. ValueError for a negative number of requests."""
+        """No request shares anything.
+
+        TypeError or ValueError for a number of requests that is no integer, or negative.
+        """
+        check_integers(num_requests=num_requests)
         if num_requests < 0:
             raise ValueError(f"num_requests must not be negative, got {num_requests}")
         nothing = np.zeros(0, dtype=np.int32)
@@ -146,6 +154,20 @@ class Step(NamedTuple):
     host_seq_lens: IntArray  # those that the host knows, which may be a few tokens less
 
 
+def check_integers(**values: int) -> None:
+    """TypeError or ValueError for a value that is no integer within int32."""
+    for name, value in values.items():
+        if not is_integer(value):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if not -1 << 31 <= value < 1 << 31:
+            raise ValueError(f"{name} must fit into int32, got {value}")
+
+
+def is_integer(value: object) -> bool:
+    """True for an integer of Python or NumPy. A bool is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
     """TypeError unless it is a contiguous 1-D array of this type."""
     if not isinstance(array, np.ndarray):
@@ -171,7 +193,9 @@ def _checked_nodes(
         nodes = np.zeros(0)
     if nodes.dtype == np.int64 and nodes.ndim == 2 and nodes.shape[1] == 3:
         positions = nodes[:, 1:]
-        if positions.min() >= -1 << 31 and positions.max() < 1 << 31:
+        fit = positions.min() >= -1 << 31 and positions.max() < 1 << 31
+        # NumPy makes integers of bools that stand beside integers.
+        if fit and _BOOLS.isdisjoint(map(type, chain.from_iterable(flat))):
             return nodes
     for index, node in enumerate(flat):
         if not _is_node(node):
@@ -187,6 +211,6 @@ def _is_node(node: object) -> bool:
     if not isinstance(node, (Sequence, np.ndarray)) or len(node) != 3:
         return False
     return all(
-        isinstance(value, (int, np.integer)) and -1 << bits <= value < 1 << bits
+        is_integer(value) and -1 << bits <= value < 1 << bits
         for value, bits in zip(node, (63, 31, 31), strict=True)
     )

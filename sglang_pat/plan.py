@@ -6,6 +6,7 @@ Between the scheduler, which writes the buffer, and the executors, which read it
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -34,6 +35,14 @@ from sglang_pat.support import GROWTH_TOKENS, is_latent
 MIN_PIECE_TOKENS = 256
 _ONE_BYTE_LATENT_TILE = 32  # query rows
 _Integers = TypeVar("_Integers", int, npt.NDArray[np.int64])
+
+
+def _capacity_of(entries: dict[str, int]) -> PlanCapacity:
+    return PlanCapacity(**entries)
+
+
+# A plan can be copied and pickled: the copy has a buffer of its own.
+copyreg.pickle(PlanCapacity, lambda capacity: (_capacity_of, (capacity.entries(),)))
 
 
 def new_scheduler(
@@ -158,6 +167,8 @@ class _Section:
 
 class DecodePlan:
     """A plan in its buffer. Valid until the next plan is written into that buffer.
+
+    A deep copy stays valid.
 
     The header and the sections are read when they are asked for: only the reference executor and
     checks ask. plan_format.h says what the columns of a section mean.

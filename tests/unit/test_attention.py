@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -244,6 +246,76 @@ def test_a_freed_row_does_not_disturb_the_others() -> None:
     assert out[representative].isnan().all()  # its own tail is read live
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_autocast_and_gradients_of_the_caller_change_nothing(batch_invariant: bool) -> None:
+    steps = Steps(batch_invariant=batch_invariant)
+    steps.step(0)
+    q, caches = torch.randn(3, 8, 64), _caches(steps)
+    expected = steps.attention.run(q, *caches, return_lse=True)
+    inputs = [each.clone().requires_grad_() for each in (q, *caches)]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            results = steps.attention.run(*inputs, return_lse=True)
+        for result, right in zip(results, expected, strict=True):
+            assert torch.equal(result, right)
+            assert not result.requires_grad
+
+
+def test_an_output_that_overlaps_itself_is_refused() -> None:
+    steps = Steps()
+    steps.step(0)
+    out = torch.zeros(64).expand(3, 8, 64)
+    with pytest.raises(ValueError, match=r"out must not overlap itself, got strides \(0, 0, 1\)"):
+        steps.attention.run(torch.zeros(3, 8, 64), *_caches(steps), out=out)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    heads = map(np.int16, HEADS)
+    steps = Steps()
+    steps.attention = PackAttention(*heads, dtype=torch.float32, num_workers=np.int64(32))
+    steps.step(0)
+    q, caches = torch.randn(3, 8, 64), _caches(steps)
+    expected = steps.attention.run(q, *caches, sm_scale=0.5, logit_cap=2.0)
+    scaled = steps.attention.run(q, *caches, sm_scale=np.float32(0.5), logit_cap=np.int64(2))
+    torch.testing.assert_close(scaled, expected)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_attention_says_by_its_name_that_it_cannot_be_copied(copied: Any) -> None:
+    with pytest.raises(TypeError, match="a PackAttention cannot be copied or pickled: it has a pl"):
+        copied(make_attention())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copied_plan_outlives_the_next_one(copied: Any) -> None:
+    steps = Steps()
+    steps.step(0)
+    plan = steps.attention._plan
+    assert plan is not None
+    text, kept = plan.describe(), copied(plan)
+    plan.buffer[:] = -1  # as the next plan does
+    assert kept.describe() == text
+    for value in (steps.paths, steps.attention.stats, steps.attention.step_tokens):
+        assert repr(copied(value)) == repr(value)
+
+
+def test_torch_compile_breaks_its_graph_or_says_why_it_cannot() -> None:
+    steps = Steps()
+    steps.step(0)
+    q, caches = torch.randn(3, 8, 64), _caches(steps)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return steps.attention.run(q * 2, *caches) + 1
+
+    torch._dynamo.reset()
+    whole = torch.compile(layer, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be part of torch.compile\(fullgraph=True\)"):
+        whole(q)
+    torch._dynamo.reset()
+    parts = torch.compile(layer, backend="eager")
+    assert torch.equal(parts(q), layer(q))
+
+
 def test_run_writes_into_out() -> None:
     problem = Problem(three_level_case(3), HEADS, torch.float32)
     attention = make_attention()
@@ -287,6 +359,8 @@ def test_describe_names_every_work_item() -> None:
         ((8, 2, 64), {"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
         ((8, 2, 64), {"growth_tokens": 1 << 31}, "growth_tokens must fit into int32, got 214748"),
         ((8, 2, 64), {"max_shared_slots": -1}, "max_shared_slots must not be negative, got -1"),
+        ((8, 2, 64), {"max_seq_len": 0}, "max_seq_len must be at least 1, got 0"),
+        ((8, 2, 64), {"device": 99}, "device cuda:99: torch finds [0-9] CUDA devices here"),
     ],
 )
 def test_unsupported_configurations(
@@ -307,6 +381,14 @@ def test_unsupported_configurations(
         ((8, 2, 64), {"batch_invariant": "no"}, "batch_invariant must be True or False, got 'no'"),
         ((8, 2, 64), {"dtype": "float32"}, "a dtype must be a torch.dtype, got 'float32'"),
         ((8, 2, 64), {"kv_dtype": "float8_e5m2"}, "a torch.dtype, got 'float8_e5m2'"),
+        ((True, True, 64), {}, "num_qo_heads must be an integer, got True"),
+        ((8, np.True_, 64), {}, "num_kv_heads must be an integer, got np.True_"),
+        *(
+            ((8, 2, 64), {name: True}, f"{name} must be an integer, got True")
+            for name in ("v_head_dim", "num_workers", "growth_tokens", "max_requests")
+        ),
+        ((8, 2, 64), {"max_shared_slots": False}, "max_shared_slots must be an integer, got Fal"),
+        ((8, 2, 64), {"max_seq_len": True}, "max_seq_len must be an integer, got True"),
     ],
 )
 def test_arguments_of_another_type(
@@ -415,6 +497,14 @@ def good_step() -> dict[str, Any]:
             DecodeBatch(np.array([4, 5], np.int32), [[(1, 0, 4)], []]),  # type: ignore
             r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
         ),
+        *(
+            (
+                "batch",
+                DecodeBatch(np.array([4, 5], np.int32), PrefixPaths.private(2), None, begun),
+                "batch.begun_ns must be an integer",
+            )
+            for begun in ("x", 10.5, True)
+        ),
     ],
 )
 def test_bad_steps(name: str, value: object, message: str) -> None:
@@ -454,6 +544,13 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("sm_scale", -1.0, "sm_scale must be positive, got -1.0"),
         ("sm_scale", "1", "sm_scale must be a number, got '1'"),
         ("logit_cap", None, "logit_cap must be a number, got None"),
+        ("sm_scale", True, "sm_scale must be a number, got True"),
+        ("sm_scale", torch.ones(()), r"sm_scale must be a number, got tensor\(1.\)"),
+        ("logit_cap", False, "logit_cap must be a number, got False"),
+        ("k_scale", True, "k_scale must be a number, got True"),
+        ("v_scale", np.True_, "v_scale must be a number, got np.True_"),
+        ("return_lse", "no", "return_lse must be True or False, got 'no'"),
+        ("q", torch.zeros(2, 8, 64).to_sparse(), "q must be a dense tensor, got torch.sparse_coo"),
         ("k_scale", None, "k_scale must be a number, got None"),
         ("logit_cap", math.nan, "logit_cap must be 0 .off. or positive, got nan"),
         ("logit_cap", math.inf, "logit_cap must be 0 .off. or positive, got inf"),
@@ -583,6 +680,7 @@ def test_padding_stays_padding_in_a_later_step() -> None:
         (torch.ones(3, dtype=torch.int64), 1000, r"as long as req_to_token's width \d+, got \d+"),
         (torch.ones(3, dtype=torch.int64), 2**31 - 10, r"as long as req_to_token's width \d+, got"),
         (torch.ones(3, dtype=torch.int64), 1.5, "tokens must be an integer, got 1.5"),
+        (torch.ones(3, dtype=torch.int64), True, "tokens must be an integer, got True"),
     ],
 )
 def test_a_bad_later_step_leaves_the_last_one_in_force(

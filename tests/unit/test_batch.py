@@ -39,6 +39,10 @@ def test_paths_are_flattened() -> None:
         (1, 0, np.float32(5)),
         (1, 0, "5"),
         (1, 0, None),
+        (True, 0, 5),
+        (1, False, 5),
+        (np.True_, 0, 5),
+        (True, False, True),
         (1, 0),
         (1, 0, 5, 6),
         7,
@@ -68,10 +72,15 @@ def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
 def test_a_path_that_is_no_list_is_named() -> None:
     with pytest.raises(TypeError, match="the path of request 1 must be a list of nodes, got None"):
         PrefixPaths.from_lists([[], None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="paths must be a list of nodes per request, got None"):
+        PrefixPaths.from_lists(None)  # type: ignore[arg-type]
 
 
 def test_private_paths_of_fewer_than_no_requests_are_refused() -> None:
     assert len(PrefixPaths.private(0)) == 0
+    for number in (True, 2.5, "3", None):
+        with pytest.raises(TypeError, match=f"num_requests must be an integer, got {number!r}"):
+            PrefixPaths.private(number)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_requests must not be negative, got -1"):
         PrefixPaths.private(-1)
 

@@ -228,6 +228,7 @@ def test_a_node_that_comes_again_elsewhere_after_all_have_left_it() -> None:
         ([[(5, -1, 0)], []], r"a node must be a tuple of 6 integers, got \(5, -1, 0\)"),
         ([[(5, -1, 0, 2**32 + 4, 4, 0)], []], "positions must fit into int32, got 4294967300"),
         (7, "Object of type 'int' is not an instance of 'sequence'"),
+        ([[(True, -1, 0, 4, 4, 0)], []], r"a tuple of 6 integers, got \(True, -1, 0, 4"),
         (
             [[(5, -1, 0, 2.0, 4, 0)], []],
             r"a tuple of 6 integers, got \(5, -1, 0, 2.0",
