@@ -27,7 +27,12 @@ from sglang_pat.cli.arguments import quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
-from sglang_pat.sglang.plugin import missing_registrations, unwrapped_backends
+from sglang_pat.sglang import TOUCHPOINTS
+from sglang_pat.sglang.plugin import (
+    missing_registrations,
+    missing_touchpoints,
+    unwrapped_backends,
+)
 from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP
 from sglang_pat.workload.models import MODEL_NAMES, read_whole_config
 
@@ -38,6 +43,7 @@ Status = Literal["ok", "warning", "failed"]
 NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 _INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
+_SHOWN_TOUCHPOINTS = 5  # of those that are missing
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
@@ -231,7 +237,7 @@ def all_checks() -> list[Check]:
     checks += [*check_kernels(gpus), *check_calibration(gpus)]
     checks += [check_environment(), sglang, check_entry_point(), check_white_list()]
     if sglang.status != "failed":
-        checks += _checks_by_sglang()
+        checks += [check_touchpoints(), *_checks_by_sglang()]
     return checks
 
 
@@ -558,6 +564,23 @@ def check_sglang() -> Check:
             f"if the checks below are ok pat starts, with a warning; tested: {supported}",
         )
     return Check("SGLang", "ok", found)
+
+
+def check_touchpoints() -> Check:
+    """Check that SGLang has every class, method and field that pat touches."""
+    try:
+        missing = missing_touchpoints()
+    except (OSError, SyntaxError) as error:
+        return Check("touchpoints", "failed", _describe(error), "reinstall SGLang")
+    if missing:
+        first = "; ".join(
+            f"{each.target}{f' = {each.name}' if each.name else ''} ({each.why})"
+            for each in missing[:_SHOWN_TOUCHPOINTS]
+        )
+        more = len(missing) - _SHOWN_TOUCHPOINTS
+        found = f"SGLang has no {first}" + (f"; and {more} more" if more > 0 else "")
+        return Check("touchpoints", "failed", found, "use a supported version of SGLang")
+    return Check("touchpoints", "ok", f"all {len(TOUCHPOINTS)} places that pat touches are there")
 
 
 def check_entry_point() -> Check:

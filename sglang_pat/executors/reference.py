@@ -262,7 +262,7 @@ class ReferenceExecutor:
         if self._execution is None:
             _check_lengths(self._step, self._plan)
             self._execution = self._new_execution(self._plan, self._shared_slots, self._step)
-        # As the kernels: no gradients, and the caller's autocast changes no arithmetic.
+        # Like the kernels, this gives no gradients, and autocast changes no arithmetic.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             out, lse = self._execution.run(layer)
             layer.out.copy_(out)

@@ -17,6 +17,7 @@ from sglang.srt.layers.attention import attention_registry
 
 from sglang_pat import support
 from sglang_pat.cli import doctor
+from sglang_pat.sglang import TOUCHPOINTS, plugin
 from sglang_pat.sglang.start import hooks
 
 
@@ -85,6 +86,18 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pat could not hook sglang.srt.model_executor.forward_batch_info" in check.found
 
 
+def test_all_that_pat_touches_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that serves a report alone, too: without it no server starts."""
+    assert doctor.check_touchpoints().status == "ok"
+    (place,) = (each for each in TOUCHPOINTS if each.target.endswith("Scheduler.get_init_info"))
+    gone = [place._replace(target=f"{place.target}{i}") for i in range(7)]
+    monkeypatch.setattr(plugin, "TOUCHPOINTS", (*TOUCHPOINTS, *gone))
+    check = doctor.check_touchpoints()
+    assert check.status == "failed"
+    assert check.found.startswith(f"SGLang has no {gone[0].target} ({place.why}); ")
+    assert check.found.endswith(f"{gone[4].target} ({place.why}); and 2 more")
+
+
 def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "sglang-pat"
     report = tmp_path / "report.json"
@@ -93,7 +106,14 @@ def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
     )
     checks = {each["topic"]: each for each in json.loads(report.read_text())["checks"]}
     assert child.returncode == (1 if "failed" in {c["status"] for c in checks.values()} else 0)
-    for topic in ("C++ scheduler", "entry point", "registration", "hooks", "self-test"):
+    for topic in (
+        "C++ scheduler",
+        "entry point",
+        "touchpoints",
+        "registration",
+        "hooks",
+        "self-test",
+    ):
         assert checks[topic]["status"] == "ok", child.stdout
     is_tested = version("sglang") in support.SGLANG_VERSIONS
     assert checks["SGLang"]["status"] == ("ok" if is_tested else "warning")
