@@ -2,15 +2,10 @@
 
 SUITES = (
     "compare",
-    "gates",
     "traffic",
     "speculation",
     "trained",
     "rl",
     "planted",
-    "hybrids",
-    "jobs",
-    "planning",
-    "waits",
     "routing",
 )

@@ -22,17 +22,17 @@ after so many seconds. The file of --json is written after each batch.
 from __future__ import annotations
 
 import argparse
-import os
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_plugins import install_plugin
 
+from common import random_weights
 from common.counters import difference, with_ratio
 from common.fleet import (
     MOST_AT_ONCE,
@@ -50,8 +50,10 @@ from common.fleet import (
 from common.metadata import gpu_state, metadata
 from common.models import TINY
 from common.results import at_least, at_most, write
-from common.suites import SUPPORT, Refused, add_option
+from common.suites import Refused, add_option
 from common.terminal import console, show_failure, table_of
+from server import jobs
+from server.jobs import Job
 from server.kernel_times import kernel_times, trace
 from server.scenarios import BACKENDS, SCENARIOS, Batch, Scenario, on_cpu
 from server.shapes import CONTEXT, SHAPES
@@ -73,7 +75,6 @@ PROFILED_STEPS, TRACE_SECONDS = 12, 20
 
 _OTHER_BYTES = 4e9  # memory of each server beside weights and KV: context, graphs, workspaces
 _SHARE = 0.9  # of the GPU's memory, for servers
-_CHUNK = 8192
 _ENVIRONMENT = {
     # SGLang would take the other servers on a GPU for a fault.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -84,16 +85,19 @@ def arguments_of(scenario: Scenario) -> dict[str, Any]:
     """Server arguments that follow from the batches: the pool and the graphs hold each of them."""
     shape = SHAPES[scenario.shape]
     cases = [batch.case for batch in scenario.batches]
-    pool = max(case.pool_tokens + case.batch * (TAIL + ANSWER_TOKENS) for case in cases)
+    pools = [case.pool_tokens + case.batch * (TAIL + ANSWER_TOKENS) for case in cases]
     batches = sorted({case.batch for case in cases})
+    if scenario.jobs:
+        pools.append(jobs.POOL_TOKENS)
+        batches = [1, 2, 4, 8, *range(16, jobs.MAX_RUNNING + 1, 16)]
     found = {
-        "max_total_tokens": round(1.1 * pool) + 16_384,
+        "max_total_tokens": max(pools) if scenario.jobs else round(1.1 * max(pools)) + 16_384,
         "max_running_requests": batches[-1],
     }
     if scenario.shape == TINY:
         return found | shape.arguments | {"skip_tokenizer_init": True}
     found |= SHARED_GPU | {
-        "chunked_prefill_size": _CHUNK,
+        "chunked_prefill_size": jobs.CHUNK,
         "context_length": CONTEXT,
         "cuda_graph_bs_decode": batches,
     }
@@ -148,14 +152,34 @@ class Measured:
         self.runs: dict[str, dict[str, list[DecodeRun]]] = {}
         self.answers: dict[str, dict[str, list[Answer]]] = {}
         self.more: dict[str, dict[str, Any]] = {}
+        self.jobs: dict[str, dict[str, Any]] = {}
 
     def prompts(self, batch: Batch) -> list[list[int]]:
         """Return the prompts: all but the TAIL is in the cache."""
         cached = batch.case.prompts(SHAPES[self.scenario.shape].vocab_size)
         return [prompt + prompt[:TAIL] for prompt in cached]
 
-    def measure(self, batch: Batch, members: Mapping[str, Member], rounds: int) -> None:
-        """One batch on the servers, in turn; then their greedy answers."""
+    def measure(self, asked: Batch | Job, members: Mapping[str, Member], rounds: int) -> None:
+        """One batch or job on the servers, in turn."""
+        if isinstance(asked, Job):
+            self._time_job(asked, members, rounds)
+        else:
+            self._time_batch(asked, members, rounds)
+
+    def _time_job(self, job: Job, members: Mapping[str, Member], rounds: int) -> None:
+        entry, requests = jobs.described(job, SHAPES[self.scenario.shape])
+        for member in members.values():
+            jobs.warm_up(member.server, requests)
+        entry = self.jobs.setdefault(job.name, entry | {"scenario": self.name})
+        for _ in range(rounds):
+            for name, member in members.items():
+                state = gpu_state()
+                run = asdict(jobs.run_job(member.server, requests))
+                gpu = {"before": state, "after": gpu_state()}
+                entry["measured"].setdefault(name, []).append(run | {"gpu": gpu})
+
+    def _time_batch(self, batch: Batch, members: Mapping[str, Member], rounds: int) -> None:
+        """Fill the caches, time the passes, and compare greedy answers."""
         prompts, case = self.prompts(batch), batch.case
         heads = heads_of(case, prompts)
         begun = time.monotonic()
@@ -179,8 +203,10 @@ class Measured:
             found = member.server.generate(prompts, sampling_of(ANSWER_TOKENS), **asked_for)
             self.answers.setdefault(batch.name, {})[name] = [Answer.of(each) for each in found]
 
-    def profile(self, batch: Batch, members: Mapping[str, Member]) -> None:
+    def profile(self, batch: Batch | Job, members: Mapping[str, Member]) -> None:
         """Time the kernels of a step on each server."""
+        if isinstance(batch, Job):
+            return
         prompts = self.prompts(batch)
         fill_all([*members.values()], prompts, heads_of(batch.case, prompts))
         for name, member in members.items():
@@ -318,18 +344,16 @@ class _Session:
         """Measure everything, and return what failed."""
         memory = float(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 1e18
         scenarios = {name: each.scenario for name, each in self.measured.items()}
-        install_plugin(folder, "sglang_random_weights")
+        environment = _ENVIRONMENT | random_weights.install(folder)
         for number, group in enumerate(groups_that_fit(scenarios, _SHARE * memory)):
             if self._is_late(", ".join(name for name, _ in group)):
                 continue
             path = folder / str(number)
             path.mkdir()
-            self._ask_group(group, path, folder)
+            self._ask_group(group, path, environment)
         return self._failures
 
-    def _ask_group(self, group: Group, folder: Path, plugins: Path) -> None:
-        paths = [str(plugins), str(SUPPORT), os.environ.get("PYTHONPATH")]
-        environment = _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    def _ask_group(self, group: Group, folder: Path, environment: dict[str, str]) -> None:
         starts: dict[str, Start] = {}
         for name, backends in group:
             scenario = self.measured[name].scenario
@@ -363,36 +387,53 @@ class _Session:
 
     def _each(self, asked: Mapping[str, Mapping[str, Member]], step: Any, *more: Any) -> None:
         """A step for the first batches of all scenarios, then for the second ones, and so on."""
-        longest = max(len(self.measured[name].scenario.batches) for name in asked)
+        longest = max(len(self.measured[name].scenario.asked) for name in asked)
         for number in range(longest):
             for name, members in asked.items():
-                batches = self.measured[name].scenario.batches
+                batches = self.measured[name].scenario.asked
                 if number >= len(batches):
                     continue
                 batch = batches[number]
-                up = {key: each for key, each in members.items() if each.failure is None}
-                title = f"{name}, {batch.name}"
-                if not up or self._is_late(title):
-                    continue
-                with watched([*up.values()], title) as failures:
-                    step(self.measured[name], batch, up, *more)
-                self._failures += failures
-                self.save()
-                self._tell(name, batch)
+                self._ask(name, batch, members, step, *more)
+                self._tell(name, batch.name)
 
-    def _tell(self, name: str, batch: Batch) -> None:
+    def _ask(
+        self,
+        name: str,
+        batch: Batch | Job,
+        members: Mapping[str, Member],
+        step: Any,
+        *more: Any,
+    ) -> None:
+        """One step; if a server fails in it, again without that server."""
+        up = {key: each for key, each in members.items() if each.failure is None}
+        while up and not self._is_late(f"{name}, {batch.name}"):
+            with watched([*up.values()], f"{name}, {batch.name}") as failures:
+                step(self.measured[name], batch, up, *more)
+            self._failures += failures
+            self.save()
+            before, up = up, {key: each for key, each in up.items() if each.failure is None}
+            if not failures or len(up) == len(before):
+                return
+
+    def _tell(self, scenario: str, name: str) -> None:
+        line = f"[{self._took():.0f} s] {scenario}, {name}"
         for case in self.data["cases"]:
-            if (case["scenario"], case["case"]) == (name, batch.name):
+            if (case["scenario"], case["case"]) == (scenario, name):
                 times = {key: round(ms, 3) for key, ms in case["tpot_ms"].items()}
                 over = {key: round(each["median"], 3) for key, each in case["over_pat"].items()}
-                line = f"[{self._took():.0f} s] {name}, {batch.name}: {times} ms, over pat {over}"
-                console.print(line, markup=False)
+                line += f": {times} ms, over pat {over}"
+        for job in self.data["jobs"]:
+            if (job["scenario"], job["job"]) == (scenario, name):
+                line += f": {_seconds(job)} s, predicted {job['predicted_seconds']}"
+        console.print(line, markup=False)
 
     def save(self) -> None:
         data = self.data
         data["scenarios"] = {name: each.about() for name, each in self.measured.items()}
         data["cases"] = [case for each in self.measured.values() for case in each.cases()]
-        data["gates"] = gates(data["scenarios"], data["cases"])
+        data["jobs"] = [job for each in self.measured.values() for job in each.jobs.values()]
+        data["gates"] = gates(data["scenarios"], data["cases"]) | jobs.gates(data["jobs"])
         write(self.args.json, data)
 
     def _is_late(self, what: str) -> bool:
@@ -403,6 +444,13 @@ class _Session:
 
     def _took(self) -> float:
         return time.monotonic() - self._begun
+
+
+def _seconds(job: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: round(statistics.median(run["seconds"] for run in runs), 2)
+        for name, runs in job["measured"].items()
+    }
 
 
 def show(data: Mapping[str, Any]) -> None:
@@ -419,7 +467,10 @@ def show(data: Mapping[str, Any]) -> None:
                 for name, each in case["answers"].items()
             ),
         )
-    console.print(table)
+    if data["cases"]:
+        console.print(table)
+    for job in data["jobs"]:
+        console.print(f"{job['job']}: {_seconds(job)} s, predicted {job['predicted_seconds']}")
     for name, gate in data["gates"].items():
         if not gate["met"]:
             show_failure(f"{name}: {gate['value']:.3f}, limit {gate['limit']}")
@@ -440,7 +491,13 @@ def run(args: argparse.Namespace) -> int:
         needed = SCENARIOS[name].gpus
         if found and needed > found:
             raise Refused(f"--scenarios {name}: needs {needed} GPUs, found {found}")
-    data: dict[str, Any] = {"meta": metadata(), "scenarios": {}, "cases": [], "gates": {}}
+    data: dict[str, Any] = {
+        "meta": metadata(),
+        "scenarios": {},
+        "cases": [],
+        "jobs": [],
+        "gates": {},
+    }
     with tempfile.TemporaryDirectory(prefix="bench-compare-") as folder:
         session = _Session(args, data)
         failures = session.run(Path(folder))

@@ -1,38 +1,24 @@
-"""Whole jobs on a server: how long they take with pat, with the default backend, and as predicted.
+"""Whole jobs on a server: what is sent, how long it takes, and what `advise` predicts.
 
-    python benchmarks/server jobs [--jobs rollouts agents evaluation chat] [--rounds N]
-        [--seconds N] [--json jobs.json]
-
-The Llama-3-8B shape with random weights. A job is sent in one call, all requests at once and in a
-random order, to a server with an empty cache. Both servers share the GPU and are asked in turn.
-What `sglang-pat advise` predicts of a job (workload/) is compared: `gates` of the result.
-
-With --seconds no job is begun after so many; about 360 are enough for one round of all. Where there
-is no GPU, a toy model answers small jobs: that shows that everything works, and predicts nothing.
+A job is sent in one call, all requests at once and in a random order, to a server with an empty
+cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from common.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
-from common.metadata import gpu_state, metadata
-from common.models import MODELS, TINY, ModelShape
-from common.results import write
-from common.suites import add_option
-from common.terminal import console, show_failure, table_of
-from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
-from sglang_pat.sglang.cpu import cuda_driver_is_present
+from common.models import ModelShape
+from common.results import at_most
+from sglang_pat.bench.server import Server, sampling_of
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS
 from sglang_pat.workload.run import DEFAULT, PAT, ServerStats, Setup, serve
@@ -41,16 +27,15 @@ from sglang_pat.workload.trace import TokenPrompt, TraceRequest
 
 LIMIT = 0.15  # how far a predicted time may be off; of rollouts, which nothing explains:
 LIMITS = {"rollouts": 0.20}
-CHUNK, MAX_RUNNING = 8192, 256
-# KV pool of each server. Where the GPU has 80 GB, the weights of two leave less.
-POOL_TOKENS, SMALL_POOL_TOKENS = 260_000, 100_000
-_LARGE_GPU = 120e9  # bytes
+CHUNK, MAX_RUNNING, POOL_TOKENS = 8192, 256, 100_000
+WARM_UP_REQUESTS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """Groups of requests. A prompt is the group's text and some tokens of its own."""
 
+    name: str
     groups: int
     size: int
     shared: int
@@ -60,6 +45,7 @@ class Job:
     def smaller(self) -> Job:
         """For a toy model: as many groups as matter, and short ones."""
         return Job(
+            self.name,
             min(self.groups, 3),
             min(self.size, 4),
             self.shared // 50,
@@ -67,7 +53,7 @@ class Job:
             min(self.answer, 12),
         )
 
-    def requests(self, vocab_size: int, seed: int) -> list[tuple[int, TraceRequest]]:
+    def requests(self, vocab_size: int, seed: int = 0) -> list[tuple[int, TraceRequest]]:
         """(group, request), in a random order. Tokens are random and the same in every run."""
         source = random.Random(seed)
         words = range(256, vocab_size - 256)
@@ -82,17 +68,20 @@ class Job:
         return found
 
 
-JOBS = {
-    "rollouts": Job(48, 16, 1500, 0, 300),
-    "agents": Job(32, 20, 4000, 200, 150),
-    "evaluation": Job(1, 768, 3000, 300, 16),
-    "chat": Job(384, 1, 0, 800, 200),
-}
+JOBS = (
+    Job("rollouts", 48, 16, 1500, 0, 300),
+    Job("agents", 32, 20, 4000, 200, 150),
+    Job("evaluation", 1, 768, 3000, 300, 16),
+    Job("chat", 384, 1, 0, 800, 200),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One job on one server, in seconds: until the last answer, and until first tokens."""
+    """One job on one server, in seconds: until the last answer, and until first tokens.
+
+    cached: share of the prompts' tokens that were in the prefix cache.
+    """
 
     seconds: float
     ttft_mean: float
@@ -132,30 +121,9 @@ def run_job(server: Server, requests: Sequence[TraceRequest]) -> JobRun:
     )
 
 
-def predicted(
-    requests: Sequence[TraceRequest], config: Mapping[str, Any], gpu: str, pool: int
-) -> dict[str, ServerStats]:
-    """Serve a job on the simulated servers, by backend."""
-    rules = Rules(max_running_requests=MAX_RUNNING, chunked_prefill_size=CHUNK)
-    setup = Setup(StepTime.of(config, GPUS[gpu]), pool, rules)
-    return {name: serve(requests, setup, backend) for name, backend in _BACKENDS.items()}
-
-
-_BACKENDS = {"pat": PAT, "default": DEFAULT}
-
-
-def gates(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Check predictions: by name, predicted over measured, and how far from 1 it may be."""
-    found = {}
-    for job, entry in jobs.items():
-        for backend, expected in entry.get("predicted", {}).items():
-            if backend not in entry["measured"]:
-                continue
-            measured = statistics.median(run["seconds"] for run in entry["measured"][backend])
-            value, limit = expected["seconds"] / measured, LIMITS.get(job, LIMIT)
-            gate = {"value": value, "limit": limit, "met": abs(value - 1) <= limit}
-            found[f"{job}, {backend}: predicted / measured seconds"] = gate
-    return found
+def warm_up(server: Server, requests: Sequence[TraceRequest]) -> None:
+    """Compile whatever first use compiles: a pass of a whole chunk, and steps with prefixes."""
+    run_job(server, [each._replace(output_length=4) for each in requests[:WARM_UP_REQUESTS]])
 
 
 def known_gpu(name: str | None) -> str | None:
@@ -163,148 +131,42 @@ def known_gpu(name: str | None) -> str | None:
     return next((known for known in GPUS if name and known in name.upper().split()), None)
 
 
-def show(data: Mapping[str, Any]) -> None:
-    columns = ("job", "pat", "default", "default / pat")
-    table = table_of("seconds of a job: measured, predicted", columns, words=("job",))
-    for job, entry in data["jobs"].items():
-        cells, medians = [], []
-        for backend in _BACKENDS:
-            runs = entry["measured"].get(backend)
-            if runs is None:
-                cells.append("")
+def predicted(
+    requests: Sequence[TraceRequest], config: Mapping[str, Any], gpu: str
+) -> dict[str, ServerStats]:
+    """Serve a job on the simulated servers, by backend."""
+    rules = Rules(max_running_requests=MAX_RUNNING, chunked_prefill_size=CHUNK)
+    setup = Setup(StepTime.of(config, GPUS[gpu]), POOL_TOKENS, rules)
+    return {name: serve(requests, setup, name) for name in (PAT, DEFAULT)}
+
+
+def described(job: Job, shape: ModelShape) -> tuple[dict[str, Any], list[TraceRequest]]:
+    """Return an entry of the result, with what is predicted for the GPU here, and the requests."""
+    grouped = job.requests(shape.vocab_size)
+    requests = [request for _, request in grouped]
+    gpu = known_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    served = predicted(requests, shape.config, gpu) if gpu else {}
+    entry = {
+        "job": job.name,
+        "requests": len(grouped),
+        "order": [group for group, _ in grouped],
+        "prompt_tokens": job.shared + job.private,
+        "shared_tokens": job.shared,
+        "answer_tokens": job.answer,
+        "measured": {},
+        "predicted_seconds": {name: each.seconds for name, each in served.items()},
+    }
+    return entry, requests
+
+
+def gates(jobs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Check predictions: by how much the predicted time is off, as a part of the measured one."""
+    found = {}
+    for job in jobs:
+        for backend, expected in job["predicted_seconds"].items():
+            if backend not in job["measured"]:
                 continue
-            medians.append(statistics.median(run["seconds"] for run in runs))
-            expected = entry.get("predicted", {}).get(backend)
-            tail = f", {expected['seconds']:.1f}" if expected else ""
-            cells.append(f"{medians[-1]:.2f}{tail}")
-        ratio = f"{medians[1] / medians[0]:.2f}" if len(medians) == 2 else ""
-        table.add_row(job, *cells, ratio)
-    console.print(table)
-    for name, gate in data["gates"].items():
-        if not gate["met"]:
-            show_failure(f"{name}: {gate['value']:.2f}, allowed 1 +- {gate['limit']}")
-
-
-def starts(shape: ModelShape, folder: Path, pool: int) -> dict[str, Start]:
-    """Return the servers by backend. folder: of the model."""
-    if shape.name == TINY:
-        arguments = shape.arguments | {"skip_tokenizer_init": True}
-        names = {"pat": "pat", "default": "torch_native"}
-    else:
-        arguments = shape.arguments | SHARED_GPU
-        arguments |= {
-            "chunked_prefill_size": CHUNK,
-            "max_running_requests": MAX_RUNNING,
-            "max_total_tokens": pool,
-            "cuda_graph_bs_decode": [1, 2, 4, 8, *range(16, MAX_RUNNING + 1, 16)],
-        }
-        names = {"pat": "pat", "default": "default"}
-    return {
-        name: Start(contender(backend), folder, arguments, {}) for name, backend in names.items()
-    }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
-    add_option(parser, "--rounds", default=1)
-    add_option(parser, "--seed")
-    add_option(parser, "--start-seconds", default=START_SECONDS)
-    add_option(parser, "--seconds")
-    add_option(parser, "--json")
-
-
-def run(args: argparse.Namespace) -> int:
-    begun = time.monotonic()
-    has_gpu = cuda_driver_is_present()
-    shape = MODELS["llama-3-8b" if has_gpu else TINY]
-    meta = metadata()
-    gpu = known_gpu(meta.get("gpu")) if has_gpu else None
-    pool = POOL_TOKENS if gpu and GPUS[gpu].memory_bytes > _LARGE_GPU else SMALL_POOL_TOKENS
-    data: dict[str, Any] = {
-        "meta": meta,
-        "model": shape.config,
-        "server": {"pool": pool, "chunk": CHUNK, "max_running_requests": MAX_RUNNING},
-        "servers": {},
-        "jobs": {},
-        "gates": {},
-    }
-
-    def save() -> None:
-        data["gates"] = gates(data["jobs"])
-        write(args.json, data)
-
-    with tempfile.TemporaryDirectory(prefix="bench-jobs-") as name:
-        model = shape.write(Path(name, "model"))
-        with fleet(starts(shape, model, pool), Path(name)) as members:
-            prepared = {}
-            for job in args.jobs:
-                kind = JOBS[job] if has_gpu else JOBS[job].smaller()
-                grouped = kind.requests(shape.vocab_size, args.seed)
-                prepared[job] = [request for _, request in grouped]
-                data["jobs"][job] = {
-                    "requests": len(grouped),
-                    "seed": args.seed,
-                    "order": [group for group, _ in grouped],
-                    "arrivals": "all at once, in one call",
-                    "prompt_tokens": kind.shared + kind.private,
-                    "shared_tokens": kind.shared,
-                    "answer_tokens": kind.answer,
-                    "measured": {},
-                }
-                if gpu is not None:
-                    found = predicted(prepared[job], shape.config, gpu, pool)
-                    data["jobs"][job]["predicted"] = {
-                        backend: {
-                            "seconds": stats.seconds,
-                            "ttft_mean": stats.ttft_ms / 1000,
-                            "new_tokens": stats.new_tokens,
-                        }
-                        for backend, stats in found.items()
-                    }
-            wait(members.values(), args.start_seconds)
-            report_starts(members.values())
-            for backend, member in members.items():
-                with watched([member], backend):
-                    data["servers"][backend] = member.about()
-                    _warm_up(member, prepared)
-            for turn in range(args.rounds):
-                for job, requests in prepared.items():
-                    took = time.monotonic() - begun
-                    if took > args.seconds:
-                        show_failure(f"{job}, round {turn + 1}: not begun after {took:.0f} s")
-                        continue
-                    for backend, member in members.items():
-                        if member.failure is None:
-                            with watched([member], f"{job}, {backend}"):
-                                _measure(data["jobs"][job], backend, member, requests)
-                    save()
-    data["jobs"] = {job: entry for job, entry in data["jobs"].items() if entry["measured"]}
-    save()
-    show(data)
-    is_complete = all(len(entry["measured"]) == 2 for entry in data["jobs"].values())
-    missed = [name for name, gate in data["gates"].items() if not gate["met"]]
-    return 0 if data["jobs"] and is_complete and not missed else 1
-
-
-def _warm_up(member: Member, prepared: Mapping[str, Sequence[TraceRequest]]) -> None:
-    """Whatever first use compiles: a pass of a whole chunk, and steps with common prefixes."""
-    for requests in prepared.values():
-        short = [each._replace(output_length=4) for each in requests[:24]]
-        run_job(member.server, short)
-
-
-def _measure(
-    entry: dict[str, Any], backend: str, member: Member, requests: Sequence[TraceRequest]
-) -> None:
-    state = gpu_state()
-    run = run_job(member.server, requests)
-    entry["measured"].setdefault(backend, []).append(
-        {
-            "seconds": run.seconds,
-            "ttft_mean": run.ttft_mean,
-            "ttft_last": run.ttft_last,
-            "share_of_prompts_cached": run.cached,
-            "gpu": {"before": state, "after": gpu_state()},
-        }
-    )
-    console.print(f"{backend}: {run.seconds:.2f} s")
+            measured = statistics.median(run["seconds"] for run in job["measured"][backend])
+            off, limit = abs(expected / measured - 1), LIMITS.get(job["job"], LIMIT)
+            found[f"{job['job']}, {backend}: error of the prediction"] = at_most(off, limit)
+    return found

@@ -86,14 +86,6 @@ def kernel_times(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def layer_us(events: Iterable[dict[str, Any]], layers: int) -> float | None:
-    """Microseconds from one layer to the next, in a decode step of so many equal layers.
-
-    By the kernel that runs longest of those that run once in each layer; None if there is none.
-    """
-    return _Profile(events).period(layers)
-
-
 class _Profile:
     """The steps of a profile, and begin, duration and name of all that the GPU did."""
 

@@ -7,17 +7,18 @@ token of every other server over that of the first must reach it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.models import TINY
+from server.jobs import JOBS, Job
 from sglang_pat.bench.cases import FIRST_TOKEN, Case
 from sglang_pat.bench.server import Contender
 
 PAGE = 64
-# Tokens of an answer: a window in which all requests decode must have slices. Where prompts are a
-# million tokens together, requests take longer to arrive.
-_TOKENS, _TOKENS_OF_LONG, _LONG = 104, 264, 500_000
+# Tokens of an answer: of 104, a dozen slices have all requests running. Long prompts take their
+# time to arrive, while those that came first are answered.
+_TOKENS, _PROMPTS_PER_TOKEN = 104, 6000
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 
@@ -69,6 +70,18 @@ class Batch:
     case: Case
     least: float | None = None
 
+    def smaller(self) -> Batch:
+        """For a toy model."""
+        case = self.case
+        small = Case(
+            min(case.batch, 4),
+            min(case.prefix, 256),
+            min(case.private, PAGE),
+            48,
+            min(case.groups, 2),
+        )
+        return replace(self, case=small)
+
 
 class Chat(Case):
     """Requests as of a chat service: lognormal lengths, a median of 300 tokens."""
@@ -99,7 +112,7 @@ def shared(
 ) -> Batch:
     """A batch with a prefix, or one in each group. tokens: of an answer."""
     if tokens is None:
-        tokens = _TOKENS_OF_LONG if batch * (prefix + private) > _LONG else _TOKENS
+        tokens = _TOKENS + batch * (prefix + private) // _PROMPTS_PER_TOKEN
     several = f"{groups} x " if groups > 1 else ""
     common = f"({several}{prefix:,} shared) + " if prefix else ""
     name = f"{batch} x {common}{private:,}"
@@ -118,15 +131,23 @@ def chat(batch: int, least: float | None = None) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Servers of one model, and the batches that they are asked for, the most important first.
+    """Servers of one model, and what they are asked for, the most important first.
 
     arguments: of all its servers.
     """
 
     shape: str
     backends: tuple[str, ...]
-    batches: tuple[Batch, ...]
+    asked: tuple[Batch | Job, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [each for each in self.asked if isinstance(each, Batch)]
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [each for each in self.asked if isinstance(each, Job)]
 
     @property
     def gpus(self) -> int:
@@ -281,6 +302,7 @@ SCENARIOS = {
         (shared(64, 16_384, 512, 1.3), alone(128, 512, 0.98), shared(32, 60_032, 1024)),
         _FP8,
     ),
+    "jobs": Scenario("llama-3-8b-whole", ("pat", "default"), JOBS),
     "70b-tp4": Scenario(
         "llama-3-70b",
         ("pat", "fa3"),
@@ -310,18 +332,5 @@ SCENARIOS = {
 
 def on_cpu(scenario: Scenario) -> Scenario:
     """The scenario for a toy model: the same servers, and batches of the same kind."""
-    batches = [
-        Batch(
-            batch.name,
-            Case(
-                min(batch.case.batch, 4),
-                min(batch.case.prefix, 256),
-                min(batch.case.private, PAGE),
-                48,
-                min(batch.case.groups, 2),
-            ),
-            batch.least,
-        )
-        for batch in scenario.batches
-    ]
-    return Scenario(TINY, scenario.backends, tuple(batches))
+    asked = [each.smaller() for each in scenario.asked]
+    return Scenario(TINY, scenario.backends, tuple(asked))

@@ -10,7 +10,7 @@ vocabulary they are.
 
 With --json every rate is written when it is done, and a file that exists is continued: so backends
 and models can be measured by one command each. For batches that start together, use `sglang-pat
-bench` or `server gates`.
+bench` or `server compare`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from sglang_pat.cli.arguments import real_number
 from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 
 CLIENT_SECONDS = 300
+LONG_CONTEXT = 131_072
 METRICS = (
     "duration",
     "completed",
@@ -205,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
     for model in map(MODELS.__getitem__, args.models):
         traffic = traffic_of(model, long=args.long)
         if args.long and model.name != TINY:
-            model = with_context(model, 131_072)
+            model = with_context(model, LONG_CONTEXT)
         for backend in args.backends:
             console.print(f"{model.name}: starting the server with {backend}")
             try:

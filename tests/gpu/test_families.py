@@ -8,7 +8,6 @@ families do.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 import sglang
 import torch
 from model_families import FAMILIES, VOCAB_SIZE, Family
-from sglang_plugins import install_plugin
 
 from check.logits import (
     COMMON,
@@ -29,6 +27,7 @@ from check.logits import (
     problems_of_decoding,
     prompts,
 )
+from common import random_weights
 from common.tiny_model import TinyModel
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 
@@ -68,8 +67,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     if name == "llama-4":  # of SGLang's backends only fa3 attends within chunks: here one holds all
         config["attention_chunk_size"] = SETUP.arguments["context_length"]
     family = dataclasses.replace(family, config=config)
-    install_plugin(tmp_path, "sglang_random_weights")
-    environment = _environment(family, tmp_path)
+    environment = _environment(family, random_weights.install(tmp_path))
     arguments = COMMON | SETUP.arguments | family.arguments
     if "max_mamba_cache_size" in arguments:
         arguments["max_mamba_cache_size"] = 8 * REQUESTS
@@ -94,15 +92,13 @@ def _answered(server: Server) -> Run:
     return answer_all(server, SETUP, flush=False)
 
 
-def _environment(family: Family, folder: Path) -> dict[str, str]:
-    """Random weights of unit scale in all processes, and no other model's imports."""
+def _environment(family: Family, variables: dict[str, str]) -> dict[str, str]:
+    """The variables, and no other model's imports."""
     models = Path(next(iter(sglang.__path__)), "srt", "models")
     others: list[Any] = [
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in family.modules
     ]
-    paths = [str(folder), str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH")]
-    return {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    return variables | {
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others),
         "SGLANG_PAT_DEBUG": "1",
     }

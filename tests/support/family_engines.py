@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # a process of its own: pytest puts these on the path elsewhere
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
 
 from model_families import FAMILIES, VOCAB_SIZE, Family
 
@@ -328,11 +328,12 @@ def _import_sglang() -> None:
     import sglang_draft_blocks
 
     sglang_draft_blocks.install()
-    import sglang_random_weights
     from sglang.srt.plugins import load_plugins
 
+    from common import random_weights
+
     load_plugins()
-    sglang_random_weights.register()
+    random_weights.register()
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401  # imports the models

@@ -1,7 +1,8 @@
 """A small model of every architecture family: its real class in SGLang, as a `config.json`.
 
-The weights are random (`sglang_random_weights`). Shapes are as small as the class allows, with what
-makes the family what it is: its windows, sinks, heads, recurrent states and experts.
+The weights are random (`benchmarks/common/random_weights.py`). Shapes are as small as the class
+allows, with what makes the family what it is: its windows, sinks, heads, recurrent states and
+experts.
 """
 
 from __future__ import annotations

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.models import MODELS
-from server import jobs
 from server.jobs import JOBS, Job, JobRun, gates, known_gpu, predicted, run_job
 from sglang_pat.workload.trace import prompt_length
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_job_is_sent_in_a_random_order_that_is_the_same_every_time(name: str) -> None:
-    job = JOBS[name].smaller() if name == "evaluation" else Job(6, 5, 30, 4, 7)
+@pytest.mark.parametrize("job", [Job("a", 6, 5, 30, 4, 7), JOBS[2].smaller()])
+def test_a_job_is_sent_in_a_random_order_that_is_the_same_every_time(job: Job) -> None:
     found = job.requests(2000, seed=3)
     groups = [group for group, _ in found]
     assert Counter(groups) == dict.fromkeys(range(job.groups), job.size)
@@ -32,15 +29,16 @@ def test_a_job_is_sent_in_a_random_order_that_is_the_same_every_time(name: str) 
     assert len({tuple(each) for each in first.values()}) == job.groups
 
 
-def entry(measured: float, expected: float) -> dict[str, Any]:
+def entry(name: str, measured: float, expected: float) -> dict[str, Any]:
     return {
+        "job": name,
         "measured": {"pat": [{"seconds": measured}]},
-        "predicted": {"pat": {"seconds": expected}, "default": {"seconds": 1.0}},
+        "predicted_seconds": {"pat": expected, "default": 1.0},
     }
 
 
 def test_gates_hold_predictions_to_their_limits() -> None:
-    found = gates({"chat": entry(10, 11.6), "rollouts": entry(10, 11.6), "agents": entry(10, 8.6)})
+    found = gates([entry("chat", 10, 11.6), entry("rollouts", 10, 11.6), entry("agents", 10, 8.6)])
     assert {name.partition(",")[0]: gate["met"] for name, gate in found.items()} == {
         "chat": False,
         "rollouts": True,
@@ -50,10 +48,10 @@ def test_gates_hold_predictions_to_their_limits() -> None:
 
 
 def test_a_job_is_predicted_for_its_gpu() -> None:
-    requests = [request for _, request in Job(3, 4, 200, 10, 5).requests(128_256, 0)]
+    requests = [request for _, request in Job("a", 3, 4, 200, 10, 5).requests(128_256, 0)]
     config = MODELS["llama-3-8b"].config
     for gpu in ("H100", "H200"):
-        found = predicted(requests, config, gpu, 100_000)
+        found = predicted(requests, config, gpu)
         assert set(found) == {"pat", "default"}
         assert 0 < found["pat"].seconds < 1
 
@@ -93,7 +91,7 @@ class Server:
 
 
 def test_a_job_begins_with_an_empty_cache_and_in_one_call() -> None:
-    requests = [request for _, request in Job(2, 2, 10, 5, 6).requests(2000, 0)]
+    requests = [request for _, request in Job("a", 2, 2, 10, 5, 6).requests(2000, 0)]
     server = Server()
     run = run_job(server, requests)  # type: ignore[arg-type]
     assert server.calls == ["flush", "stream"]
@@ -102,10 +100,3 @@ def test_a_job_begins_with_an_empty_cache_and_in_one_call() -> None:
     assert run.cached == (0 + 1 + 2 + 3) / 60
     with pytest.raises(RuntimeError, match="request 0: 5 of 6 tokens"):
         run_job(Server(missing=1), requests)  # type: ignore[arg-type]
-
-
-def test_servers_get_a_whole_chunk_and_graphs_up_to_their_largest_batch() -> None:
-    for start in jobs.starts(MODELS["llama-3-8b"], Path(), 100_000).values():
-        assert start.arguments["chunked_prefill_size"] == jobs.CHUNK
-        assert max(start.arguments["cuda_graph_bs_decode"]) == jobs.MAX_RUNNING
-        assert start.arguments["max_total_tokens"] == 100_000

@@ -36,7 +36,7 @@ def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_suites() -> None:
-    assert {("kernel", "attention"), ("server", "gates"), ("check", "soak")} <= set(SUITES)
+    assert {("kernel", "attention"), ("server", "compare"), ("check", "soak")} <= set(SUITES)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -82,7 +82,7 @@ def test_folders_import_one_way() -> None:
 def test_a_copy_runs_without_the_checkout(tmp_path: Path) -> None:
     """With the package that is installed, from another folder."""
     shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results"))
-    for folder, suite in (("kernel", "sharing"), ("server", "gates"), ("check", "logits")):
+    for folder, suite in (("kernel", "sharing"), ("server", "compare"), ("check", "logits")):
         done = run(str(tmp_path / "benchmarks" / folder), suite, "--help", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     for suite in NEED_SUPPORT:

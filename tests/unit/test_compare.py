@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from common.fleet import heads_of
 from server import compare
 from server.compare import arguments_of, compared, gates, groups_that_fit, server_bytes
+from server.kernel_times import kernel_times
 from server.scenarios import BACKENDS, SCENARIOS, Scenario, alone, shared
 from sglang_pat.bench.answers import Answer, Candidate
+from sglang_pat.bench.cases import Case
 
 GIGABYTE = 1e9
 
@@ -139,3 +142,48 @@ def test_pat_has_to_decode_what_it_can(layers: int, met: bool) -> None:
     }
     (gate,) = gates({"s": about}, []).values()
     assert gate["met"] is met
+
+
+def event(name: str, begin: float, duration: float, category: str = "kernel") -> dict[str, Any]:
+    return {"name": name, "cat": category, "ts": begin, "dur": duration}
+
+
+def steps_of(layers: int, gap: float = 2.0) -> list[dict[str, Any]]:
+    """Two steps: attention of 10 us and a product of 5 in each layer, then a head of 30."""
+    events, now = [], 100.0
+    for _ in range(2):
+        events.append({"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": now, "dur": 1})
+        for _ in range(layers):
+            events += [event("attention", now, 10), event("product", now + 10 + gap, 5)]
+            now += 15 + 2 * gap
+        events.append(event("head", now, 30))
+        now += 50
+    return events
+
+
+def test_kernels_of_a_step_are_summed_and_gaps_are_not_busy() -> None:
+    found = kernel_times(steps_of(4))
+    assert found["steps"] == 2
+    assert found["kernels"] == {"attention": [40, 4], "head": [30, 1], "product": [20, 4]}
+    assert found["busy"] == 90
+    assert found["step"] == 126  # 4 x 19 + 50
+
+
+def test_kernels_that_overlap_keep_the_gpu_busy_once() -> None:
+    launch = {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 1}
+    found = kernel_times([launch, event("a", 10, 10), event("b", 15, 10)])
+    assert (found["busy"], found["step"]) == (15, None)
+
+
+def test_a_profile_without_a_graph_is_no_decode_step() -> None:
+    with pytest.raises(ValueError, match="no CUDA graph"):
+        kernel_times([event("a", 10, 10)])
+
+
+def test_heads_are_the_prefixes_each_once() -> None:
+    case = Case(6, 5, 2, 4, groups=3)
+    prompts = case.prompts(1000)
+    heads = heads_of(case, prompts)
+    assert [len(head) for head in heads] == [5, 5, 5]
+    assert all(prompts[2 * i + j][:5] == heads[i] for i in range(3) for j in range(2))
+    assert heads_of(Case(2, 0, 3, 4), Case(2, 0, 3, 4).prompts(1000)) == []

@@ -12,7 +12,7 @@ import pytest
 from common.counters import difference
 from common.models import MODELS, write_tokenizer
 from common.results import earlier, write
-from server import planning, traffic
+from server import traffic
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.http_server import as_flags, running_process
 
@@ -36,6 +36,10 @@ def test_each_group_has_a_request_at_every_rate() -> None:
     asked = traffic.traffic_of(LLAMA)
     assert asked.per_group(0.01) == 1
     assert asked.groups * asked.per_group(32.0) == 640
+    long = traffic.traffic_of(LLAMA, long=True)
+    tokens = long.system_prompt + long.question + long.answer
+    assert tokens < traffic.with_context(LLAMA, traffic.LONG_CONTEXT).arguments["context_length"]
+    assert long.groups * long.per_group(2.0) == 40
 
 
 def test_the_tokenizer_keeps_lengths(tmp_path: Path) -> None:
@@ -79,18 +83,6 @@ def test_counters_are_subtracted_however_deep() -> None:
         "plans": 7,
         "causes": {"first": 0, "growth": 4},
         "p99": 1.5,
-    }
-
-
-def test_planning_times_are_those_between_two_readings() -> None:
-    before = {"planning_ns": {"changed": {"1000": 5}, "cold": {"9000": 1}}}
-    after = {"planning_ns": {"changed": {"1000": 14, "2000": 1, "500": 0}, "cold": {"9000": 7}}}
-    assert planning._times(after, before, "changed") == {
-        "steps": 10,
-        "p50_us": 1.0,
-        "p90_us": 1.0,
-        "p99_us": 2.0,
-        "histogram_ns": {1000: 9, 2000: 1},
     }
 
 

@@ -23,8 +23,7 @@ from check import ranks as check_ranks
 from check.memory import Memory
 from common import drafts, suites
 from common.models import MODELS
-from server import hybrids, speculation, waits
-from server.hybrid_shapes import HYBRIDS, LATENT, LLAMAS, groups_on_gpu
+from server import speculation
 from server.nested_models import write_head, write_nested
 from sglang_pat.bench.answers import Answer, Candidate, agreement
 from sglang_pat.bench.decoding import DecodeRun
@@ -256,67 +255,6 @@ def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
     assert len(failures(0.0, planned=10)) == 1
 
 
-# --- hybrid models ---
-
-
-def test_ratios_of_slices_count_and_gates_follow_from_them() -> None:
-    def runs(milliseconds: float, noise: float, cached: float = 1.0) -> list[DecodeRun]:
-        steps = range(0, 256, 8)  # the context grows, by a quarter
-        slices = {
-            step: milliseconds * (1 + step / 1024 + noise * (step % 24 - 8) / 8) for step in steps
-        }
-        return [DecodeRun(slices, 100.0, cached, [])] * 3
-
-    def gate(
-        name: str,
-        pat: float,
-        default: float,
-        *,
-        noise: float = 0.002,
-        cached: float = 1.0,
-        model: str = "a",
-    ) -> dict[str, Any]:
-        found = hybrids.summary({"pat": runs(pat, noise, cached), "default": runs(default, 0.0)})
-        assert found["default_over_pat"]["median"] == pytest.approx(default / pat, rel=0.01)
-        (gate,) = hybrids.gates([found | {"model": model, "case": name}]).values()
-        assert isinstance(gate["passed"], bool)
-        return gate
-
-    assert gate("shared", 4.0, 5.0)["passed"]
-    assert not gate("shared", 5.05, 5.0)["passed"]
-    assert not gate("shared", 4.0, 5.0, cached=0.5)["passed"]  # the prefix was not found
-    assert gate("unshared", 5.05, 5.0, cached=0.5)["passed"]
-    assert not gate("unshared", 5.15, 5.0)["passed"]
-    assert gate("shared", 4.0, 5.1, model="glm-4.7-flash")["passed"]
-    assert not gate("shared", 4.0, 4.9, model="glm-4.7-flash")["passed"]
-    assert not gate("unshared", 5.08, 5.0, model="v3-rank")["passed"]
-    noisy = gate("shared", 4.0, 5.0, noise=0.2)
-    assert noisy["noise"] > noisy["noise_at_most"]
-    assert not noisy["passed"]
-
-
-def test_models_are_served_together_while_they_fit() -> None:
-    def names(memory: float, *models: str) -> list[list[str]]:
-        groups = groups_on_gpu([HYBRIDS[name] for name in models], memory)
-        return [[model.name for model in group] for group in groups]
-
-    assert names(150e9, *LATENT) == [[*LATENT]]  # an H200
-    assert names(85e9, *LATENT) == [[*LATENT[:1]], [*LATENT[1:]]]
-    assert names(1e9, *LATENT) == [[name] for name in LATENT]  # tried at least
-    fp8 = HYBRIDS["glm-4.7-flash"].served("fp8_e4m3")
-    assert fp8.shape.arguments["kv_cache_dtype"] == "fp8_e4m3"
-    # 96,000 tokens of 576 bytes, in 10 layers.
-    saved = HYBRIDS["glm-4.7-flash"].server_bytes - fp8.server_bytes
-    assert saved == pytest.approx(96_000 * 576 * 10)
-    # The 70B on the 80 GB of each of 8 GPUs.
-    on_eight = HYBRIDS["llama-3-70b"].served(ranks=8)
-    assert on_eight.shape.arguments["tp_size"] == 8
-    assert 2 * on_eight.server_bytes < 0.95 * 80e9 < 2 * HYBRIDS["llama-3-70b"].server_bytes
-    own = HYBRIDS["deepseek-v2-lite"].served(ranks=2, own_requests=True).shape.arguments
-    assert (own["tp_size"], own["dp_size"], own["enable_dp_attention"]) == (2, 2, True)
-    assert set(hybrids.LIMITS) == {*LATENT, *LLAMAS}
-
-
 # --- speculation ---
 
 
@@ -506,32 +444,6 @@ def test_growth_of_memory_is_a_failure() -> None:
 def test_a_soak_in_which_nothing_was_retracted_proves_nothing() -> None:
     ended = Counter({"length": 1, "stop token": 1, "abort": 1, "samples compared": 1})
     assert soak.missing(ended) == ["no retractions"]
-
-
-def test_waits_are_counted_per_graph_launch() -> None:
-    events = [
-        {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
-        {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
-        {"name": "cudaMemcpyAsync", "cat": "cuda_runtime"},
-        {"name": "Memcpy HtoD (Pageable -> Device)", "cat": "gpu_memcpy"},
-        {"name": "Memcpy HtoD (Pinned -> Device)", "cat": "gpu_memcpy"},
-        {"name": "cudaGraphLaunch", "cat": "cuda_runtime"},
-        {"name": "cudaEventSynchronize", "cat": "cuda_runtime"},
-    ]
-    assert waits.per_step(events) == {
-        "steps": 2.0,
-        "Memcpy HtoD (Pageable -> Device)": 0.5,
-        "cudaEventSynchronize": 1.0,
-    }
-    with pytest.raises(ValueError, match="no decode step"):
-        waits.per_step(events[1:3])
-
-
-def test_only_what_pat_adds_is_a_failure() -> None:
-    fa3 = {"steps": 24.0, "cudaEventSynchronize": 1.0}
-    assert waits.added({"pat": {"steps": 25.0, "cudaEventSynchronize": 1.05}, "fa3": fa3}) == []
-    pat = {"steps": 24.0, "cudaEventSynchronize": 1.0, "cudaMemcpy": 1.0}
-    assert waits.added({"pat": pat, "fa3": fa3}) == ["cudaMemcpy: 1.00 per step"]
 
 
 def test_a_check_that_compared_nothing_does_not_pass() -> None:

@@ -1,22 +1,41 @@
-"""`--load-format dummy` for tests: weights with activations of unit scale.
+"""A plug-in of SGLang for `--load-format dummy`: weights with activations of unit scale.
 
-SGLang's own dummy weights, all within 1e-3, give answers that soon repeat one token: such answers
-prove little about attention.
+SGLang's own dummy weights are all within 1e-3. Attention then adds next to nothing to a token, and
+answers soon repeat one token: such answers prove little about attention.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+import shutil
+from pathlib import Path
 
 import torch
 
 GAIN = 1.4
 
 
+_NAME = "sglang_random_weights"
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Write the plug-in into a folder, and return the variables of servers that load it."""
+    shutil.copy(__file__, folder / f"{_NAME}.py")
+    metadata = folder / f"{_NAME}-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\n{_NAME} = {_NAME}:register\n"
+    )
+    paths = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def register() -> None:
-    """In every process that loads a model. A plug-in of SGLang, too."""
-    from sglang.srt.model_loader import loader
+    """Replace SGLang's dummy weights. SGLang calls this in every process that loads a model."""
+    from sglang.srt.model_loader import loader  # noqa: TID251  # runs within SGLang
 
     loader.initialize_dummy_weights = draw
 
