@@ -5,7 +5,7 @@
 All requests of a batch have contexts of one length; a part of it is a prefix that they share.
 Attention of a layer is timed beside the other kernels of `kernel attention`, and the rest of a
 step comes from the time model of `sglang-pat advise`. A minute. `plot sharing` draws the result;
-`server gates` measures both in a server.
+`server compare` measures both in a server.
 """
 
 from __future__ import annotations

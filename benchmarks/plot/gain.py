@@ -1,6 +1,6 @@
 """Draw the picture of the README: what sharing a prefix is worth, in SGLang and in the kernels.
 
-Left, time per output token in SGLang (`server gates`). Right, the speed-up of attention
+Left, time per output token in SGLang (`server compare`). Right, the speed-up of attention
 alone over the fastest other kernel, by how often a KV token is shared (`kernel attention`).
 
 python benchmarks/plot gain benchmarks/results/h100/{serving-gates,kernels}.json docs/gain.png
@@ -39,7 +39,7 @@ HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("serving", type=input_file, help="JSON of `server gates`")
+    parser.add_argument("serving", type=input_file, help="JSON of `server compare`")
     parser.add_argument("kernels", type=input_file, help="JSON of `kernel attention`")
     parser.add_argument("picture", type=output_file, help="PNG to write")
 
@@ -50,12 +50,20 @@ def run(args: argparse.Namespace) -> None:
 
 def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), width_ratios=(5, 4))
-    asked = [case for case in serving["cases"] if case["model"] == MODEL]
+    asked = [_named(case, serving) for case in serving["cases"] if case["model"] == MODEL]
     _draw_serving(left, [case for case in asked if case["question"] in QUESTIONS])
     _draw_kernels(right, [case for case in kernels["cases"] if case["suite"] == SUITE])
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     plt.close(figure)
+
+
+def _named(case: dict[str, Any], serving: dict[str, Any]) -> dict[str, Any]:
+    """A case with its question and its model's layers, which runs before `compare` have."""
+    if "question" in case:
+        return case
+    config = serving["scenarios"][case["scenario"]]["config"]
+    return case | {"question": case["case"], "layers": config["num_hidden_layers"]}
 
 
 def sharing(tree_name: str) -> float:

@@ -1,4 +1,6 @@
-"""Draw the result of `kernel sharing`: what pat gains, by the share of common KV and the batch.
+"""Draw what pat gains, by the share of common KV and the batch.
+
+The result is of `kernel sharing`, or of `server compare --scenarios sharing`.
 
 python benchmarks/plot sharing benchmarks/results/h100/sharing.json docs/sharing.png
 """
@@ -20,7 +22,7 @@ from sglang_pat.output_file import output_file
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("result", type=input_file, help="JSON of `kernel sharing`")
+    parser.add_argument("result", type=input_file, help="JSON of the suite")
     parser.add_argument("picture", type=output_file, help="PNG to write")
 
 
@@ -28,8 +30,26 @@ def run(args: argparse.Namespace) -> None:
     draw(json.loads(args.result.read_text()), args.picture)
 
 
+def of_servers(result: dict[str, Any]) -> dict[str, Any]:
+    """The cells of a result of `server compare`."""
+    cases = [case for case in result["cases"] if case["scenario"] == "sharing"]
+    context = cases[0]["prefix"] + cases[0]["private"]
+    cells = [
+        {
+            "batch": case["batch"],
+            "share": case["prefix"] / context,
+            "gain": next(iter(case["over_pat"].values()))["median"],
+        }
+        for case in cases
+    ]
+    about = {"by": "server", "model": cases[0]["model"], "context": context}
+    return {"meta": result["meta"] | about, "cells": cells}
+
+
 def draw(result: dict[str, Any], picture: Path) -> None:
     figure, axis = plt.subplots(figsize=(7, 4.2))
+    if "scenarios" in result:
+        result = of_servers(result)
     cells, meta = result["cells"], result["meta"]
     for batch in dict.fromkeys(cell["batch"] for cell in cells):
         points = sorted((cell["share"], cell["gain"]) for cell in cells if cell["batch"] == batch)

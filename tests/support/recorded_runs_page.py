@@ -32,13 +32,12 @@ WITHOUT_GPU = ("kernel scheduler", "server routing")  # suites that need none
 EARLIER = {
     "bench_batch_invariance.py": "kernel batch-invariance",
     "bench_fp8.py": "kernel attention",
-    "bench_hybrid_models.py": "server hybrids",
-    "bench_jobs.py": "server jobs",
+    "bench_hybrid_models.py": "server compare",
+    "bench_jobs.py": "server compare",
     "bench_kernels.py": "kernel attention",
     "bench_kv_write.py": "kernel kv-write",
-    "bench_planning.py": "server planning",
     "bench_scheduler.py": "kernel scheduler",
-    "bench_server_gates.py": "server gates",
+    "bench_server_gates.py": "server compare",
     "bench_serving.py": "server traffic",
     "bench_sharing.py": "kernel sharing",
     "bench_speculation.py": "server speculation",
@@ -48,9 +47,10 @@ EARLIER = {
     "check_ranks.py": "check ranks",
     "check_sanitizers.py": "check sanitizers",
     "compare_routing.py": "server routing",
-    "profile_steps.py": "server waits",
     "soak.py": "check soak",
 }
+# Suites under the name that they had when a run was recorded.
+RENAMED = dict.fromkeys(("server gates", "server hybrids", "server jobs"), "server compare")
 # GPUs whose kernels the wheels hold (.ci/wheels.py): names to expect, by compute capability.
 ARCHITECTURES = {
     "8.0": ("A100",),
@@ -95,7 +95,7 @@ class Run:
         if found := re.search(r"\b(\w+\.py)\b", self.command):
             return EARLIER.get(found[1])
         found = re.search(r"\bbenchmarks/(\w+ [\w-]+)", self.command)
-        return found[1] if found else None
+        return RENAMED.get(found[1], found[1]) if found else None
 
     @property
     def made_by(self) -> str:
