@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sglang_pat.bench.stand_ins import refuse_stand_ins
 from sglang_pat.cli.arguments import LARGEST_SEED, Parser, quoted, real_number, whole_number
 from sglang_pat.output_file import output_file
 
@@ -87,6 +88,10 @@ def main(package: ModuleType, words: Sequence[str]) -> Any:
                 raise
             return _wrong(f"{folder} {suite}: no module {error.name!r}, and no folder {SUPPORT}")
         args = parser.parse_args(words[1:])
+        try:
+            refuse_stand_ins()
+        except ValueError as error:
+            parser.error(str(error))
         try:
             return module_of(package, suite).run(args)
         except Refused as error:

@@ -1,7 +1,7 @@
 """Decode with a trained model: pat, FA3 and FlashInfer against a third backend's prefill.
 
     python benchmarks/server trained --model BASE --draft SMALL --tokens FOLDER/tokens.npy
-        [--parts distances speculation invariance command] [--json FILE]
+        [--parts distances speculation command] [--json FILE]
 
 The models and the tokens are those of train_model.py. Prompts are its held-out text: groups of
 2,048 common tokens with branches. They are answered greedily and sampled, with bfloat16 and with
@@ -17,10 +17,6 @@ row are no accident (less than 1%).
 
 Speculation: greedy answers with drafts of the small model, in chains (3 steps, 4 tokens) and in
 trees (3 steps, 4 branches, 8 tokens). Tokens per step may be 2% apart from FA3's.
-
-Invariance: in batch-invariant mode a prompt should have the same tokens, and the same
-log-probabilities to the last bit, alone, among all prompts, and among them in another order. SGLang
-itself may break that; pat may not break it for more prompts than FA3 does.
 
 Command: `sglang-pat check --model BASE`, as a user types it, while all others share the GPU.
 
@@ -67,14 +63,13 @@ from sglang_pat.bench.server import Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import input_file
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
-PARTS = ("distances", "speculation", "invariance", "command")
+PARTS = ("distances", "speculation", "command")
 DRAFTS = ("small", "trees")
 GROUPS, BRANCHES, TAILS = 8, 3, 4  # 96 prompts
 SHARED, BRANCH, TAIL = 2048, (128, 512), (8, 64)  # tokens
 RUNNING = 32  # at once
 TOKENS, SAMPLES = 192, 8  # of an answer; of every fourth prompt
 SPECULATED = 256  # tokens of an answer with drafts
-INVARIANT_PROMPTS, INVARIANT_TOKENS = 8, 64
 RATIO_LIMIT, BEYOND_LIMIT = 1.1, 6
 LARGEST_READ_RATIO = 0.9
 COMMAND_SECONDS = 300
@@ -125,13 +120,6 @@ def starts(model: Path, draft: Path | None, parts: Sequence[str]) -> dict[str, S
                 found[f"{name} {cache}"] = Start(contender(name), model, common | more, environment)
     if {"distances", "speculation"} & {*parts}:
         found["reference"] = Start(contender(REFERENCE), model, common, {})
-    if "invariance" in parts:
-        more, environment = {"enable_deterministic_inference": True}, {}
-        if not _ON_GPU:  # where SGLang has no mode
-            more, environment = {}, {"SGLANG_PAT_BATCH_INVARIANT": "1"}
-        for name in ("pat", PEERS[0]):
-            own = STRICT | environment if name == "pat" else {}
-            found[f"invariant {name}"] = Start(contender(name), model, common | more, own)
     if "speculation" in parts:
         for drafts in DRAFTS:
             for name, chosen in (("pat", {"decode_attention_backend": "pat"}), ("fa3", {})):
@@ -267,40 +255,6 @@ def of_drafts(
     }
 
 
-def of_invariance(server: Server, asked: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Ask some prompts in batches of three kinds. different: prompts with several answers."""
-    every = max(1, len(asked) // INVARIANT_PROMPTS)
-    chosen = [*range(0, len(asked), every)][:INVARIANT_PROMPTS]
-    sampling = sampling_of(INVARIANT_TOKENS)
-
-    def bits(answer: Mapping[str, Any]) -> tuple[Any, ...]:
-        logprobs = [each[0] for each in answer["meta_info"]["output_token_logprobs"]]
-        return (*answer["output_ids"], *(logprobs if _ON_GPU else ()))
-
-    found: dict[int, set[tuple[Any, ...]]] = {i: set() for i in chosen}
-    for i in chosen:
-        server.flush()
-        alone = server.answer(asked[i], sampling, return_logprob=True)
-        found[i].add(bits(alone))
-    for order in ([*range(len(asked))], [*reversed(range(len(asked)))]):
-        server.flush()
-        answers = server.generate([asked[i] for i in order], sampling, return_logprob=True)
-        for i, answer in zip(order, answers, strict=True):
-            if i in found:
-                found[i].add(bits(answer))
-    return {
-        "prompts": len(chosen),
-        "batches": [1, len(asked), len(asked)],
-        "tokens": INVARIANT_TOKENS,
-        "log_probabilities_compared": _ON_GPU,
-        "different": sum(len(each) > 1 for each in found.values()),
-        "different_tokens": sum(
-            len({each[:INVARIANT_TOKENS] for each in answers}) > 1 for answers in found.values()
-        ),
-        "pat": server.info().get("pat"),
-    }
-
-
 def user_command(model: Path, folder: Path) -> dict[str, Any]:
     """Run `sglang-pat check` and keep what it prints."""
     words = ["check", "--model", str(model), "--json", str(folder / "check.json")]
@@ -390,16 +344,6 @@ def measure(args: argparse.Namespace, data: dict[str, Any], folder: Path) -> Non
         drafted = [name for name in members if name.partition(" ")[0] in DRAFTS]
         answering = together(plain, lambda server: answers_of(server, asked))
         speculating = together(drafted, lambda server: speculate(server, texts))
-        repeating = together(
-            [name for name in members if name.startswith("invariant ")],
-            lambda server: of_invariance(server, texts),
-        )
-        invariance = {name.partition(" ")[2]: found for name, found in collect(repeating).items()}
-        if len(invariance) == 2:
-            most = invariance[PEERS[0]]["different"]
-            name = f"invariant: prompts with different answers, at most {PEERS[0]}'s"
-            gate = {name: at_most(invariance["pat"]["different"], most)}
-            done("invariance", invariance, gate)
         served, drafts = collect(answering), collect(speculating)
         scorers = [members[name] for name in ("reference",) if name in members]
         with watched(scorers, "scoring") as failures:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.bench.stand_ins import refuse_stand_ins
 from sglang_pat.cli.arguments import FLAGS
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import output_or_stdout
@@ -80,6 +81,7 @@ def check_server_options(arguments: argparse.Namespace) -> None:
             f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
         ) from None
     _check_flags(words)
+    refuse_stand_ins()
 
 
 def check_backend(option: str, name: str) -> None:

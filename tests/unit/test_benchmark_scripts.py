@@ -22,7 +22,7 @@ MODULES = sorted(
 )
 SUITES = [(folder, suite) for folder in FOLDERS for suite in importlib.import_module(folder).SUITES]
 # Their modules of tests/support are not in a copy of benchmarks/.
-NEED_SUPPORT = ("batch-invariance", "deterministic", "sanitizers", "sanitizer-grid")
+NEED_SUPPORT = ("batch-invariance", "sanitizers", "sanitizer-grid")
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,164 @@
+"""Stand-ins: what only looks like a package that SGLang imports.
+
+An empty module in the place of a missing package lets a server start, and its functions compute
+nothing: what such a server answers, and how fast, means nothing.
+
+A package is real if an installed distribution has recorded the file that would be imported, or is
+installed in editable mode from the folder of that file; or if a system's package manager, which
+keeps records of its own, has installed it beside. Else it is a stand-in. It is one all the same if
+it holds nothing, or answers any name. Submodules are not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
+
+_IMPORT = re.compile(
+    rb"^[ \t]*(?:import|from(?=[\w. \t]* import\b))[ \t]+([A-Za-z_]\w*)", re.MULTILINE
+)
+_TINY = 4096  # bytes of a package's Python files: so small, it is imported and asked
+_NO_NAME = "no_package_has_this_name"
+_SYSTEMS = ("conda", "debian", "rpm")  # INSTALLER of packages that may have no RECORD
+_COMPILED = (".so", ".pyd", ".dll")
+
+
+def find_stand_ins() -> dict[str, str]:
+    """Look at all packages that the installed SGLang imports.
+
+    Returns
+    -------
+    dict of str to str
+        Name of a stand-in -> what is wrong with it. Empty without SGLang.
+    """
+    sglang = find_spec("sglang")
+    if sglang is None or not sglang.submodule_search_locations:
+        return {}
+    places = {name: _places(name) for name in _imported(Path(sglang.submodule_search_locations[0]))}
+    owned = _owned({place for each in places.values() if each for place in each})
+    found = {name: _wrong(name, each, owned) for name, each in sorted(places.items())}
+    return {name: wrong for name, wrong in found.items() if wrong is not None}
+
+
+def refuse_stand_ins() -> None:
+    """ValueError that names the first stand-in, if there is one."""
+    for name, wrong in find_stand_ins().items():
+        raise ValueError(f"{name}, a package that SGLang imports, is only a stand-in: {wrong}")
+
+
+def _imported(folder: Path) -> set[str]:
+    """Top-level names that the files of SGLang import, without its tests."""
+    found: set[bytes] = set()
+    for path in folder.rglob("*.py"):
+        if "test" not in path.relative_to(folder).parts:
+            found.update(_IMPORT.findall(path.read_bytes()))
+    return {name.decode() for name in found} - sys.stdlib_module_names - {"sglang", "sglang_pat"}
+
+
+def _places(name: str) -> list[Path] | None:
+    """The file that would be imported, or the folders of a package without one. None: none."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):  # a module without a spec
+        return []
+    if spec is None:
+        return None
+    if spec.has_location and spec.origin:
+        return [Path(spec.origin).resolve()]
+    folders = [Path(each).resolve() for each in spec.submodule_search_locations or ()]
+    # Any folder beside a script, or of the working directory, could be imported.
+    anybody = {Path(sys.path[0]).resolve(), Path.cwd()}
+    return [each for each in folders if each.parent not in anybody] or (None if folders else [])
+
+
+def _owned(places: set[Path]) -> set[Path]:
+    """Those that an installed distribution accounts for."""
+    found: set[Path] = set()
+    for distribution in metadata.distributions():
+        root = Path(str(distribution.locate_file(""))).resolve()
+        source = _editable_source(distribution)
+        record = distribution.read_text("RECORD")
+        lines = f"\n{record}".replace('\n"', "\n")
+        claimed = _claimed(distribution) if record is None else set()
+        for place in places - found:
+            if source is not None and place.is_relative_to(source):
+                found.add(place)
+            elif place.is_relative_to(root):
+                inside = place.relative_to(root)
+                entry = f"\n{inside.as_posix()}"
+                recorded = (f"{entry},", f'{entry}",') if place.suffix else (f"{entry}/",)
+                name = inside.parts[0].partition(".")[0]
+                if name in claimed or any(each in lines for each in recorded):
+                    found.add(place)
+    return found
+
+
+def _claimed(distribution: metadata.Distribution) -> set[str]:
+    """Top-level names of what a system's package manager or a setup.py has installed."""
+    installer = (distribution.read_text("INSTALLER") or "").strip()
+    top_level = {*(distribution.read_text("top_level.txt") or "").split()}
+    if installer in _SYSTEMS:
+        return top_level | {re.sub(r"[-.]", "_", distribution.name).lower()}
+    return top_level if distribution.read_text("PKG-INFO") is not None else set()
+
+
+def _editable_source(distribution: metadata.Distribution) -> Path | None:
+    """The folder from which a distribution is installed in editable mode."""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlsplit(origin["url"]).path)).resolve()
+
+
+def _wrong(name: str, places: list[Path] | None, owned: set[Path]) -> str | None:
+    """Say what is wrong with a package. None: nothing, or it is not there."""
+    if places is None:
+        return None
+    if not places:
+        return "a module without a file"
+    if all(each.is_relative_to(STUB_DIR) for each in places) and not cuda_driver_is_present():
+        return None  # the project's own, where no kernel can run
+    if not owned & {*places}:
+        return f"{places[0]} belongs to no installed distribution"
+    module = sys.modules.get(name)
+    if module is None and _is_tiny(places[0]):
+        try:
+            module = import_module(name)
+        except Exception:  # as SGLang will find
+            return None
+    return None if module is None else _hollow(module, places[0])
+
+
+def _is_tiny(place: Path) -> bool:
+    if place.suffix != ".py":
+        return False
+    files = place.parent.rglob("*") if place.name == "__init__.py" else iter([place])
+    size = 0
+    for file in files:
+        size += file.stat().st_size if file.suffix == ".py" else 0
+        if size > _TINY or file.suffix in _COMPILED:
+            return False
+    return True
+
+
+def _hollow(module: ModuleType, place: Path) -> str | None:
+    """Say what is wrong with an imported module: there is nothing in it, or everything."""
+    try:
+        getattr(module, _NO_NAME)
+    except Exception:
+        pass
+    else:
+        return f"{place} answers any name"
+    is_alone = place.name != "__init__.py" or len([*place.parent.glob("*.py")]) == 1
+    names = {name for name in vars(module) if not name.startswith("__")}
+    if place.suffix == ".py" and is_alone and not names and _is_tiny(place):
+        return f"{place} is empty"
+    return None
