@@ -54,7 +54,7 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
 }
 
 // Reads paths by calling a Python function with a list of requests. It answers with a sequence of paths, each a
-// sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix.py has them.
+// sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix_paths.py has them.
 class PythonPathReader : public pat::PathReader {
  public:
   // now: the new batch, a list.

@@ -1,7 +1,7 @@
 """Input of one decode step: DecodeBatch on the host, Step on the device.
 
-First stage of the Python side: adapters (`sglang/tree/radix.py`, or a user's own code) produce the
-batch, `PackAttention.plan` consumes it and hands the step to its executor.
+First stage of the Python side: adapters (`sglang/tree/radix_paths.py`, or a user's own code)
+produce the batch, `PackAttention.plan` consumes it and hands the step to its executor.
 """
 
 from __future__ import annotations

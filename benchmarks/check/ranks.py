@@ -107,7 +107,7 @@ class Plans(NamedTuple):
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
-        from sglang_pat.sglang.tree.reader import NO_REQUESTS  # imports SGLang
+        from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS  # imports SGLang
 
         reused = stats["plans_reused"]
         query_centric = stats["kv_tokens_query_centric"]

@@ -24,7 +24,7 @@ from common.results import at_most, write
 from common.suites import add_option
 from common.terminal import console, table_of
 from sglang_pat.bench import timing
-from sglang_pat.sglang.layer.draft_tree_kernel import is_tiled, merge_drafts
+from sglang_pat.sglang.speculative.tree_attention_kernel import is_tiled, merge_drafts
 
 LAYERS = 8
 QO_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

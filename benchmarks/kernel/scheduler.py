@@ -129,11 +129,11 @@ class Steps:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: TID251
         from sglang_trees import Tree
 
-        from sglang_pat.sglang.tree import channel, reader, view
+        from sglang_pat.sglang.tree import batch_builder, request_tracker
 
-        self._channel, self._view_of = channel, view.StepView.of
+        self._channel, self._view_of = request_tracker, batch_builder.StepView.of
         self._mode = ForwardMode.DECODE
-        self.reader = reader.BatchReader()
+        self.reader = batch_builder.BatchReader()
         self.attention: Any = PackAttention(
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
         )

@@ -28,12 +28,12 @@ from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
 from sglang_pat.sglang import TOUCHPOINTS
+from sglang_pat.sglang.offline.launch_flags import PLUGIN_GROUP
 from sglang_pat.sglang.plugin import (
     missing_registrations,
     missing_touchpoints,
     unwrapped_backends,
 )
-from sglang_pat.sglang.start.launch_flags import PLUGIN_GROUP
 from sglang_pat.workload.models import MODEL_NAMES, read_whole_config
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
@@ -166,7 +166,7 @@ def _print_routes(model: str, report: Path | None) -> int:
                 from sglang_pat.sglang.cpu import enable_cpu_engine
 
                 enable_cpu_engine()  # before SGLang is imported
-                from sglang_pat.sglang.start.model_routes import routes_of_model
+                from sglang_pat.sglang.offline.model_support import routes_of_model
 
                 routes = routes_of_model(source)
         except Exception as error:  # SGLang may raise anything
@@ -260,7 +260,7 @@ def _checks_by_sglang() -> list[Check]:
 
     enable_cpu_engine()  # without a driver SGLang can be imported in no other way
     try:
-        import sglang_pat.sglang.tree.channel  # noqa: F401
+        import sglang_pat.sglang.tree.request_tracker  # noqa: F401
     except Exception as error:
         return [import_failed(error)]
     return [check_registration(), check_hooks(), check_self_test()]
@@ -289,7 +289,7 @@ def check_registration() -> Check:
 def check_hooks() -> Check:
     """Check that the hooks find their targets."""
     from sglang_pat.sglang.start.hooks import install_hooks
-    from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS
+    from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
 
     try:
         install_hooks(CHANNEL_HOOKS)
@@ -357,7 +357,7 @@ def check_scheduler() -> Check:
 def check_environment() -> Check:
     """The SGLANG_PAT_* variables of this shell."""
     try:
-        from sglang_pat.sglang.start.env import Environment
+        from sglang_pat.sglang.start.environment import Environment
 
         environment = Environment.read()
     except ImportError as error:

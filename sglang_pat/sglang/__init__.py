@@ -2,13 +2,13 @@
 
 A decode step:
 
-1. SGLang makes a batch and runs it. Hooks note its requests (`tree/channel.py`), because the batch
+1. SGLang makes a batch and runs it. Hooks note its requests (`tree/request_tracker.py`): the batch
    that a backend sees has lost them.
 2. SGLang asks its backend for metadata. Methods that pat overrides (`backend.py`) pass the step to
-   the planner (`step/decoder.py`).
-3. If the step repeats the last one, the planner counts it and is done (`step/reuse.py`).
-4. Otherwise it reads the step's inputs (`tree/view.py`) and the radix-tree paths of requests that
-   joined or moved (`tree/reader.py`, `tree/radix.py`). Together they are a `DecodeBatch`.
+   the planner (`step/planner.py`).
+3. If the step repeats the last one, the planner counts it and is done (`step/plan_reuse.py`).
+4. Otherwise it reads the step's inputs and the radix-tree paths of requests that joined or moved
+   (`tree/batch_builder.py`, `tree/radix_paths.py`). Together they are a `DecodeBatch`.
 5. `PackAttention.plan()` reuses the last plan or makes a new one (`layer/step_plans.py`).
 6. For each layer, the KV of the new tokens is stored (`layer/kv_writes.py`), and
    `PackAttention.run()` attends (`layer/attention.py`).
@@ -16,6 +16,9 @@ A decode step:
 
 What happens once, when SGLang starts: `plugin.py` registers the backend, `start/` decides which
 layers pat decodes, and `attach.py` gives a backend of SGLang the methods of `backend.py`.
+
+Skip `speculative/` (verify steps and draft models) and `offline/` (what `doctor` and `replay` use)
+until you need them: no plain decode step passes them.
 
 `TOUCHPOINTS` lists where pat changes what SGLang does. A test compares it with the code, and
 `plugin.missing_touchpoints()` with the SGLang that is installed.
@@ -77,44 +80,44 @@ attribute  layers.attention.attention_registry:ATTENTION_BACKENDS = _sglang_pat_
 hook       server_args:ServerArgs.resolve_once|__post_init__
            plugin: let SGLang resolve its arguments as if pat had not been asked for
 attribute  server_args:ServerArgs = _sglang_pat_decodes
-           start.substitution: remember that pat was asked for
+           start.argument_rewrite: remember that pat was asked for
 attribute  server_args:ServerArgs = _sglang_pat_draft_backend
-           start.substitution: remember which backend was asked for the draft model
+           start.argument_rewrite: remember which backend was asked for the draft model
 value      server_args:ServerArgs
-           start.substitution: unset the arguments that name pat, so that SGLang chooses a default
+           start.argument_rewrite: unset what names pat, so that SGLang chooses a default
 
 The batch and the radix tree:
 
 hook       model_executor.forward_batch_info:ForwardBatch.init_new
-           tree.channel: note the requests of a batch while they are known
+           tree.request_tracker: note the requests of a batch while they are known
 attribute  model_executor.forward_batch_info:ForwardBatch = _sglang_pat_requests
-           tree.channel: keep these requests on the batch, or on its drafts
+           tree.request_tracker: keep these requests on the batch, or on its drafts
 hook       model_executor.model_runner:ModelRunner._forward_raw
-           tree.channel: know which batch runs now
+           tree.request_tracker: know which batch runs now
 hook       managers.schedule_batch:Req.reset_for_retract
-           tree.channel: learn that a request has lost its KV slots
+           tree.request_tracker: learn that a request has lost its KV slots
 wrapper    mem_cache.radix_cache:RadixCache.insert
-           tree.events: count
+           tree.radix_paths: count
 wrapper    mem_cache.radix_cache:RadixCache._evict|evict
-           tree.events: count
+           tree.radix_paths: count
 wrapper    mem_cache.radix_cache:RadixCache.checkpoint|cache_unfinished_req
-           tree.events: count, and read the path of the request again
+           tree.radix_paths: count, and read the path of the request again
 wrapper    mem_cache.radix_cache:RadixCache.inc_lock_ref
-           tree.events: count
+           tree.radix_paths: count
 wrapper    mem_cache.radix_cache:RadixCache.dec_lock_ref
-           tree.events: count
+           tree.radix_paths: count
 wrapper    mem_cache.radix_cache:RadixCache.reset
-           tree.events: count, and read all paths again
+           tree.radix_paths: count, and read all paths again
 wrapper    mem_cache.radix_cache:RadixCache._split_node
-           tree.events: count
+           tree.radix_paths: count
 attribute  mem_cache.radix_cache:RadixCache = _sglang_pat_events
-           tree.events: keep the counts with the cache that they are of
+           tree.radix_paths: keep the counts with the cache that they are of
 attribute  beam_search.beam_group:BeamGroup = _sglang_pat_rows (not in 0.5.17)
-           tree.rows: keep the rows of a beam search, which have no Req of their own
+           tree.row_groups: keep the rows of a beam search, which have no Req of their own
 value      model_executor.forward_batch_info:ForwardBatch = out_cache_loc
            layer.kv_writes: make slots of latent KV contiguous, as SGLang's kernel expects them
 hook       managers.scheduler:Scheduler.get_init_info
-           report.route_reports: say in /server_info which layers pat decodes
+           report.layer_report: say in /server_info which layers pat decodes
 
 The default backend. A target without a module is a member of
 layers.attention.base_attn_backend:AttentionBackend, which all backends inherit:
@@ -150,35 +153,37 @@ override   supports_draft_extend_metadata_staging (not in 0.5.17)
 
 Speculative decoding only:
 
+class      __class__
+           speculative.attach: let the backends of a draft model decode through pat
 hook       model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.load_batch
-           tree.channel: know the requests of a verify step that is prepared before its forward
+           tree.request_tracker: know the requests of a verify step that is prepared early
 hook       speculative.draft_utils:DraftBackendFactory.create_decode_backend
-           attach: let a draft model decode through pat
+           speculative.attach: let a draft model decode through pat
 hook       speculative.draft_utils:DraftBackendFactory.create_draft_extend_backend
-           attach: let a draft model read verified drafts through pat
+           speculative.attach: let a draft model read verified drafts through pat
 hook       speculative.eagle_worker_v2:EagleDraftWorker._capture_cuda_graphs
-           attach: capture draft extend, which SGLang captures over few backends
+           speculative.attach: capture draft extend, which SGLang captures over few backends
 value      speculative.eagle_worker_v2:EagleDraftWorker = cuda_graph_runner_for_draft_extend
-           attach: the graphs that were captured
+           speculative.attach: the graphs that were captured
 wrapper    speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute
-           attach: return no hidden states of STANDALONE drafts, as an eager step returns none
+           speculative.attach: return no hidden states of STANDALONE drafts, like eager steps
 value      layers.logits_processor:LogitsProcessorOutput = hidden_states
-           attach: the hidden states that are not returned
+           speculative.attach: the hidden states that are not returned
 hook       speculative.multi_layer_eagle_draft_extend_cuda_graph_runner:
            MultiLayerEagleMultiStepDraftExtendCudaGraphRunner.prepare
-           attach: know the requests of the drafts that these graphs show
+           speculative.attach: know the requests of the drafts that these graphs show
 hook       speculative.dflash_worker_v2:DFlashWorkerV2.init_attention_backends
-           attach: let a draft model give blocks through pat
+           speculative.attach: let a draft model give blocks through pat
 hook       speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2.init_attention_backends
-           attach: the same
+           speculative.attach: the same
 hook       speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation
-           tree.channel: know the requests whose blocks are drafted
+           tree.request_tracker: know the requests whose blocks are drafted
 hook       speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2.forward_batch_generation
-           tree.channel: the same
+           tree.request_tracker: the same
 value      speculative.ngram_worker:USE_FULL_MASK
-           layer.draft_trees: have SGLang make masks over the drafts alone
+           speculative.tree_attention: have SGLang make masks over the drafts alone
 value      speculative.ngram_info:NgramVerifyInput = custom_mask
-           layer.draft_trees: make such a mask full again, for a layer that falls back
+           speculative.tree_attention: make such a mask full again, for a layer that falls back
 """
 _ROW = re.compile(r"(\w+) +([\w.]+:\s*\S+|\S+)(?: = (\w+))?(?: \(not in (\S+)\))?\n +(\S+): (.+)")
 

@@ -42,14 +42,14 @@ def register() -> None:
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     """AROUND the method of ServerArgs that resolves the arguments."""
-    from sglang_pat.sglang.start import substitution
+    from sglang_pat.sglang.start import argument_rewrite
 
-    substitution.around_resolution(resolve, arguments)
+    argument_rewrite.around_resolution(resolve, arguments)
 
 
 def create_backend(model_runner: Any) -> Any:
     """The factory of `pat`, which is called only if `pat` was not substituted."""
-    from sglang_pat.sglang.start.substitution import not_substituted
+    from sglang_pat.sglang.start.argument_rewrite import not_substituted
 
     raise RuntimeError(not_substituted(f"it asks for a backend of the name {BACKEND!r}"))
 
@@ -73,7 +73,7 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _decodes(model_runner: Any, name: str) -> bool:
     """True if pat was asked for, and the backend of this name decodes the model that is served."""
     arguments = model_runner.server_args
-    from sglang_pat.sglang.start.substitution import is_asked_for
+    from sglang_pat.sglang.start.argument_rewrite import is_asked_for
 
     if not is_asked_for(arguments) or model_runner.is_draft_worker:
         return False

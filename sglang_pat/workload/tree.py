@@ -1,8 +1,8 @@
 """The prefix cache of the simulated server: a radix tree over a KV pool that only counts.
 
 It has the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
-compares every operation with it. `sglang/tree/workload_tree.py` has SGLang's own classes behind
-the same interface, `Tree`.
+compares every operation with it. `sglang/offline/simulated_cache.py` has SGLang's own classes
+behind the same interface, `Tree`.
 """
 
 from __future__ import annotations

@@ -33,11 +33,12 @@ from sglang_trees import late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import attach, backend
-from sglang_pat.sglang.report import route_reports
-from sglang_pat.sglang.start.options import drafts_now, drafts_of, server_reason
-from sglang_pat.sglang.step.reuse import Reason
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL
+from sglang_pat.sglang.report import layer_report
+from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.start.server_options import drafts_now, drafts_of, server_reason
+from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
 
 STEPS = (3, 0, 1)  # of a round; in the order in which SGLang builds backends for them
 
@@ -77,6 +78,9 @@ class Adaptive(DraftScene):
         self.states = {}
         for steps in STEPS:
             monkeypatch.setattr(attach, "drafts_now", partial(drafts_of_state, steps + 1))
+            monkeypatch.setattr(
+                speculative_attach, "drafts_now", partial(drafts_of_state, steps + 1)
+            )
             self.states[steps] = self.build(steps)
         self.served = self.states[STEPS[0]].served
 
@@ -91,9 +95,9 @@ class Adaptive(DraftScene):
         extend = DefaultBackend()
         if steps > 1:
             drafting = Steps([DefaultBackend() for _ in range(steps - 1)])
-            attach._after_create_decode_backend(drafting, factory)
+            speculative_attach._after_create_decode_backend(drafting, factory)
             drafting.init_cuda_graph_state(4, 4)
-        attach._after_create_extend_backend(extend, factory)
+        speculative_attach._after_create_extend_backend(extend, factory)
         extend.init_cuda_graph_state(4, 4 * (steps + 1))
         if served is None:
             served = pat_backend(self.target)
@@ -122,7 +126,7 @@ class Adaptive(DraftScene):
 
     def verify(self, state: State, lens: list[int], size: int) -> None:
         view = self.view(state.count, lens, size)
-        channel._after_init_new(view, object, self.scheduled, self.target)
+        request_tracker._after_init_new(view, object, self.scheduled, self.target)
         outer = CHANNEL.enter(view)
         if size:
             state.served.init_forward_metadata_out_graph(view)
@@ -143,7 +147,7 @@ class Adaptive(DraftScene):
         read = decode_batch(list(ROWS), ends, view.out_cache_loc.tolist())
         read.forward_mode, read.spec_info = ForwardMode.DRAFT_EXTEND_V2, view.spec_info
         read.input_ids = torch.zeros(len(view.out_cache_loc))
-        channel._after_init_new(read, object, self.scheduled, self.runner)
+        request_tracker._after_init_new(read, object, self.scheduled, self.runner)
         state.extend.init_forward_metadata(read)
         self.assert_chain(state.extend, self.runner, read, lens, state.count)
 
@@ -181,7 +185,7 @@ def adaptive(
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     for name, value in (("_last_drafting", []), ("_last_reqs", []), ("_step", None)):
         monkeypatch.setattr(CHANNEL, name, value)
-    monkeypatch.setattr(attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
     return Adaptive(tmp_path, monkeypatch)
 
 
@@ -264,6 +268,6 @@ def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
 
 def test_the_server_info_names_the_draft_model(adaptive: Adaptive) -> None:
     """SGLang builds the backends of the served model last."""
-    told = route_reports._after_get_init_info({})["pat"]
+    told = layer_report._after_get_init_info({})["pat"]
     layers = len(adaptive.runner.model)
     assert told["draft_model"]["pat_layers"] == told["draft_extend"]["pat_layers"] == layers

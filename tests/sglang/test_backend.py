@@ -30,7 +30,7 @@ from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.backend import PatMixin
-from sglang_pat.sglang.tree.reader import OVERFLOW
+from sglang_pat.sglang.tree.batch_builder import OVERFLOW
 
 pytestmark = pytest.mark.usefixtures("server_context")
 

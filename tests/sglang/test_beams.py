@@ -9,13 +9,12 @@ import pytest
 import torch
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang.step.debug import StepChecker
-from sglang_pat.sglang.step.reuse import Reason, Reuse
-from sglang_pat.sglang.tree.channel import StepChannel
-from sglang_pat.sglang.tree.radix import radix_source
-from sglang_pat.sglang.tree.reader import BatchReader
-from sglang_pat.sglang.tree.rows import GroupSource, Row, batch_with_beams
-from sglang_pat.sglang.tree.view import StepView
+from sglang_pat.sglang.step.debug_checks import StepChecker
+from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
+from sglang_pat.sglang.tree.radix_paths import radix_source
+from sglang_pat.sglang.tree.request_tracker import StepChannel
+from sglang_pat.sglang.tree.row_groups import GroupSource, Row, batch_with_beams
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
 

@@ -30,13 +30,14 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach, backend
-from sglang_pat.sglang.report import route_reports
-from sglang_pat.sglang.start import substitution
+from sglang_pat.sglang import backend
+from sglang_pat.sglang.report import layer_report
+from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
-from sglang_pat.sglang.step.reuse import Reason
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL, block_hook
+from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL, block_hook
 
 BLOCK, GRAPH = 4, 4
 # The draft model's first layer reads whole blocks, the second one is causal.
@@ -80,7 +81,7 @@ class Blocks(DraftScene):
             use_compact_draft_cache=has_window,
             _draft_block_spec_info=drafts_to_verify(BLOCK),
         )
-        attach._after_block_backend(None, self.worker)
+        speculative_attach._after_block_backend(None, self.worker)
         if isinstance(self.backend, backend.PatMixin):
             self.backend.init_cuda_graph_state(GRAPH, GRAPH * BLOCK)
             if is_checked:
@@ -142,7 +143,7 @@ class Blocks(DraftScene):
 
     def draft(self, view: Any, size: int) -> None:
         """Prepare the step of the draft model, as its worker does within its own method."""
-        channel._around_blocks(
+        request_tracker._around_blocks(
             lambda worker, batch: self.prepare(self.backend, view, size),
             self.worker,
             self.scheduled,
@@ -182,7 +183,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     for name, value in (("_last_drafting", []), ("_last_reqs", []), ("_step", None)):
         monkeypatch.setattr(CHANNEL, name, value)
-    monkeypatch.setattr(attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 
 @pytest.mark.parametrize("bound", [0, 3, 20, None])
@@ -213,10 +214,10 @@ def test_blocks_are_verified_as_chains(algorithm: str, size: int, bound: int | N
     captured = scene.capture(scene.served, size) if size else None
     for lens in late_lengths(scene.reqs):
         view = scene.view(lens, size, bound)
-        channel._after_init_new(view, object, scene.scheduled, scene.target)
+        request_tracker._after_init_new(view, object, scene.scheduled, scene.target)
         if size:
             graphs = SimpleNamespace(model_runner=scene.target)
-            channel._around_load_batch(
+            request_tracker._around_load_batch(
                 lambda _, batch: scene.prepare(scene.served, batch, size),
                 graphs,
                 view,
@@ -224,7 +225,7 @@ def test_blocks_are_verified_as_chains(algorithm: str, size: int, bound: int | N
         else:
             scene.prepare(scene.served, view, 0)
             # 0.5.23 has it planned when it runs, too.
-            channel._around_forward(
+            request_tracker._around_forward(
                 lambda _, batch: scene.prepare(scene.served, batch, 0), scene.target, view
             )
         chain = (READS[1], READS[1])
@@ -288,7 +289,7 @@ def test_outside_of_its_worker_a_draft_model_knows_no_requests() -> None:
     scene.assert_block(view, [25, 31], scene.backend, scene.runner, READS)
     assert scene.counters["draft"]["steps"] == 0
     idle = SimpleNamespace(reqs=[], tree_cache=scene.scheduled.tree_cache)
-    channel._around_blocks(
+    request_tracker._around_blocks(
         lambda worker, batch: scene.backend.init_forward_metadata(view), scene.worker, idle
     )
     assert scene.counters["draft"]["steps"] == 0
@@ -311,7 +312,7 @@ def test_draft_models_that_are_left_to_the_default_backend(
 ) -> None:
     scene = Blocks(**change)
     assert not isinstance(scene.backend, backend.PatMixin)
-    told = route_reports._after_get_init_info({})["pat"]
+    told = layer_report._after_get_init_info({})["pat"]
     assert told["pat_layers"] == 2
     assert told["draft_model"]["default_layers"] == {reason: 2}
     assert told["draft_model"]["default_backend"] == "triton"
@@ -325,7 +326,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     q = torch.randn(2 * BLOCK, QO_HEADS, HEAD_DIM)
     scene.backend.forward_extend(q, None, None, scene.runner.model[0], view, rope=1)
     assert scene.backend.calls[-1] == "extend"
-    told = route_reports._after_get_init_info({})["pat"]
+    told = layer_report._after_get_init_info({})["pat"]
     assert told["draft_model"]["default_layers"] == {"the argument rope": 1}
 
 
@@ -344,5 +345,5 @@ def test_the_backend_that_was_named_for_the_draft_model_is_kept() -> None:
             **dict.fromkeys(names), speculative_draft_attention_backend=named
         )
         arguments.attention_backend = "pat"
-        substitution._substitute(arguments)
-        assert substitution.named_draft_backend(arguments) == named
+        argument_rewrite._substitute(arguments)
+        assert argument_rewrite.named_draft_backend(arguments) == named

@@ -28,11 +28,13 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach, backend
-from sglang_pat.sglang.step.kinds import BranchRound
-from sglang_pat.sglang.step.reuse import Reason
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL
+from sglang_pat.sglang import backend
+from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.speculative import draft_backends
+from sglang_pat.sglang.speculative.steps import BranchRound
+from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
 
 STEPS, TOPK, DRAFTS = 3, 2, 5
 WIDTH = STEPS + 1  # slots of a branch: the last draft has one, which no step reads
@@ -72,9 +74,9 @@ class Branching(DraftScene):
         self.steps: Any = Steps()
         self.extend: Any = DefaultBackend()
         factory = SimpleNamespace(draft_model_runner=self.runner)
-        attach._after_create_decode_backend(self.steps, factory)
-        attach._after_create_extend_backend(self.extend, factory)
-        assert isinstance(self.steps, backend.PatDraftSteps)
+        speculative_attach._after_create_decode_backend(self.steps, factory)
+        speculative_attach._after_create_extend_backend(self.extend, factory)
+        assert isinstance(self.steps, draft_backends.PatDraftSteps)
         assert isinstance(self.extend, backend.PatMixin)
         if is_checked:
             for each in (inside.planner(self.served), inside.planner(self.steps)):
@@ -100,7 +102,7 @@ class Branching(DraftScene):
         else:
             view = decode_batch(list(ROWS), lens, [0] * len(lens))
             view.out_cache_loc = own
-        channel._after_init_new(view, object, self.scheduled, self.runner)
+        request_tracker._after_init_new(view, object, self.scheduled, self.runner)
         return view
 
     def capture(self, size: int) -> None:
@@ -162,7 +164,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     monkeypatch.setattr(CHANNEL, "_last_drafting", [])
     monkeypatch.setattr(CHANNEL, "_last_reqs", [])
-    monkeypatch.setattr(attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 
 @pytest.mark.parametrize("size", [0, 2, 4])
@@ -257,7 +259,7 @@ def test_verified_trees_are_read_as_paths_by_the_draft_model(size: int) -> None:
         else:
             view = decode_batch(list(ROWS), lens, slots, **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
-        channel._after_init_new(view, object, scene.scheduled, scene.target)
+        request_tracker._after_init_new(view, object, scene.scheduled, scene.target)
         outer = CHANNEL.enter(view)
         prepare = (
             scene.served.init_forward_metadata_out_graph
@@ -274,7 +276,7 @@ def test_verified_trees_are_read_as_paths_by_the_draft_model(size: int) -> None:
         more["input_ids"] = torch.zeros(len(slots))
         made = decode_batch(list(ROWS), ends, slots, **more)
         made.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-        channel._after_init_new(made, object, scene.scheduled, scene.runner)
+        request_tracker._after_init_new(made, object, scene.scheduled, scene.runner)
         scene.extend.init_forward_metadata(made)
         assert_drafts(scene, scene.extend, scene.runner, made, lens, PATH)
     assert scene.counters["draft_extend"]["steps"] == 2

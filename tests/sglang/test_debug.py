@@ -11,14 +11,14 @@ import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.sglang.step.debug import (
+from sglang_pat.sglang.step.debug_checks import (
     DebugChecks,
     RankChecker,
     StepChecker,
     check_growth,
     check_host_lengths,
 )
-from sglang_pat.sglang.tree.radix import RadixSource, radix_source
+from sglang_pat.sglang.tree.radix_paths import RadixSource, radix_source
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sglang_fakes import KVPool, layers, runner, server_arguments
 
-from sglang_pat.sglang.start.options import server_reason
-from sglang_pat.sglang.start.routes import attention_layers, layer_reason
+from sglang_pat.sglang.start.layer_support import attention_layers, layer_reason
+from sglang_pat.sglang.start.server_options import server_reason
 
 pytestmark = [
     pytest.mark.usefixtures("server_context"),

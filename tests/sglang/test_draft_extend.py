@@ -36,11 +36,11 @@ from sglang_fakes import (
 )
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach
-from sglang_pat.sglang.report import route_reports
-from sglang_pat.sglang.start.options import Reason
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL
+from sglang_pat.sglang.report import layer_report
+from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.start.server_options import Reason
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
 
 DRAFTS = 3
 
@@ -66,7 +66,9 @@ class Extending(DraftScene):
         self.runner = self.new_runner(**(fields | change))
         self.backend: Any = DefaultBackend() if default is None else default
         factory = SimpleNamespace(draft_model_runner=self.runner)
-        assert attach._after_create_extend_backend(self.backend, factory) is self.backend
+        assert (
+            speculative_attach._after_create_extend_backend(self.backend, factory) is self.backend
+        )
         if not graphs_first:
             self.reserve()
 
@@ -91,7 +93,7 @@ class Extending(DraftScene):
         else:
             view = decode_batch(list(ROWS), lens, self.slots(lens), **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
-        channel._after_init_new(view, object, self.scheduled, self.target)
+        request_tracker._after_init_new(view, object, self.scheduled, self.target)
         outer = CHANNEL.enter(view)
         if more_rows:
             view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
@@ -113,7 +115,7 @@ class Extending(DraftScene):
         }
         made = decode_batch(list(ROWS), ends, self.slots(lens), **more)
         made.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-        channel._after_init_new(made, object, self.scheduled, self.runner)
+        request_tracker._after_init_new(made, object, self.scheduled, self.runner)
         if not size:
             return made
         # Another object, whose tensors are as large as the largest graph.
@@ -173,7 +175,7 @@ class Extending(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     monkeypatch.setattr(CHANNEL, "_last_reqs", [])
-    monkeypatch.setattr(attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 
 # Sizes of the graphs that verify and that read; 0: without one.
@@ -337,7 +339,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     extending = Extending()  # with hooks on the class
     monkeypatch.setattr(module, "EAGLEDraftExtendCudaGraphRunner", Captured)
     monkeypatch.setattr(Captured, "warm_up", None)
-    monkeypatch.setattr(attach, "_captures_extends", lambda: True)
+    monkeypatch.setattr(speculative_attach, "_captures_extends", lambda: True)
     return SimpleNamespace(
         device="cuda",
         extending=extending,
@@ -356,13 +358,13 @@ def test_captured_steps_return_hidden_states_where_prompts_do(
     if is_captured:  # 0.5.23 does over FA3, 0.5.17 does not
         worker.cuda_graph_runner_for_draft_extend = Captured(worker)
     worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
-    attach._after_capture(None, worker)
+    speculative_attach._after_capture(None, worker)
     out = worker.cuda_graph_runner_for_draft_extend.execute(None, None)
     assert (out.next_token_logits, out.hidden_states) == (1, hidden_states)
 
 
 def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
-    attach._after_capture(None, worker)
+    speculative_attach._after_capture(None, worker)
     assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
 
 
@@ -379,7 +381,7 @@ def test_what_is_read_is_not_captured(
     elif why == "cpu":
         worker.device = "cpu"
     elif why == "off":
-        monkeypatch.setattr(attach, "_captures_extends", lambda: False)
+        monkeypatch.setattr(speculative_attach, "_captures_extends", lambda: False)
     elif why == "default":
         worker.draft_extend_attn_backend = DefaultBackend()
     elif why == "layers":
@@ -388,7 +390,7 @@ def test_what_is_read_is_not_captured(
         monkeypatch.setattr(Captured, "warm_up", leave)
     elif why == "others":  # of another kind, which have no such steps
         worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
-    attach._after_capture(None, worker)
+    speculative_attach._after_capture(None, worker)
     assert worker.cuda_graph_runner_for_draft_extend is before
 
 
@@ -427,7 +429,7 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     extending.assert_request(q, out, 0, 25)
     extending.attend(view, layer=1)
     assert extending.backend.calls[2:] == ["extend"]
-    told = route_reports._after_get_init_info({})["pat"]["draft_extend"]
+    told = layer_report._after_get_init_info({})["pat"]["draft_extend"]
     assert (told["pat_layers"], told["default_layers"]) == (1, {"sliding window 8": 1})
 
 
@@ -440,7 +442,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -
     extending.prepare(view, 2)
     extending.attend(view, layer=0, rope=1)
     assert extending.backend.calls[-3:] == ["out_graph in capture", "in_graph", "extend"]
-    told = route_reports._after_get_init_info({})["pat"]
+    told = layer_report._after_get_init_info({})["pat"]
     assert told["draft_extend"]["default_layers"] == {"the argument rope": 1}
     assert told["default_layers"] == {}
     if topk == 1:
@@ -488,9 +490,9 @@ def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> Non
     pat_backend(runner())  # another one, built later in the process
     backend = DefaultBackend()
     factory = SimpleNamespace(draft_model_runner=extending.runner)
-    assert attach._after_create_extend_backend(backend, factory) is backend
+    assert speculative_attach._after_create_extend_backend(backend, factory) is backend
     assert type(backend) is DefaultBackend
-    assert attach._after_create_extend_backend(None, factory) is None
+    assert speculative_attach._after_create_extend_backend(None, factory) is None
 
 
 class RefreshedInGraphs(DefaultBackend):
@@ -514,7 +516,9 @@ class SeveralLayers(Extending):
         for seed in range(1, count):
             runner = self.new_runner(token_to_kv_pool=kv_pool(2 + seed), is_draft_worker=True)
             made = RefreshedInGraphs()
-            attach._after_create_extend_backend(made, SimpleNamespace(draft_model_runner=runner))
+            speculative_attach._after_create_extend_backend(
+                made, SimpleNamespace(draft_model_runner=runner)
+            )
             self.of_layers.append((runner, made))
 
     def each(self) -> Iterator[None]:
@@ -530,7 +534,7 @@ class SeveralLayers(Extending):
         """
         shown = self.view(lens, size)
         graphs = SimpleNamespace(_replay_spec_info=drafts_to_verify(DRAFTS))
-        attach._after_prepare(None, graphs, shown, staged=False)
+        speculative_attach._after_prepare(None, graphs, shown, staged=False)
         shown.spec_info = graphs._replay_spec_info
         shown.input_ids = torch.zeros(size * DRAFTS)
         shown.out_cache_loc = torch.tensor(self.slots(lens) + [0] * (size - 2) * DRAFTS)

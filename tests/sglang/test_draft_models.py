@@ -34,11 +34,12 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach, backend
-from sglang_pat.sglang.report import route_reports
+from sglang_pat.sglang.report import layer_report
+from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.speculative import draft_backends
 from sglang_pat.sglang.start import hooks
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
 
 STEPS = 3
 
@@ -81,8 +82,8 @@ class Drafting(DraftScene):
         self.runner = self.new_runner(**(fields | change))
         self.steps: Any = DefaultSteps() if steps is None else steps
         factory = SimpleNamespace(draft_model_runner=self.runner)
-        assert attach._after_create_decode_backend(self.steps, factory) is self.steps
-        if isinstance(self.steps, backend.PatDraftSteps):
+        assert speculative_attach._after_create_decode_backend(self.steps, factory) is self.steps
+        if isinstance(self.steps, draft_backends.PatDraftSteps):
             inside.check_steps(self.decoder)
 
     @property
@@ -102,7 +103,7 @@ class Drafting(DraftScene):
             view = replay_view(list(ROWS), lens, slots, size)
         else:
             view = decode_batch(list(ROWS), lens, slots)
-        channel._after_init_new(view, object, self.scheduled, self.runner)
+        request_tracker._after_init_new(view, object, self.scheduled, self.runner)
         return view
 
     def capture(self, size: int) -> None:
@@ -155,7 +156,7 @@ class Drafting(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     monkeypatch.setattr(CHANNEL, "_last_drafting", [])
-    monkeypatch.setattr(attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
@@ -321,7 +322,7 @@ def test_other_requests_are_planned_anew() -> None:
     drafting.steps.init_forward_metadata(view)
     drafting.scheduled.reqs = drafting.reqs[1:]
     view = decode_batch([2], [33], [int(drafting.table[2, 33])])
-    channel._after_init_new(view, object, drafting.scheduled, drafting.runner)
+    request_tracker._after_init_new(view, object, drafting.scheduled, drafting.runner)
     drafting.steps.init_forward_metadata(view)
     q, out = drafting.attend(view, 1)
     slots = drafting.table[2, :35].long()
@@ -431,7 +432,7 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     _, out = drafting.attend(view, 1, layer=1)
     assert out.isinf().all()
     assert drafting.steps.attn_backends[1].calls == ["decode layer 1"]
-    told = route_reports._after_get_init_info({})["pat"]["draft_model"]
+    told = layer_report._after_get_init_info({})["pat"]["draft_model"]
     assert told["default_layers"] == {"sliding window 8": 1}
 
 
@@ -485,13 +486,13 @@ def test_whole_draft_models_that_are_left_to_the_default_backend(
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:
     pat_backend(runner())
-    assert attach._Served.decoder is None
+    assert speculative_attach._Served.decoder is None
     drafting = Drafting()
-    assert attach._Served.decoder is inside.planner(drafting.served)
+    assert speculative_attach._Served.decoder is inside.planner(drafting.served)
     pat_backend(runner())  # another one, built later in the process
     steps = DefaultSteps()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
-    attach._after_create_decode_backend(steps, factory)
+    speculative_attach._after_create_decode_backend(steps, factory)
     assert type(steps) is DefaultSteps
 
 
@@ -500,20 +501,20 @@ def test_a_model_that_pat_does_not_decode_has_drafts_of_the_default_backend() ->
         speculative_algorithm="STANDALONE", speculative_num_draft_tokens=4, enable_mis=True
     )
     pat_backend(runner(server_args=arguments))
-    assert attach._Served.decoder is None
+    assert speculative_attach._Served.decoder is None
 
 
 def test_one_step_needs_no_backend() -> None:
     drafting = Drafting()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
-    assert attach._after_create_decode_backend(None, factory) is None
+    assert speculative_attach._after_create_decode_backend(None, factory) is None
 
 
 def test_the_hook_is_on_the_factory_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     drafting = Drafting()
-    hooks.check_hooks(attach._HOOKS)
+    hooks.check_hooks(speculative_attach._HOOKS)
     factory = copy.copy(SimpleNamespace(draft_model_runner=drafting.runner))
     factory.speculative_num_steps = 1
     assert DraftBackendFactory.create_decode_backend(factory) is None
@@ -534,7 +535,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     drafting.steps.init_forward_metadata(view)
     _, out = drafting.attend(view, 0, layer=0, rope=1)
     assert out.isinf().all()
-    told = route_reports._after_get_init_info({})["pat"]["draft_model"]
+    told = layer_report._after_get_init_info({})["pat"]["draft_model"]
     assert told["default_layers"] == {"the argument rope": 1}
     q, out = drafting.attend(view, 0, layer=1)
     drafting.assert_row(q, out, 0, 26, layer=1)
@@ -555,7 +556,7 @@ def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
     drafting.assert_row(q, out, 0, 26, layer=0)
     _, out = drafting.attend(view, 0, layer=1)
     assert out.isinf().all()
-    told = route_reports._after_get_init_info({})["pat"]["draft_model"]
+    told = layer_report._after_get_init_info({})["pat"]["draft_model"]
     assert told["default_layers"] == {"a layer that was not found in the model": 1}
     drafting.steps.init_forward_metadata(drafting.view([25, 31]))
     assert drafting.steps.calls == ["eager", "eager"]
@@ -603,14 +604,14 @@ def test_a_round_does_with_lengths_that_the_host_learns_late(size: int) -> None:
 def test_a_draft_models_batches_are_noted_apart() -> None:
     drafting = Drafting()
     first, second = drafting.view([25, 31]), drafting.view([26, 32])
-    step = channel.requests_of(first)
+    step = request_tracker.requests_of(first)
     assert step is not None
     assert step.reqs == drafting.reqs
-    again = channel.requests_of(second)
+    again = request_tracker.requests_of(second)
     assert again is not None
     assert again.reqs is step.reqs
     # Nobody is told that anybody has moved, or which step is being run.
     assert not CHANNEL.is_within_step
     extend = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-    channel._after_init_new(extend, object, drafting.scheduled, drafting.runner)
-    assert channel.requests_of(extend) is None
+    request_tracker._after_init_new(extend, object, drafting.scheduled, drafting.runner)
+    assert request_tracker.requests_of(extend) is None

@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.executors.kernel_cache import default_cache
-from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.environment import Environment
 
 
 def test_defaults() -> None:

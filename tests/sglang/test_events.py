@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang.tree.events import RadixEvents
+from sglang_pat.sglang.tree.radix_paths import RadixEvents
 
 
 class Watched:

@@ -27,9 +27,9 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.executors.reference import ReferenceExecutor, gather_slots
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
-from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
-from sglang_pat.sglang.tree.reader import NO_REQUESTS
+from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
+from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS
+from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
 
 GRAPH_ROWS = 4
 

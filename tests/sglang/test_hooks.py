@@ -13,8 +13,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat.sglang.start import hooks
 from sglang_pat.sglang.start.hooks import Hook
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def test_the_hooks_take_hold_in_this_sglang() -> None:
     hooks.check_hooks(CHANNEL_HOOKS)
     hooked = {hook: (owner.partition(":")[2], method) for owner, method, hook, _ in CHANNEL_HOOKS}
     assert hooked == {
-        channel._after_init_new: ("ForwardBatch", "init_new"),
-        channel._around_forward: ("ModelRunner", "_forward_raw"),
-        channel._after_retraction: ("Req", "reset_for_retract"),
+        request_tracker._after_init_new: ("ForwardBatch", "init_new"),
+        request_tracker._around_forward: ("ModelRunner", "_forward_raw"),
+        request_tracker._after_retraction: ("Req", "reset_for_retract"),
     }
     for owner, method, hook, _ in CHANNEL_HOOKS:
         assert hooks._is_hooked(owner, method, hook)

@@ -16,8 +16,8 @@ from sglang_hybrids import CHUNK, HYBRID_KINDS, WINDOW, WINDOW_KINDS, HybridCach
 from sglang_trees import place
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.sglang.step.debug import StepChecker
-from sglang_pat.sglang.tree.radix import RadixSource, radix_source
+from sglang_pat.sglang.step.debug_checks import StepChecker
+from sglang_pat.sglang.tree.radix_paths import RadixSource, radix_source
 
 PROMPT = [*range(100, 140)]
 

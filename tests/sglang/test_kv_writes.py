@@ -18,8 +18,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.sglang.layer import kv_writes
 from sglang_pat.sglang.layer.kv_writes import KvWrites, pool_reason
-from sglang_pat.sglang.start.kv_scales import are_scaled
-from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.start.layer_support import Routes, are_scaled
 
 pytestmark = pytest.mark.usefixtures("server_context")
 

@@ -30,8 +30,8 @@ from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer import kv_writes
 from sglang_pat.sglang.layer.kv_writes import KvWrites
-from sglang_pat.sglang.start.options import TREES
-from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.server_options import TREES
 
 pytestmark = pytest.mark.usefixtures("server_context")
 

@@ -12,8 +12,8 @@ from sglang_pat import PackAttention
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.step.microbatches import Microbatches
-from sglang_pat.sglang.tree.channel import StepRequests
-from sglang_pat.sglang.tree.view import StepView
+from sglang_pat.sglang.tree.batch_builder import StepView
+from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 SHAPE = Shape(4, 2, 64, 64)
 

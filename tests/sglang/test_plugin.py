@@ -17,9 +17,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.sglang import plugin
-from sglang_pat.sglang.start.env import Environment
-from sglang_pat.sglang.start.options import batch_invariant, resolved
-from sglang_pat.sglang.start.substitution import around_resolution, is_asked_for
+from sglang_pat.sglang.start.argument_rewrite import around_resolution, is_asked_for
+from sglang_pat.sglang.start.environment import Environment
+from sglang_pat.sglang.start.server_options import batch_invariant, resolved
 
 
 def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:
@@ -53,7 +53,7 @@ def test_a_scheduler_imports_pat_in_a_fraction_of_a_second() -> None:
 import sys, time
 import sglang.srt.managers.scheduler
 before, begun = set(sys.modules), time.perf_counter()
-import sglang_pat.sglang.start.substitution, sglang_pat.sglang.attach
+import sglang_pat.sglang.start.argument_rewrite, sglang_pat.sglang.attach
 seconds = time.perf_counter() - begun
 print(seconds, *sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """

@@ -12,7 +12,7 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.sglang.tree.radix import (
+from sglang_pat.sglang.tree.radix_paths import (
     IdSource,
     PathMismatchError,
     RadixSource,

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat.plan import DecodePlan
-from sglang_pat.sglang.step.debug import RankChecker, digest
+from sglang_pat.sglang.step.debug_checks import RankChecker, digest
 from sglang_pat.stats import PlanningTime, bound_of
 
 RANKS = 2

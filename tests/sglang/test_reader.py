@@ -14,12 +14,11 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
-from sglang_pat.sglang.step.reuse import Reason, Reuse
-from sglang_pat.sglang.tree import channel, reader
-from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
-from sglang_pat.sglang.tree.reader import CUT, NO_REQUESTS, OVERFLOW, BatchReader
-from sglang_pat.sglang.tree.rows import RowShape
-from sglang_pat.sglang.tree.view import StepView
+from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
+from sglang_pat.sglang.tree import batch_builder, request_tracker
+from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepView
+from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.row_groups import RowShape
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -43,8 +42,8 @@ def read(
     """Batch that the reader makes of `view` while SGLang runs a batch of `reqs`."""
     launched = batch_of([1] * len(reqs))
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
-    channel._after_init_new(launched, object, scheduled, RUNNER)
-    result: DecodeBatch = channel._around_forward(
+    request_tracker._after_init_new(launched, object, scheduled, RUNNER)
+    result: DecodeBatch = request_tracker._around_forward(
         lambda runner, forward_batch: reader.read(StepView.of(view, CHANNEL.acknowledge())),
         RUNNER,
         launched,
@@ -188,8 +187,8 @@ def moves(reads: Reads, req: Any) -> dict[str, Callable[[], object]]:
 
     return {
         "checkpoint": fail_a_checkpoint,
-        "extend": lambda: channel._after_init_new(launched, object, extend, RUNNER),
-        "retraction": lambda: channel._after_retraction(None, req),
+        "extend": lambda: request_tracker._after_init_new(launched, object, extend, RUNNER),
+        "retraction": lambda: request_tracker._after_retraction(None, req),
     }
 
 
@@ -230,7 +229,7 @@ def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
     reads.step([a])
     mixed = SimpleNamespace(reqs=[chunk, a], tree_cache=reads.tree.cache, decoding_reqs=[a])
     launched = batch_of([3, 4], forward_mode=ForwardMode.MIXED)
-    channel._after_init_new(launched, object, mixed, RUNNER)
+    request_tracker._after_init_new(launched, object, mixed, RUNNER)
     assert reads.step([a]) == []
 
 
@@ -259,8 +258,8 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reqs = [chunk, a] if mode.is_mixed() else [a]
     between = SimpleNamespace(reqs=reqs, tree_cache=reads.tree.cache, decoding_reqs=[a])
     launched = batch_of([3] * len(reqs), forward_mode=mode)
-    channel._after_init_new(launched, object, between, RUNNER)
-    channel._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
+    request_tracker._after_init_new(launched, object, between, RUNNER)
+    request_tracker._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
     assert reasons == [Reason.FIRST, None, Reason.REQUESTS, None]
 
@@ -326,7 +325,7 @@ def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
 def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])
-    reads.reader.note_moved(range(reader._MOST_MOVED + 1))
+    reads.reader.note_moved(range(batch_builder._MOST_MOVED + 1))
     assert not reads.reader._moved
     assert reads.step([a]) == ["a"]
 
@@ -459,7 +458,7 @@ def test_lengths_that_are_none() -> None:
 
 def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: list[Any]) -> None:
     launched = batch_of([6, 5])
-    channel._after_init_new(
+    request_tracker._after_init_new(
         launched, object, SimpleNamespace(reqs=reqs, tree_cache=tree.cache), RUNNER
     )
 
@@ -468,18 +467,20 @@ def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: li
         raise KeyError("from the model")
 
     with pytest.raises(KeyError, match="from the model"):
-        channel._around_forward(fail, RUNNER, launched)
+        request_tracker._around_forward(fail, RUNNER, launched)
     assert CHANNEL._step is None
 
     draft = SimpleNamespace(is_draft_worker=True)
-    seen = channel._around_forward(lambda *args: CHANNEL._step, draft, launched)
+    seen = request_tracker._around_forward(lambda *args: CHANNEL._step, draft, launched)
     assert seen is None
 
 
 def test_extends_are_not_noted(reqs: list[Any]) -> None:
     launched = batch_of([6, 5], forward_mode=ForwardMode.EXTEND)
-    channel._after_init_new(launched, object, SimpleNamespace(reqs=reqs, tree_cache=None), RUNNER)
-    assert not hasattr(launched, channel._NOTE)
+    request_tracker._after_init_new(
+        launched, object, SimpleNamespace(reqs=reqs, tree_cache=None), RUNNER
+    )
+    assert not hasattr(launched, request_tracker._NOTE)
 
 
 def test_session_requests_do_not_stop_their_neighbours_from_sharing(

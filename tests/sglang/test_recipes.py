@@ -13,8 +13,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.cli.main import build_parser
 from sglang_pat.plan import Shape
-from sglang_pat.sglang.start.options import Reason
-from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.server_options import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -12,10 +12,9 @@ import pytest
 from sglang_fakes import decode_batch, pat_backend, runner
 
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.report.log_line import StepLog, log_line
-from sglang_pat.sglang.report.reports import scheduler_labels
+from sglang_pat.sglang.report.reports import StepLog, log_line, scheduler_labels
 from sglang_pat.sglang.report.stats_file import read_stats
-from sglang_pat.sglang.tree.reader import NO_REQUESTS
+from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS
 from sglang_pat.stats import PlanningTime, PlanningTimes, PlanStats, read_counters
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sglang_pat._scheduler import growth_of
-from sglang_pat.sglang.step.reuse import Reason, Reuse
-from sglang_pat.sglang.tree.channel import StepChannel
+from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
+from sglang_pat.sglang.tree.request_tracker import StepChannel
 
 DECODE: Any = SimpleNamespace(name="decode")
 VERIFY: Any = SimpleNamespace(name="verify")

@@ -28,9 +28,14 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
-from sglang_pat.sglang.report import route_reports
-from sglang_pat.sglang.start.kv_scales import read_scales
-from sglang_pat.sglang.start.options import (
+from sglang_pat.sglang.report import layer_report
+from sglang_pat.sglang.start.layer_support import (
+    Routes,
+    attention_layers,
+    read_scales,
+    window_reason,
+)
+from sglang_pat.sglang.start.server_options import (
     BLOCKS,
     CHAINS,
     DELEGATED_ARGUMENTS,
@@ -40,7 +45,6 @@ from sglang_pat.sglang.start.options import (
     TREES,
     early_reason,
 )
-from sglang_pat.sglang.start.routes import Routes, attention_layers, window_reason
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -420,7 +424,7 @@ def test_the_log_names_the_backend_that_prefills(caplog: pytest.LogCaptureFixtur
 def test_the_server_info_names_pat_where_it_decodes(decodes: bool) -> None:
     # SGLang's own arguments name the default backend; what a scheduler tells wins over them.
     pat_backend(runner() if decodes else runner(device="npu"))
-    told = route_reports._after_get_init_info({"status": "ready"})
+    told = layer_report._after_get_init_info({"status": "ready"})
     assert told.pop("pat")["pat_layers"] == (2 if decodes else 0)
     backend = {"decode_attention_backend": "pat"} if decodes else {}
     assert told == {"status": "ready"} | backend

@@ -14,8 +14,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_pat import sglang as adapter
 from sglang_pat.sglang import TOUCHPOINTS, Touchpoint, plugin
 from sglang_pat.sglang.backend import PatMixin
-from sglang_pat.sglang.tree import events
-from sglang_pat.sglang.tree.channel import BLOCK_WORKERS
+from sglang_pat.sglang.tree import radix_paths
+from sglang_pat.sglang.tree.request_tracker import BLOCK_WORKERS
 from sglang_pat.stats import PlanStats
 
 FOLDER = Path(adapter.__file__).parent
@@ -26,7 +26,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
     """Yield the modules of the adapter that run in a server."""
     for path in sorted(FOLDER.rglob("*.py")):
         name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-        if path.stem != "__init__" and not name.startswith("cpu.") and "workload_tree" not in name:
+        if path.stem != "__init__" and not name.startswith("cpu.") and "offline." not in name:
             yield name, ast.parse(path.read_text())
 
 
@@ -75,8 +75,8 @@ def test_methods_that_are_overridden_are_those_of_the_list() -> None:
 
 
 def test_wrapped_methods_of_a_cache_are_those_of_the_list() -> None:
-    wrapped = {target.rpartition(".")[2] for name, target in listed("wrapper") if "event" in name}
-    assert wrapped == {"|".join(kind.methods) for kind in (*events._KINDS, events._SPLIT)}
+    wrapped = {target.rpartition(".")[2] for name, target in listed("wrapper") if "radix" in name}
+    assert wrapped == {"|".join(kind.methods) for kind in (*radix_paths._KINDS, radix_paths._SPLIT)}
 
 
 def test_attributes_are_those_of_the_list() -> None:
@@ -110,10 +110,10 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
                     written.add((name, node.attr))
     written = {place for place in written if place[1] not in ours}
     # Arguments are set by setattr().
-    values = [place for place in listed("value") if place[0] != "start.substitution"]
+    values = [place for place in listed("value") if place[0] != "start.argument_rewrite"]
     expected = {(name, target.rpartition(":")[2].rpartition(".")[2]) for name, target in values}
     expected |= {(name, "__class__") for name, _ in listed("class")} | {("backend", "__class__")}
-    expected |= {("attach", "execute")}  # the wrapper of an object's method
+    expected |= {("speculative.attach", "execute")}  # the wrapper of an object's method
     assert written == expected
 
 

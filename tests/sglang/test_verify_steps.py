@@ -33,12 +33,12 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang.layer.draft_trees import DraftTrees, square_masks
-from sglang_pat.sglang.start import options, routes
-from sglang_pat.sglang.step.reuse import Reason
-from sglang_pat.sglang.tree import channel
-from sglang_pat.sglang.tree.channel import CHANNEL, StepRequests
-from sglang_pat.sglang.tree.rows import MAX_READ_APART, RowShape
+from sglang_pat.sglang.speculative.tree_attention import DraftTrees, square_masks
+from sglang_pat.sglang.start import layer_support, server_options
+from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.row_groups import MAX_READ_APART, RowShape
 
 DRAFTS = 3
 WIDTH = 128
@@ -606,7 +606,7 @@ def test_a_step_of_a_plan_stream_is_prepared_once(server: Server) -> None:
     server.backend.init_forward_metadata_out_graph(view)
     server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
     server.assert_exact(view, [25, 31], CHAIN)
-    inside.routes(server.backend).delegate(0, options.Reason("attention", "of a test"))
+    inside.routes(server.backend).delegate(0, server_options.Reason("attention", "of a test"))
     with pytest.raises(NotImplementedError):
         server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
 
@@ -656,7 +656,7 @@ def test_full_masks_are_made_for_other_readers_alone(
     monkeypatch: pytest.MonkeyPatch,
     server_context: Any,
 ) -> None:
-    monkeypatch.setattr(routes, "_device_reason", lambda *_: None)
+    monkeypatch.setattr(layer_support, "_device_reason", lambda *_: None)
     made = server_arguments(speculative_num_draft_tokens=DRAFTS, **arguments)
     backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))
     assert inside.planner(backend).verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
@@ -683,7 +683,7 @@ def test_sglang_may_write_masks_over_the_drafts_alone(
         else:
             branching.backend.init_forward_metadata(view)
         branching.assert_exact(view, lens, reads)
-    inside.routes(branching.backend).delegate(0, options.Reason("attention", "of a test"))
+    inside.routes(branching.backend).delegate(0, server_options.Reason("attention", "of a test"))
     assert branching.backend.verify_mask is None
 
 
@@ -754,14 +754,16 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(
     seen: list[Any] = []
     for _ in range(2):
         batch = server.view([25, 31], 0)
-        channel._after_init_new(batch, object, scheduled, target)
+        request_tracker._after_init_new(batch, object, scheduled, target)
         # A draft model's batch of the same requests, in which they do not move.
         draft = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-        channel._after_init_new(draft, object, scheduled, SimpleNamespace(is_draft_worker=True))
-        channel._around_load_batch(
+        request_tracker._after_init_new(
+            draft, object, scheduled, SimpleNamespace(is_draft_worker=True)
+        )
+        request_tracker._around_load_batch(
             lambda runner, batch: seen.append(CHANNEL.acknowledge()), graphs, batch
         )
-        channel._around_forward(lambda runner, batch: None, target, batch)
+        request_tracker._around_forward(lambda runner, batch: None, target, batch)
     assert seen[0] is not None
     assert seen[0].reqs is seen[1].reqs
     assert place(seen[0].reqs[0]).req_pool_idx == ROWS[0]

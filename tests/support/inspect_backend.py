@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_pat.sglang.step.debug import DebugChecks, RankChecker
+from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
 
 
 def planner(backend: Any) -> Any:

@@ -107,11 +107,12 @@ class Spoiler:
 
 def register() -> None:
     """Act out graphs in this process, and in those that are forked from it."""
-    from sglang_pat.sglang.backend import PatDraftSteps, PatMixin
+    from sglang_pat.sglang.backend import PatMixin
     from sglang_pat.sglang.layer.attention import LayerAttention
-    from sglang_pat.sglang.layer.draft_trees import DraftTrees
-    from sglang_pat.sglang.step.kinds import BranchRound
-    from sglang_pat.sglang.tree.channel import CHANNEL, requests_of
+    from sglang_pat.sglang.speculative.draft_backends import PatDraftSteps
+    from sglang_pat.sglang.speculative.steps import BranchRound
+    from sglang_pat.sglang.speculative.tree_attention import DraftTrees
+    from sglang_pat.sglang.tree.request_tracker import CHANNEL, requests_of
 
     spoiler = Spoiler()
     init_layers = LayerAttention.__init__

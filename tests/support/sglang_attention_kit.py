@@ -27,12 +27,14 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 
 from sglang_pat import PackAttention
 from sglang_pat.sglang import attach
-from sglang_pat.sglang.attach import with_pat, with_pat_drafts, with_pat_extend
-from sglang_pat.sglang.start.env import Environment
-from sglang_pat.sglang.start.options import Drafts
-from sglang_pat.sglang.start.routes import Routes
-from sglang_pat.sglang.step import decoder
-from sglang_pat.sglang.step.decoder import ServedDecoder
+from sglang_pat.sglang.attach import with_pat
+from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.speculative.attach import with_pat_drafts, with_pat_extend
+from sglang_pat.sglang.start.environment import Environment
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.server_options import Drafts
+from sglang_pat.sglang.step import planner
+from sglang_pat.sglang.step.planner import ServedDecoder
 
 # The kit's cases that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1
@@ -169,8 +171,9 @@ def extending_by_pat(
 def _verify(patch: pytest.MonkeyPatch, drafts: tuple[int, bool] | None) -> None:
     """The kit has no server arguments. drafts: see `pat_over`."""
     made = None if drafts is None else Drafts((drafts[0],), drafts[1])
-    patch.setattr(decoder, "drafts_of", lambda arguments: made)
+    patch.setattr(planner, "drafts_of", lambda arguments: made)
     patch.setattr(attach, "drafts_now", lambda arguments: made and made.counts[0])
+    patch.setattr(speculative_attach, "drafts_now", lambda arguments: made and made.counts[0])
 
 
 def _layer_of(runner: Any, head_dim: int) -> RadixAttention:

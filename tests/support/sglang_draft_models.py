@@ -12,7 +12,7 @@ import torch
 from sglang_fakes import HEAD_DIM, KV_HEADS, KVPool, dense, runner, server_arguments
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang.report import route_reports
+from sglang_pat.sglang.report import layer_report
 
 WIDTH, SLOTS = 300, 900
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
@@ -34,7 +34,7 @@ def told_default_layers(key: str) -> str:
 
     key: one of its steps.
     """
-    told = route_reports._after_get_init_info({})["pat"]
+    told = layer_report._after_get_init_info({})["pat"]
     assert told["pat_layers"] == 2  # of the model that is served
     assert told[key]["pat_layers"] == 0
     (found,) = told[key]["default_layers"]

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sglang_pat import PackAttention
 from sglang_pat.sglang.attach import with_pat
-from sglang_pat.sglang.start.options import DELEGATED_ARGUMENTS
+from sglang_pat.sglang.start.server_options import DELEGATED_ARGUMENTS
 
 QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
 

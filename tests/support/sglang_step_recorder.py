@@ -61,7 +61,7 @@ def _digest(tokens: array[int]) -> str:
 
 def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
     """AFTER ForwardBatch.init_new."""
-    from sglang_pat.sglang.tree.radix import radix_source
+    from sglang_pat.sglang.tree.radix_paths import radix_source
 
     if not result.forward_mode.is_decode():
         return

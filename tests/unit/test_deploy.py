@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sglang_pat.cli.main import build_parser
-from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/operate/deploy"

@@ -357,7 +357,7 @@ def test_white_list(monkeypatch: pytest.MonkeyPatch, given: str, status: str) ->
 
 def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sglang_pat, "sglang_doctor", raising=False)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.tree.channel", None)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.tree.request_tracker", None)
     (check,) = doctor._checks_by_sglang()
     assert check.status == "failed"
     assert check.topic == "import of SGLang"
@@ -373,7 +373,7 @@ def test_what_sglang_says_of_a_model_is_told_in_one_line(
         raise ValueError("num_attention_heads:\n    expected int,\tgot str")
 
     routes = SimpleNamespace(routes_of_model=refuse)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.start.model_routes", routes)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", routes)
     assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == (
         "SGLang cannot build qwen3-8b in this process: ValueError: num_attention_heads: expected "
@@ -391,7 +391,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         raise ValueError("built")
 
     module = SimpleNamespace(routes_of_model=routes_of_model)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.start.model_routes", module)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
     return asked
 
 
@@ -474,7 +474,7 @@ def test_a_name_on_the_hub_is_loaded_by_sglang(
 ) -> None:
     asked: list[str] = []
     module = SimpleNamespace(routes_of_model=lambda source: asked.append(source) or 1 / 0)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.start.model_routes", module)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
     ask_hub(monkeypatch, answer, cached=cached)
     assert main.main(["doctor", "--model", "some/model"]) == 1
     assert asked == ["some/model"]

@@ -27,7 +27,7 @@ import yaml
 import sglang_pat
 from sglang_pat import _scheduler, support
 from sglang_pat.plan import BufferSizes
-from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -227,7 +227,7 @@ def test_a_server_imports_little_that_sglang_does_not() -> None:
         "sglang_pat", include_external_packages=True, exclude_type_checking_imports=True
     )
     modules: set[str] = set()
-    for entry in ("plugin", "start.substitution", "attach"):
+    for entry in ("plugin", "start.argument_rewrite", "attach"):
         modules |= graph.find_upstream_modules(f"sglang_pat.sglang.{entry}")
     outer = {name for name in modules if not name.startswith("sglang_pat")}
     outer -= {*sys.stdlib_module_names}
@@ -338,7 +338,7 @@ def test_support_agrees_with_the_scheduler() -> None:
 
 
 def test_support_names_every_server_option_that_delegates_the_model() -> None:
-    options = (ROOT / "sglang_pat/sglang/start/options.py").read_text()
+    options = (ROOT / "sglang_pat/sglang/start/server_options.py").read_text()
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", options))
     flags.remove("--kv-cache-dtype")  # under another topic
     topics = ("server options", "speculative decoding")

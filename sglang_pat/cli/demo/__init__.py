@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    from sglang_pat.sglang.start.env import Environment
+    from sglang_pat.sglang.start.environment import Environment
 
     try:
         Environment.read()

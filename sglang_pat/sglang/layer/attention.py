@@ -1,4 +1,4 @@
-"""LayerAttention: the attention of one layer, under the plans of a step (`decoder.py`)."""
+"""LayerAttention: the attention of one layer, under the plans of a step (`step/planner.py`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
-from sglang_pat.sglang.layer.draft_trees import ReadApart, merge_drafts
 from sglang_pat.sglang.layer.kv_writes import KvWrites
-from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.start.kv_scales import read_scales
-from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.layer.step_plans import ReadApart, StepPlans
+from sglang_pat.sglang.speculative.tree_attention import merge_drafts
+from sglang_pat.sglang.start.layer_support import Routes, read_scales
 
 
 class LayerAttention:

@@ -25,8 +25,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.start.kv_scales import is_converted
-from sglang_pat.sglang.start.routes import Routes, attention_layers
+from sglang_pat.sglang.start.layer_support import Routes, attention_layers, is_converted
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.tree.channel import StepRequests
-from sglang_pat.sglang.tree.reader import BatchReader
+from sglang_pat.sglang.tree.batch_builder import BatchReader
+from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 
 @dataclass(eq=False, slots=True)

@@ -17,8 +17,7 @@ import torch
 
 from sglang_pat import support
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.tree.events import RadixEvents
-from sglang_pat.sglang.tree.radix import radix_source
+from sglang_pat.sglang.tree.radix_paths import RadixEvents, radix_source
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.version import __version__ as sglang_version
 
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.sglang.tree.radix import radix_source
+from sglang_pat.sglang.tree.radix_paths import radix_source
 
 
 class _CountingPool:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sglang_pat.batch import IntArray, PrefixPaths
-from sglang_pat.sglang.tree.radix import (
+from sglang_pat.sglang.tree.radix_paths import (
     Path,
     RadixSource,
     Request,
@@ -71,7 +71,8 @@ class RowShape:
         """Return the rows of `count` draft tokens per request.
 
         In a chain each reads all before it, and itself. In a tree each row reads the root, which is
-        the first draft token; the attention to its branch is added (`draft_trees.py`).
+        the first draft token; the attention to its branch is added
+        (`speculative/tree_attention.py`).
         """
         return cls(count, 1, int(are_chains), True)
 

@@ -1,9 +1,10 @@
 """Decoder: plans the steps of one model, before its layers attend.
 
 `plan_eager` or `plan_captured` is called once per step. The walk is: does the step repeat the last
-one (`reuse.py`)? If not, what does it show (`view.py`), which paths have its requests
-(`reader.py`), and what is the plan (`microbatches.py`, `attention.py`)? What differs between decode
-steps and those of speculative decoding is a row of the table in `kinds.py`.
+one (`step/plan_reuse.py`)? If not, what does it show (`tree/batch_builder.py`), which paths have
+its requests (`tree/batch_builder.py`), and what is the plan (`step/microbatches.py`,
+`attention.py`)? What differs between decode steps and those of speculative decoding is a row of the
+table in `speculative/steps.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,19 @@ from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
-from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.speculative.steps import DraftExtend, Verify
+from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
-from sglang_pat.sglang.start.options import batch_invariant, drafts_of
-from sglang_pat.sglang.start.routes import Routes
-from sglang_pat.sglang.step.debug import DebugChecks, check_host_lengths
-from sglang_pat.sglang.step.kinds import Decode, DraftExtend, Place, StepKind, Verify
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of
+from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.step.repeats import RepeatedSteps
-from sglang_pat.sglang.step.reuse import Reason, Reuse
-from sglang_pat.sglang.tree.channel import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
-from sglang_pat.sglang.tree.reader import OVERFLOW, BatchReader
-from sglang_pat.sglang.tree.rows import RowShape
+from sglang_pat.sglang.step.plan_reuse import Reason, RepeatedSteps, Reuse
+from sglang_pat.sglang.step.step_type import Decode, Place, StepKind
+from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader, host_lengths
+from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
+from sglang_pat.sglang.tree.row_groups import RowShape
 from sglang_pat.sglang.tree.self_test import check_version
-from sglang_pat.sglang.tree.view import host_lengths
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
 # A step that is planned for one of these repeats the last one all the same.

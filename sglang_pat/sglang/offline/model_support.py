@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from sglang_pat.sglang.start.options import Reason, attention_backends, server_reason
-from sglang_pat.sglang.start.routes import Routes, model_reason, shape_reason, window_reason
+from sglang_pat.sglang.start.layer_support import Routes, model_reason, shape_reason, window_reason
+from sglang_pat.sglang.start.server_options import Reason, attention_backends, server_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
 

@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.metrics import LayerMetrics
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
-from sglang_pat.sglang.start.routes import Routes
+from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.support import BACKEND
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat._scheduler import same_objects
 from sglang_pat.sglang.start.hooks import Hook
-from sglang_pat.sglang.tree.radix import Request
-from sglang_pat.sglang.tree.rows import batch_with_beams
+from sglang_pat.sglang.tree.radix_paths import Request
+from sglang_pat.sglang.tree.row_groups import batch_with_beams
 
 _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
@@ -24,7 +24,7 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 class StepRequests(NamedTuple):
     """The requests of a batch in row order, and the prefix cache that they are in.
 
-    has_beams: rows of beams are among them (`rows.Row`).
+    has_beams: rows of beams are among them (`row_groups.Row`).
     """
 
     reqs: list[Request]  # never written to: equal lists in a row are one object

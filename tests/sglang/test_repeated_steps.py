@@ -6,7 +6,7 @@ import threading
 import time
 
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.step.repeats import RepeatedSteps
+from sglang_pat.sglang.step.plan_reuse import RepeatedSteps
 from sglang_pat.stats import PlanningTime
 
 TOKENS = KvTokens(100, 60, 50)

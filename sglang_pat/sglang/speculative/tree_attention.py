@@ -11,22 +11,12 @@ know yet.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
-
-
-class ReadApart(Protocol):
-    """Keys that rows read beside their plan."""
-
-    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `slots` and `biases` of a step with so many rows: see `merge_drafts`.
-
-        forward_batch: SGLang's, with the slot of each draft token.
-        """
 
 
 class DraftTrees:
@@ -178,12 +168,12 @@ def merge_drafts(
     """
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
-        from sglang_pat.sglang.layer import draft_tree_kernel  # needs Triton
+        from sglang_pat.sglang.speculative import tree_attention_kernel  # needs Triton
 
-        if draft_tree_kernel.reads(caches[0].dtype, q.device):
+        if tree_attention_kernel.reads(caches[0].dtype, q.device):
             # The first drafts of branches are a view with a stride, even behind reshape().
             slots = slots.contiguous()
-            return draft_tree_kernel.merge_drafts(
+            return tree_attention_kernel.merge_drafts(
                 q, caches, slots, biases, before, scaling, logit_cap, scales
             )
     k, v = (cache[slots].float().mul_(scale) for cache, scale in zip(caches, scales, strict=True))

@@ -22,8 +22,8 @@ from sglang_pat._scheduler import PLAN_SECTIONS, PrefixForest
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
-from sglang_pat.sglang.tree.radix import RadixSource, Request, RequestFields
-from sglang_pat.sglang.tree.reader import BatchReader
+from sglang_pat.sglang.tree.batch_builder import BatchReader
+from sglang_pat.sglang.tree.radix_paths import RadixSource, Request, RequestFields
 from sglang_pat.stats import PlanningTime, bound_of
 
 
@@ -143,8 +143,8 @@ class StepChecker:
 def check_growth(before: IntArray, now: IntArray) -> None:
     """Raise RuntimeError unless each length, except 0 of padding, is one more than before.
 
-    Repeated steps rely on that (`sglang/step/reuse.py`). int32 `[num_rows]`, of one batch in two
-    steps.
+    Repeated steps rely on that (`sglang/step/plan_reuse.py`). int32 `[num_rows]`, of one batch in
+    two steps.
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(

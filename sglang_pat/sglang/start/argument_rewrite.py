@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_pat import support
-from sglang_pat.sglang.start.env import Environment
-from sglang_pat.sglang.start.options import early_reason, resolved
+from sglang_pat.sglang.start.environment import Environment
+from sglang_pat.sglang.start.server_options import early_reason, resolved
 from sglang_pat.support import BACKEND
 
 # Attribute of ServerArgs. Not a field: it is in no dump of the arguments.

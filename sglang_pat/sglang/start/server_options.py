@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_pat import support
-from sglang_pat.sglang.start.env import Environment
+from sglang_pat.sglang.start.environment import Environment
 
 # Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
 DELEGATED_ARGUMENTS = {

@@ -1,0 +1,1 @@
+"""Tools that need SGLang but no server: models, flags, a simulated cache."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: verify steps, draft models, trees of drafts."""

@@ -1,0 +1,322 @@
+"""Gives draft models the attention of pat: hooks, with_pat for drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_pat.sglang.backend import PatMixin, can_become, with_mixin
+from sglang_pat.sglang.layer.attention import LayerAttention
+from sglang_pat.sglang.report.layer_report import report_draft_routes, report_extend_routes
+from sglang_pat.sglang.speculative.draft_backends import PatDraftStep, PatDraftSteps
+from sglang_pat.sglang.speculative.steps import BranchRound, DraftBlock, DraftRound
+from sglang_pat.sglang.start.argument_rewrite import is_asked_for, named_draft_backend
+from sglang_pat.sglang.start.environment import Environment
+from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.server_options import (
+    BLOCKS,
+    Reason,
+    attention_backends,
+    branches_of,
+    drafts_now,
+    resolved,
+)
+from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
+from sglang_pat.sglang.tree.request_tracker import BLOCK_WORKERS, block_hook, note_same_step
+
+_NAMED = "speculative_draft_attention_backend"
+
+
+class _Served:
+    """The decoder of the model that this process serves, if pat verifies drafts of another one."""
+
+    decoder: ServedDecoder | None = None
+    model_runner: Any = None
+
+    @classmethod
+    def of(cls, model_runner: Any) -> ServedDecoder | None:
+        """Return a model's decoder if SGLang builds one more backend, for another draft number."""
+        if cls.model_runner is not model_runner:
+            return None
+        return cls.decoder if resolved(model_runner.server_args, "speculative_adaptive") else None
+
+
+def await_draft_model(decoder: ServedDecoder | None, model_runner: Any) -> None:
+    """Let the draft model that SGLang builds next decode by pat where it can.
+
+    Parameters
+    ----------
+    decoder
+        Of the model that is served. None: pat does not decode it, and no draft model either.
+    model_runner
+        SGLang's, of that model.
+    """
+    _Served.decoder, _Served.model_runner = decoder, model_runner
+    if decoder is None:
+        return
+    algorithm = resolved(model_runner.server_args, "speculative_algorithm")
+    if algorithm in BLOCKS:
+        worker = BLOCK_WORKERS[algorithm]
+        after = Hook(worker, "init_attention_backends", _after_block_backend, HookType.AFTER)
+        install_hooks((after, block_hook(algorithm)))
+    else:
+        install_hooks(_HOOKS)
+    if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
+        install_hooks((_LAYERS_HOOK,))
+
+
+def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
+    """AFTER DraftBackendFactory.create_decode_backend."""
+    runner, decoder = factory.draft_model_runner, _Served.decoder
+    if steps is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_drafts(steps, runner, decoder)
+    return steps
+
+
+def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
+    """AFTER DraftBackendFactory.create_draft_extend_backend."""
+    runner, decoder = factory.draft_model_runner, _Served.decoder
+    if backend is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_extend(backend, runner, decoder)
+    return backend
+
+
+def _after_block_backend(result: Any, worker: Any) -> None:
+    """AFTER init_attention_backends of a worker whose draft model gives blocks."""
+    runner, decoder = getattr(worker, "draft_model_runner", None), _Served.decoder
+    if runner is not None and decoder is not None and is_asked_for(runner.server_args):
+        with_pat_blocks(worker, runner, decoder)
+
+
+def _after_capture(result: Any, worker: Any) -> None:
+    """AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
+
+    SGLang captures it over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
+    captured where no layer is the default backend's.
+    """
+    backend = getattr(worker, "draft_extend_attn_backend", None)
+    if not isinstance(backend, PatMixin):
+        return
+    runner = worker.cuda_graph_runner_for_draft_extend
+    if runner is None and worker.device == "cuda" and _captures_extends():
+        runner = worker.cuda_graph_runner_for_draft_extend = _captured_extends(worker, backend)
+    if runner is not None and worker.speculative_algorithm.is_standalone():
+        runner.execute = partial(_without_hidden_states, runner.execute)
+
+
+def _captured_extends(worker: Any, backend: PatMixin) -> Any:
+    """SGLang's graphs of what the draft model reads; None if the default backend has a layer."""
+    if backend.needs_default:
+        return None
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
+        EAGLEDraftExtendCudaGraphRunner,
+    )
+
+    captured = EAGLEDraftExtendCudaGraphRunner(worker)
+    return None if backend.needs_default else captured  # the warm-up may have shown one
+
+
+def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Run a captured step of a STANDALONE draft model, whose prompts return no hidden states.
+
+    SGLang merges the hidden states of both and indexes the sum by request when it retracts one:
+    those of captured steps alone are too few.
+    """
+    out = execute(*arguments, **keywords)
+    out.hidden_states = None
+    return out
+
+
+def _captures_extends() -> bool:
+    """True if SGLang's options let it capture such steps, and its decode steps."""
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    is_off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()
+
+
+def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    """AFTER prepare() of the graphs of several draft layers.
+
+    These graphs then show drafts of their own in place of the batch's.
+    """
+    note_same_step(graphs._replay_spec_info, forward_batch.spec_info)
+
+
+_FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+_HOOKS = (
+    Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
+    Hook(_FACTORY, "create_draft_extend_backend", _after_create_extend_backend, HookType.AFTER),
+    Hook(
+        "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
+        "_capture_cuda_graphs",
+        _after_capture,
+        HookType.AFTER,
+    ),
+)
+
+
+_LAYERS_HOOK = Hook(
+    "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
+    ":MultiLayerEagleMultiStepDraftExtendCudaGraphRunner",
+    "prepare",
+    _after_prepare,
+    HookType.AFTER,
+)
+
+
+def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+    """Let the steps of a draft model attend by pat where it can.
+
+    Parameters
+    ----------
+    steps
+        SGLang's container of the backends of all steps. Its class is changed, and theirs.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, which reports what is counted here.
+    """
+    routes = _routes(model_runner)
+    backends = list(getattr(steps, "attn_backends", ()))
+    kinds = [(each, with_mixin(PatDraftStep, type(each))) for each in backends]
+    kinds.append((steps, with_mixin(PatDraftSteps, type(steps))))
+    closed = [type(each).__name__ for each, kind in kinds if not can_become(each, kind)]
+    if routes.shapes and (closed or not backends):
+        name = closed[0] if closed else type(steps).__name__
+        routes.delegate_all(Reason("default backend", f"{name}, which is closed"))
+    if routes.shapes:
+        device = model_runner.req_to_token_pool.req_to_token.device
+        topk = branches_of(model_runner.server_args)
+        drafting = (
+            DraftRound(len(backends), device)
+            if topk == 1
+            else BranchRound(len(backends), topk, device)
+        )
+        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
+        layers = LayerAttention(model_runner, routes)
+        for step, (backend, kind) in enumerate(kinds[:-1]):
+            backend.__class__ = kind
+            backend.take(steps, step)
+        steps.__class__ = kinds[-1][1]
+        steps.take(planner, drafting, layers)
+        decoder.report(planner)
+    report_draft_routes(routes)
+
+
+def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+    """Let a draft model that gives blocks of drafts attend by pat where it can.
+
+    Parameters
+    ----------
+    worker
+        SGLang's, which drafts. The class of its draft model's backend is changed.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, which reports what is counted here.
+    """
+    backend, arguments = model_runner.attn_backend, model_runner.server_args
+    types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    name = _draft_backend(model_runner) or attention_backends(arguments)[1]
+    routes = Routes.of_runner(model_runner, name, types)
+    kind = with_mixin(PatMixin, type(backend))
+    reason = _block_reason(worker, arguments)
+    if reason is None and not can_become(backend, kind):
+        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+    if routes.shapes and reason is not None:
+        routes.delegate_all(reason)
+    if routes.shapes:
+        device = model_runner.req_to_token_pool.req_to_token.device
+        drafting = DraftBlock(worker._draft_block_spec_info.draft_token_num, device)
+        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
+        layers = LayerAttention(model_runner, routes)
+        backend.__class__ = kind
+        backend.take(planner, layers, [drafting], report=report_draft_routes, strict=False)
+        decoder.report(planner)
+    report_draft_routes(routes)
+
+
+def _block_reason(worker: Any, arguments: Any) -> Reason | None:
+    """Why a draft model that gives blocks is left to the default backend."""
+    named = named_draft_backend(arguments)
+    if named is not None:
+        return _names_backend(named)
+    if getattr(worker, "use_compact_draft_cache", False):  # its table of slots is its own
+        size = resolved(arguments, "speculative_draft_window_size")
+        return Reason("speculative decoding", f"--speculative-draft-window-size {size}")
+    return None
+
+
+def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+    """Let a draft model attend by pat where it can, when it reads what was accepted.
+
+    Parameters
+    ----------
+    backend
+        SGLang's, of these steps and of prompts. Its class is changed.
+    model_runner
+        SGLang's, of the draft model.
+    decoder
+        Of the model that is served, whose plans are used.
+    """
+    routes = _routes(model_runner)
+    kind = with_mixin(PatMixin, type(backend))
+    reason = _extend_reason(model_runner, decoder)
+    if reason is None and not can_become(backend, kind):
+        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+    if routes.shapes and reason is not None:
+        routes.delegate_all(reason)
+    if routes.shapes:
+        backend.__class__ = kind
+        backend.take(
+            decoder,
+            LayerAttention(model_runner, routes),
+            [decoder.new_extend(routes, drafts_now(model_runner.server_args))],
+            report=report_extend_routes,
+            strict=False,
+        )
+    report_extend_routes(routes)
+
+
+def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
+    """Why the plans of the model that is served do not serve a draft model."""
+    has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
+    if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
+        # There SGLang may let draft models read more than was verified.
+        return Reason("speculative decoding", "--enable-multi-layer-eagle with states")
+    types = (model_runner.dtype, model_runner.kv_cache_dtype)
+    if types != decoder.dtypes:
+        return Reason("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
+    return None
+
+
+def _routes(model_runner: Any) -> Routes:
+    arguments = model_runner.server_args
+    named = _draft_backend(model_runner)
+    routes = Routes.of_runner(model_runner, named or attention_backends(arguments)[1])
+    if named is not None:
+        routes.delegate_all(_names_backend(named))
+    return routes
+
+
+def _draft_backend(model_runner: Any) -> str | None:
+    """The resolved name of a draft model's backend; None: it has that of the model."""
+    name: str | None = getattr(model_runner, "draft_attention_backend", None)
+    return name or resolved(model_runner.server_args, _NAMED)
+
+
+def _names_backend(name: str) -> Reason:
+    flag = _NAMED.replace("_", "-")
+    return Reason("speculative decoding", f"--{flag} {name}")
