@@ -16,6 +16,7 @@ from typing import Any
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat.sglang.backend import PatMixin, can_become, with_mixin
+from sglang_pat.sglang.compat import resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.report.layer_report import report_routes
 from sglang_pat.sglang.speculative.attach import _Served, await_draft_model
@@ -28,7 +29,6 @@ from sglang_pat.sglang.start.server_options import (
     attention_backends,
     batch_invariant,
     drafts_now,
-    resolved,
 )
 from sglang_pat.sglang.step.planner import ServedDecoder
 from sglang_pat.sglang.step.step_type import StepKind

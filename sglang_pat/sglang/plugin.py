@@ -13,9 +13,9 @@ from functools import cache, wraps
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from sglang_pat.sglang import TOUCHPOINTS, Touchpoint
+from sglang_pat.sglang import TOUCHPOINTS, Touchpoint, compat
 from sglang_pat.support import BACKEND
 
 _WRAPPED = "_sglang_pat_wrapped"
@@ -35,8 +35,8 @@ def register() -> None:
         if name != BACKEND and not hasattr(factory, _WRAPPED):
             ATTENTION_BACKENDS[name] = _with_pat(name, factory)
     ATTENTION_BACKENDS[BACKEND] = create_backend
-    method = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # 0.5.17
-    target = f"sglang.srt.server_args:ServerArgs.{method}"  # with a colon, as in hooks.py
+    # With a colon, as in hooks.py.
+    target = f"sglang.srt.server_args:ServerArgs.{compat.resolution_method(ServerArgs)}"
     HookRegistry.register(target, around_resolution, HookType.AROUND)
 
 
@@ -77,9 +77,7 @@ def _decodes(model_runner: Any, name: str) -> bool:
 
     if not is_asked_for(arguments) or model_runner.is_draft_worker:
         return False
-    if hasattr(arguments, "get_attention_backends"):  # 0.5.17
-        return bool(arguments.get_attention_backends()[1] == name)
-    return bool(model_runner.decode_attention_backend_str == name)
+    return compat.decode_backend(model_runner) == name
 
 
 def missing_registrations() -> list[str]:
@@ -149,7 +147,7 @@ def _source_of(module: str) -> list[ast.stmt] | None:
     return ast.parse(Path(found.origin).read_text()).body
 
 
-def _is_class(statement: ast.stmt, name: str) -> bool:
+def _is_class(statement: ast.stmt, name: str) -> TypeGuard[ast.ClassDef]:
     return isinstance(statement, ast.ClassDef) and statement.name == name
 
 

@@ -17,9 +17,10 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.sglang import plugin
+from sglang_pat.sglang.compat import resolved
 from sglang_pat.sglang.start.argument_rewrite import around_resolution, is_asked_for
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.sglang.start.server_options import batch_invariant, resolved
+from sglang_pat.sglang.start.server_options import batch_invariant
 
 
 def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:

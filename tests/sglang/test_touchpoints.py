@@ -117,6 +117,31 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
     assert written == expected
 
 
+# What models have, what marks an object of pat's, and what no version of SGLang must have.
+NOT_OF_VERSIONS = {
+    ("plugin", "hasattr(factory, _WRAPPED)"),
+    ("plugin", "hasattr(f, _WRAPPED)"),
+    ("plugin", "ImportError"),
+    ("start.hooks", "(AttributeError, ImportError)"),
+    ("start.layer_support", "hasattr(getattr(module, 'kv_b_proj', None), 'set_lora')"),
+    ("start.layer_support", "hasattr(text_config, 'wrap_attention_backend')"),
+    ("tree.radix_paths", "hasattr(last_node, 'parent')"),
+    ("tree.self_test", "(ImportError, AttributeError)"),
+}
+
+
+def test_only_one_file_asks_what_a_version_of_sglang_has() -> None:
+    asks = {
+        (name, ast.unparse(node if isinstance(node, ast.Call) else node.type))
+        for name, tree in modules()
+        if name != "compat"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr")
+        or (isinstance(node, ast.ExceptHandler) and "ImportError" in ast.unparse(node))
+    }
+    assert asks == NOT_OF_VERSIONS
+
+
 def test_the_installed_sglang_has_all_of_them() -> None:
     assert plugin.missing_touchpoints() == []
 

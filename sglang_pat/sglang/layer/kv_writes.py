@@ -6,7 +6,6 @@ bytes (`executors/kv_writer.py`). Which one is decided at start.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any
 
@@ -15,7 +14,6 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
-    KVWriteLoc,
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
@@ -24,14 +22,13 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.plan import Shape
+from sglang_pat.sglang.compat import kv_write_location, latent_write_location
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.start.layer_support import Routes, attention_layers, is_converted
 
 logger = logging.getLogger(__name__)
 
-# Older pools of latent attention are given the slots alone, not what tells of them.
-_LATENT_WRITE = inspect.signature(MLATokenToKVPool.set_mla_kv_buffer).parameters
-_TAKES_LOCATION = "loc_info" in _LATENT_WRITE
+_location, _latent_location = kv_write_location(), latent_write_location()
 
 
 class KvWrites:
@@ -105,13 +102,11 @@ class KvWrites:
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
             return
         if k_rope is not None:
-            slots = forward_batch.out_cache_loc
-            location = _write_location(forward_batch) if _TAKES_LOCATION else slots
-            self._pool.set_mla_kv_buffer(layer, location, k, k_rope)
+            self._pool.set_mla_kv_buffer(layer, _latent_location(forward_batch), k, k_rope)
             return
         # SGLang's pools use the scales only if their dtype is not the model's.
         scales = (layer.k_scale, layer.v_scale) if self._are_scaled else ()
-        self._pool.set_kv_buffer(layer, _write_location(forward_batch), k, v, *scales)
+        self._pool.set_kv_buffer(layer, _location(forward_batch), k, v, *scales)
 
     def _write(
         self,
@@ -172,10 +167,3 @@ def _writer(model_runner: Any, shape: Shape) -> KvWriter | str:
     if writer.agrees_with_torch():
         return writer
     return f"torch {torch.__version__} stores {model_runner.dtype} in another way than pat"
-
-
-def _write_location(forward_batch: Any) -> KVWriteLoc:
-    """Return the slots of the new tokens."""
-    if hasattr(KVWriteLoc, "for_batch"):  # marks the slots as physical, which the pool asks for
-        return KVWriteLoc.for_batch(forward_batch)
-    return KVWriteLoc(forward_batch.out_cache_loc)

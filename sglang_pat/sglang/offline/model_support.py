@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_support import Routes, model_reason, shape_reason, window_reason
 from sglang_pat.sglang.start.server_options import Reason, attention_backends, server_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
@@ -43,8 +44,7 @@ def routes_of_model(path: str) -> Routes:
         skip_tokenizer_init=True,
         disable_radix_cache=True,  # some of its kinds want a GPU
     )
-    if hasattr(arguments, "resolve_once"):  # 0.5.17 resolves in the constructor
-        arguments.resolve_once()
+    compat.resolve_arguments(arguments)
     config = ModelConfig.from_server_args(arguments)
     prefill, default = attention_backends(arguments)
     whole = server_reason(arguments) or model_reason(config)
@@ -61,30 +61,24 @@ def routes_of_model(path: str) -> Routes:
 
 def _become_a_rank(arguments: Any, config: Any) -> None:
     """Set up what a model asks for while it is built: the only rank, which talks to nobody."""
-    from sglang.srt import distributed, runtime_context
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    compat.publish_only_rank(arguments, before_dp=_init_distributed, config=config)
 
-    if hasattr(runtime_context, "SpawnRanks"):
-        ranks = runtime_context.SpawnRanks(world_rank=0)
-        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
-    else:  # 0.5.17
-        runtime_context.publish(arguments, role="scheduler")
-    if not torch.distributed.is_initialized():
-        folder = tempfile.TemporaryDirectory(prefix="sglang-pat-")
-        atexit.register(folder.cleanup)
-        meeting = Path(folder.name) / "meeting"
-        distributed.init_distributed_environment(
-            backend="gloo",
-            world_size=1,
-            rank=0,
-            local_rank=0,
-            distributed_init_method=f"file://{meeting}",
-        )
-        distributed.initialize_model_parallel()
-    if hasattr(runtime_context, "SpawnRanks"):
-        initialize_dp_attention(arguments)
-    else:
-        initialize_dp_attention(arguments, config)
+
+def _init_distributed() -> None:
+    from sglang.srt import distributed
+
+    if torch.distributed.is_initialized():
+        return
+    folder = tempfile.TemporaryDirectory(prefix="sglang-pat-")
+    atexit.register(folder.cleanup)
+    distributed.init_distributed_environment(
+        backend="gloo",
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        distributed_init_method=f"file://{Path(folder.name) / 'meeting'}",
+    )
+    distributed.initialize_model_parallel()
 
 
 def _on_meta_device(config: Any) -> torch.nn.Module:

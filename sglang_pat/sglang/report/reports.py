@@ -24,6 +24,7 @@ from sglang.srt.runtime_context import (
     get_serving,
 )
 
+from sglang_pat.sglang import compat
 from sglang_pat.sglang.report.metrics import MetricClasses, StepMetrics
 from sglang_pat.sglang.report.stats_file import StatsFile
 from sglang_pat.sglang.start.environment import Environment
@@ -131,15 +132,14 @@ def scheduler_labels(model_runner: Any) -> dict[str, str]:
         "model_name": get_serving().served_model_name,
         "engine_type": (
             "dynamic"
-            if getattr(disaggregation, "enable_pd_role_switch", False)  # not in 0.5.17
+            if compat.switches_roles(disaggregation)
             else DisaggregationMode.to_engine_type(disaggregation.disaggregation_mode)
         ),
         "tp_rank": parallel.tp_rank,
         "pp_rank": parallel.pp_rank,
         "moe_ep_rank": parallel.moe_ep_rank,
     }
-    # The replica: in 0.5.17 only the model runner knows it.
-    dp_rank = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
+    dp_rank = compat.dp_rank(model_runner, parallel)
     if dp_rank is not None:
         labels["dp_rank"] = dp_rank
     labels |= get_observability().extra_metric_labels or {}

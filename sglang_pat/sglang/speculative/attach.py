@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.backend import PatMixin, can_become, with_mixin
+from sglang_pat.sglang.compat import draft_backend, resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.report.layer_report import report_draft_routes, report_extend_routes
 from sglang_pat.sglang.speculative.draft_backends import PatDraftStep, PatDraftSteps
@@ -25,7 +26,6 @@ from sglang_pat.sglang.start.server_options import (
     attention_backends,
     branches_of,
     drafts_now,
-    resolved,
 )
 from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
 from sglang_pat.sglang.tree.request_tracker import BLOCK_WORKERS, block_hook, note_same_step
@@ -229,7 +229,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> N
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-    name = _draft_backend(model_runner) or attention_backends(arguments)[1]
+    name = draft_backend(model_runner) or attention_backends(arguments)[1]
     routes = Routes.of_runner(model_runner, name, types)
     kind = with_mixin(PatMixin, type(backend))
     reason = _block_reason(worker, arguments)
@@ -304,17 +304,11 @@ def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
 
 def _routes(model_runner: Any) -> Routes:
     arguments = model_runner.server_args
-    named = _draft_backend(model_runner)
+    named = draft_backend(model_runner)
     routes = Routes.of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
         routes.delegate_all(_names_backend(named))
     return routes
-
-
-def _draft_backend(model_runner: Any) -> str | None:
-    """The resolved name of a draft model's backend; None: it has that of the model."""
-    name: str | None = getattr(model_runner, "draft_attention_backend", None)
-    return name or resolved(model_runner.server_args, _NAMED)
 
 
 def _names_backend(name: str) -> Reason:

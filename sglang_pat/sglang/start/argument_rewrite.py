@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_pat import support
+from sglang_pat.sglang.compat import resolved, unset_arguments
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.sglang.start.server_options import early_reason, resolved
+from sglang_pat.sglang.start.server_options import early_reason
 from sglang_pat.support import BACKEND
 
 # Attribute of ServerArgs. Not a field: it is in no dump of the arguments.
@@ -90,14 +91,7 @@ def _substitute(arguments: Any) -> None:
         )
     setattr(arguments, _ASKED_FOR, True)
     setattr(arguments, _NAMED_DRAFT, getattr(arguments, _DRAFT))
-    unset = {name: None for name, value in chosen.items() if value == BACKEND}
-    try:
-        from sglang.srt.arg_groups.overrides import declare_resolution
-    except ImportError:  # 0.5.17
-        for name in unset:
-            setattr(arguments, name, None)
-    else:
-        declare_resolution(arguments, BACKEND, **unset)
+    unset_arguments(arguments, [each for each in chosen if chosen[each] == BACKEND], BACKEND)
 
 
 def _check(arguments: Any) -> None:

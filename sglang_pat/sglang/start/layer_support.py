@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang_pat import support
 from sglang_pat.executors.layer import Scale
 from sglang_pat.plan import Shape
+from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.server_options import Reason, drafts_of, server_reason
 
 PAT, DEFAULT = "pat", "default"  # the routes
@@ -278,11 +279,7 @@ def _is_sparse(config: Any) -> bool:
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
     if is_sparse or hasattr(text_config, "wrap_attention_backend"):
         return True
-    try:
-        from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
-    except ImportError:  # 0.5.17
-        return False
-    return bool(is_qwen_qsa(config.hf_config))
+    return compat.is_qwen_sparse(config.hf_config)
 
 
 def window_reason(model: torch.nn.Module) -> Reason | None:
@@ -302,8 +299,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
         return reason
     if default not in support.DEFAULT_BACKENDS:
         return Reason("default backend", default)
-    translator = getattr(model_runner, "kv_index_translator", None)  # not in 0.5.17
-    if translator is not None and translator.is_translating:
+    if compat.translates_slots(model_runner):
         return Reason("KV pool", "with virtual slots")
     return _device_reason(model_runner.device, model_runner.dtype)
 

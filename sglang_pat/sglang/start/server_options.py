@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_pat import support
+from sglang_pat.sglang.compat import environment_is_set, plan_stream_waits, resolved
 from sglang_pat.sglang.start.environment import Environment
 
 # Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
@@ -30,8 +29,7 @@ TREES = ("NGRAM",)
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # Verify steps of DSPARK: as many drafts of each request ("static"), or as many as pay.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Makes a graph of what a backend does before a replay, and from then on asks it no more. Not in
-# 0.5.17.
+# Makes a graph of what a backend does before a replay, and from then on asks it no more.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 # Values of --kv-cache-dtype under which pat may read the KV.
 _KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -57,15 +55,6 @@ class Reason(NamedTuple):
         return support.unsupported(self.topic, f"{self.value}{where}")
 
 
-def resolved(arguments: Any, name: str) -> Any:
-    """The resolved value of a server argument. None if this SGLang does not have it."""
-    try:
-        from sglang.srt.arg_groups.overrides import resolution_result
-    except ImportError:  # 0.5.17 writes what it resolves to the field itself
-        return getattr(arguments, name, None)
-    return resolution_result(arguments, name)
-
-
 def attention_backends(arguments: Any) -> tuple[str, str]:
     """The resolved names of SGLang's backends for prefill and decode."""
     base = resolved(arguments, "attention_backend")
@@ -85,8 +74,6 @@ def batch_invariant(arguments: Any, environment: Environment) -> bool:
 
 def server_reason(arguments: Any) -> Reason | None:
     """Why pat decodes nothing under these resolved server arguments."""
-    from sglang.srt.environ import envs
-
     for name, flag in DELEGATED_ARGUMENTS.items():
         value = resolved(arguments, name)
         if value:
@@ -97,7 +84,7 @@ def server_reason(arguments: Any) -> Reason | None:
     reason = _speculation_reason(arguments, Environment.read())
     if reason is not None:
         return reason
-    if hasattr(envs, GLUE_GRAPH) and getattr(envs, GLUE_GRAPH).get():
+    if environment_is_set(GLUE_GRAPH):
         return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
     return None
 
@@ -121,31 +108,14 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         return Reason(
             "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"
         )
+    has_draft_layers = bool(resolved(arguments, "enable_multi_layer_eagle"))
     if (
         algorithm in CHAINS
-        and getattr(envs, PLAN_STREAM).get()
-        and not _plan_stream_waits(arguments)
+        and environment_is_set(PLAN_STREAM)
+        and not plan_stream_waits(has_draft_layers=has_draft_layers)
     ):
         return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
     return None
-
-
-def _plan_stream_waits(arguments: Any) -> bool:
-    """True if SGLang's plan stream waits for the forward stream before each use.
-
-    It does in 0.5.23, and not in 0.5.17: pat would write into buffers of graphs that are running.
-    The modules are read, and not imported: that takes seconds.
-    """
-    worker = "eagle_worker_v2"
-    if resolved(arguments, "enable_multi_layer_eagle"):
-        worker = "multi_layer_eagle_worker_v2"
-    for module in ("eagle_worker_common", worker):
-        found = find_spec(f"sglang.srt.speculative.{module}")
-        if found is None or found.origin is None:
-            return False
-        if "plan_stream.wait_stream(" not in Path(found.origin).read_text():
-            return False
-    return True
 
 
 class Drafts(NamedTuple):

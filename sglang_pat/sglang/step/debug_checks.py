@@ -22,8 +22,9 @@ from sglang_pat._scheduler import PLAN_SECTIONS, PrefixForest
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
+from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.batch_builder import BatchReader
-from sglang_pat.sglang.tree.radix_paths import RadixSource, Request, RequestFields
+from sglang_pat.sglang.tree.radix_paths import RadixSource, Request
 from sglang_pat.stats import PlanningTime, bound_of
 
 

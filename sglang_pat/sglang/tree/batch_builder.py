@@ -23,14 +23,13 @@ import torch
 
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.sglang import compat
 from sglang_pat.sglang.tree.radix_paths import (
     PathMismatchError,
     RadixEvents,
     RadixSource,
     Request,
-    RequestFields,
     radix_source,
-    unwrapped,
 )
 from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepChannel, StepRequests
 from sglang_pat.sglang.tree.row_groups import DECODE_ROWS, DraftGroups, GroupSource, RowShape
@@ -215,7 +214,7 @@ class BatchReader:
         assert self._source is not None
         if self._drafts is None:
             return self._source
-        return GroupSource(self._source, unwrapped(self._tree).req_to_token_pool)
+        return GroupSource(self._source, compat.unwrapped(self._tree).req_to_token_pool)
 
     def _update_rows(self, reqs: list[Request], count: int) -> None:
         """Bring the forest to the rows of draft tokens, `count` of each request."""
@@ -287,7 +286,7 @@ class StepView(NamedTuple):
         cls, forward_batch: Any, requests: StepRequests | None, shape: RowShape = DECODE_ROWS
     ) -> StepView:
         """Read a decode batch of SGLang's, in any of its shapes."""
-        is_idle = _is_idle(forward_batch)
+        is_idle = compat.is_idle(forward_batch)
         return cls(
             requests,
             forward_batch.batch_size,
@@ -317,7 +316,7 @@ def num_known(forward_batch: Any, requests: StepRequests | None) -> int:
     SGLang announces the padding of a graph, and not that of MLP synchronisation. Where the requests
     are not known, as in a capture, what is not announced counts as requests.
     """
-    most: int = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
+    most: int = forward_batch.batch_size - compat.num_padding(forward_batch)
     return most if requests is None else min(len(requests.reqs), most)
 
 
@@ -340,20 +339,9 @@ def host_lengths(
     """
     on_host = None if are_bounds else batch.seq_lens_cpu
     if on_host is None and reqs is not None:
-        committed = map(RequestFields.of(reqs[0]).committed_len, reqs)
+        committed = map(compat.RequestFields.of(reqs[0]).committed_len, reqs)
         return np.fromiter(committed, dtype=np.int64, count=len(reqs))
     if on_host is None:
         on_host = batch.seq_lens.cpu()
     lens: npt.NDArray[np.int64] = on_host.numpy()
     return lens
-
-
-def _is_idle(forward_batch: Any) -> bool:
-    """Return True if a batch has no requests, and keeps a rank of data parallelism in step.
-
-    A graph that is replayed shows the mode of its capture, and the batch's own beside it. A batch
-    of padding that SGLang turned into a verify step, for a hybrid model, shows both too.
-    """
-    kinds = ("", "actual_", "_original_")
-    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
-    return any(mode is not None and mode.is_idle() for mode in modes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,15 @@ import torch
 
 from sglang_pat import support
 from sglang_pat.batch import PrefixPaths
+from sglang_pat.sglang.compat import (
+    FULL_COMPONENTS,
+    RequestFields,
+    node_splitter,
+    path_access,
+    qualified_name,
+    rust_binding,
+    unwrapped,
+)
 
 Request = Any  # sglang.srt.managers.schedule_batch.Req
 
@@ -31,14 +40,9 @@ _PYTHON_NODE_TREES = (
     "sglang.srt.mem_cache.hiradix_cache.HiRadixCache",
 )
 _ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
-_SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
 _FULL_COMPONENT = 0  # ComponentType.FULL of id trees
 # Components of an id tree's nodes. We read only FULL, the slots of layers that see all tokens.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
-_FULL_COMPONENTS = tuple(
-    f"sglang.srt.mem_cache.unified_cache.components.{module}.FullComponent"
-    for module in ("full_component", "full")  # 0.5.17, 0.5.23
-)
 
 # A node as the Rust core gives it: its id, its parent's, where its span begins and ends, the length
 # of its KV, its children.
@@ -86,11 +90,6 @@ class RadixSource(Protocol):
         """The KV slots along the path of a request, as the tree holds them. For checks."""
 
 
-def unwrapped(tree: Any) -> Any:
-    """The prefix cache itself, which 0.5.17 wraps where there are streaming sessions."""
-    return tree.inner if _qualified_name(tree) in _SESSION_WRAPPERS else tree
-
-
 def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSource | None:
     """The adapter for a prefix cache; None if it holds no paths that we can read.
 
@@ -101,7 +100,7 @@ def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSo
         Called with the error for each request whose path does not match it.
     """
     tree = unwrapped(tree)
-    name = _qualified_name(tree)
+    name = qualified_name(tree)
     if name in _PYTHON_NODE_TREES and not tree.disable:
         return PythonNodeSource(tree, on_mismatch)
     if name in _ID_TREES and not tree.disable and _is_readable(tree):
@@ -110,7 +109,7 @@ def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSo
 
 
 def _is_readable(tree: Any) -> bool:
-    return _shows_paths(tree.tree_core) and _has_full_component(tree)
+    return path_access(tree.tree_core) is not None and _has_full_component(tree)
 
 
 def _has_full_component(tree: Any) -> bool:
@@ -123,45 +122,7 @@ def _has_full_component(tree: Any) -> bool:
     return (
         set(components) <= _COMPONENTS
         and "FULL" in components
-        and _qualified_name(components["FULL"]) in _FULL_COMPONENTS
-    )
-
-
-def _shows_paths(core: Any) -> bool:
-    """True if the core of an id tree has a way to its nodes. The first ones in Rust had none."""
-    in_rust = hasattr(core, "_binding")
-    return not in_rust or hasattr(core, "collect_path_info") or _climbs(core)
-
-
-def _climbs(core: Any) -> bool:
-    """True if a core in Rust gives the parent and the length of one node at a time (0.5.21)."""
-    binding = getattr(core, "_binding", None)
-    return hasattr(core, "validate_buffer_backup") and hasattr(binding, "get_node_key_lengths")
-
-
-class RequestFields(NamedTuple):
-    """Fields of a Req that we read: on itself up to 0.5.17, later in `req.kv`."""
-
-    row: attrgetter[int]
-    protected_len: attrgetter[int]
-    committed_len: attrgetter[int]
-    key_by_node_id: attrgetter[Any]
-    key_by_node: attrgetter[Any]
-
-    @classmethod
-    def of(cls, req: Request) -> RequestFields:
-        return _request_fields("kv." if hasattr(getattr(req, "kv", None), "req_pool_idx") else "")
-
-
-@cache
-def _request_fields(prefix: str) -> RequestFields:
-    row, protected_len = prefix + "req_pool_idx", prefix + "cache_protected_len"
-    return RequestFields(
-        row=attrgetter(row),
-        protected_len=attrgetter(protected_len),
-        committed_len=attrgetter(prefix + "kv_committed_len"),
-        key_by_node_id=attrgetter("rid", row, "last_node.id", protected_len),
-        key_by_node=attrgetter("rid", row, "last_node", protected_len),
+        and qualified_name(components["FULL"]) in FULL_COMPONENTS
     )
 
 
@@ -197,18 +158,14 @@ class PythonNodeSource:
 class IdSource:
     """UnifiedRadixCache: nodes are integer ids. Its core, in Rust or Python, collects whole paths.
 
-    In older versions it does not. There the ids resolve to Python nodes, which are walked, or the
-    core tells of one node at a time.
+    In older versions it does not (`compat.path_access`).
     """
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree = tree
         self._core = tree.tree_core
+        self._access = path_access(self._core)
         self._on_mismatch = on_mismatch
-
-    @property
-    def _nodes_are_objects(self) -> bool:
-        return not hasattr(self._core, "collect_path_info") and not _climbs(self._core)
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
         return tuple(map(RequestFields.of(reqs[0]).key_by_node, reqs))
@@ -228,7 +185,7 @@ class IdSource:
     def shared_slots(self, req: Request) -> torch.Tensor:
         if type(req.last_node) is not int:
             return _joined(())
-        if self._nodes_are_objects:
+        if self._access == "objects":
             node = self._tree.resolve_node_handle(req.last_node)
             nodes = _path_of(node, self._tree.root_node)
             return _joined(node.component_data[_FULL_COMPONENT].value for node in nodes)
@@ -239,12 +196,12 @@ class IdSource:
 
     def _collect(self, ids: list[int]) -> list[Path]:
         """The path to each id."""
-        if self._nodes_are_objects:
+        if self._access == "objects":
             root, node_of = self._tree.root_node, self._tree.resolve_node_handle
             return [_walked_path(node_of(id_), root) for id_ in ids]
-        if not hasattr(self._core, "collect_path_info"):
+        if self._access == "climbs":
             return [_climbed_path(self._core, id_) for id_ in ids]
-        binding = getattr(self._core, "_binding", None)
+        binding = rust_binding(self._core)
         if binding is None:
             return [[_as_node(info) for info in path] for path in self._core.collect_path_info(ids)]
         # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
@@ -271,10 +228,6 @@ _LAST_NODE = attrgetter("last_node")
 def _is_node(last_node: object) -> bool:
     """True if it is one of a tree of Python nodes. That of a streaming session is not."""
     return hasattr(last_node, "parent")
-
-
-def _qualified_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _path_of(node: Any, root: Any) -> list[Any]:
@@ -415,10 +368,7 @@ class RadixEvents:
         for kind in _KINDS:
             # A cache that is wrapped for sessions is asked to checkpoint by way of the wrapper.
             self._watch(cache if kind.name == "checkpoint" else inner, kind)
-        splitter = next(
-            (each for each in (inner, getattr(inner, "tree_core", None)) if _has(each, _SPLIT)),
-            None,
-        )
+        splitter = node_splitter(inner, *_SPLIT.methods)
         if splitter is None:
             self.unseen = (_SPLIT.name,)
         else:
@@ -490,7 +440,3 @@ class RadixEvents:
 
         special: dict[str, Callable[..., Any]] = {"checkpoint": checkpoint, "reset": reset}
         return special.get(kind, count)
-
-
-def _has(owner: Any, kind: _Kind) -> bool:
-    return any(callable(getattr(owner, name, None)) for name in kind.methods)

@@ -14,6 +14,7 @@ from weakref import WeakSet
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat._scheduler import same_objects
+from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.hooks import Hook
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.row_groups import batch_with_beams
@@ -73,7 +74,7 @@ class StepChannel:
             return
         mode = forward_batch.forward_mode
         if mode.is_decode() or mode.is_target_verify():
-            reqs, beam_tail = batch.reqs, getattr(batch, "beam_tail", None)
+            reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.note_moved)
             # One list for all microbatches: where they take turns no step repeats, as it must not
@@ -84,7 +85,7 @@ class StepChannel:
             setattr(forward_batch, _NOTE, step)
         elif mode.is_extend():
             # Rows that decode in a mixed batch stay where they are.
-            decoding = set(map(id, getattr(batch, "decoding_reqs", None) or ()))
+            decoding = set(map(id, compat.decoding_requests(batch)))
             self.note_moved(req for req in batch.reqs if id(req) not in decoding)
 
     def note_drafting(self, forward_batch: Any, batch: Any) -> None:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from sglang_pat.batch import IntArray, PrefixPaths
+from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.radix_paths import (
     Path,
     RadixSource,
     Request,
-    RequestFields,
     extended_path,
     new_node_id,
     prefix_paths,

@@ -1,0 +1,268 @@
+"""All differences between the versions of SGLang that pat supports.
+
+Each function hides one difference, and says what the versions do. Nothing else in the adapter asks
+whether SGLang has something. SGLang is imported inside functions, as the command line loads this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# --- server arguments ---
+
+
+def resolution_method(server_args_class: type) -> str:
+    """Return the method of ServerArgs that resolves arguments. 0.5.17: its constructor does."""
+    return "resolve_once" if hasattr(server_args_class, "resolve_once") else "__post_init__"
+
+
+def resolve_arguments(arguments: Any) -> None:
+    """Resolve arguments that were made outside of a server. 0.5.17: they are resolved."""
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+
+
+def resolved(arguments: Any, name: str) -> Any:
+    """Return the resolved value of an argument. 0.5.17: it is the field itself.
+
+    None if this SGLang does not have the argument.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:
+        return getattr(arguments, name, None)
+    return resolution_result(arguments, name)
+
+
+def unset_arguments(arguments: Any, names: Iterable[str], source: str) -> None:
+    """Set arguments to None before they are resolved. 0.5.17: by assignment."""
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:
+        for name in names:
+            setattr(arguments, name, None)
+    else:
+        declare_resolution(arguments, source, **dict.fromkeys(names))
+
+
+def environment_is_set(name: str) -> bool:
+    """Return True if a switch of SGLang's environment is on. Not all versions have each switch."""
+    from sglang.srt.environ import envs
+
+    return hasattr(envs, name) and bool(getattr(envs, name).get())
+
+
+def plan_stream_waits(*, has_draft_layers: bool) -> bool:
+    """Return True if SGLang's plan stream waits for the forward stream before each use.
+
+    0.5.23: it does. 0.5.17: it does not, and pat would write to buffers of graphs that are running.
+    The modules are read, and not imported: that takes seconds.
+    """
+    worker = "multi_layer_eagle_worker_v2" if has_draft_layers else "eagle_worker_v2"
+    for module in ("eagle_worker_common", worker):
+        found = find_spec(f"sglang.srt.speculative.{module}")
+        if found is None or found.origin is None:
+            return False
+        if "plan_stream.wait_stream(" not in Path(found.origin).read_text():
+            return False
+    return True
+
+
+# --- the model runner ---
+
+
+def decode_backend(model_runner: Any) -> str:
+    """Return the name of the backend that decodes. 0.5.17: only the arguments know it."""
+    arguments = model_runner.server_args
+    if hasattr(arguments, "get_attention_backends"):
+        return str(arguments.get_attention_backends()[1])
+    return str(model_runner.decode_attention_backend_str)
+
+
+def draft_backend(model_runner: Any) -> str | None:
+    """Return the name of a draft model's own backend. 0.5.17: only the arguments know it."""
+    name: str | None = getattr(model_runner, "draft_attention_backend", None)
+    return name or resolved(model_runner.server_args, "speculative_draft_attention_backend")
+
+
+def translates_slots(model_runner: Any) -> bool:
+    """Return True if slots of the KV pool are virtual. 0.5.17: they never are."""
+    translator = getattr(model_runner, "kv_index_translator", None)
+    return translator is not None and bool(translator.is_translating)
+
+
+def is_qwen_sparse(hf_config: Any) -> bool:
+    """Return True for Qwen's sparse attention. 0.5.17: it does not know such models."""
+    try:
+        from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+    except ImportError:
+        return False
+    return bool(is_qwen_qsa(hf_config))
+
+
+def dp_rank(model_runner: Any, parallel: Any) -> int | None:
+    """Return the replica of a rank. 0.5.17: the model runner knows it, and not `parallel`."""
+    rank: int | None = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
+    return rank
+
+
+def switches_roles(disaggregation: Any) -> bool:
+    """Return True if a server of prefill may become one of decode. 0.5.17: it may not."""
+    return bool(getattr(disaggregation, "enable_pd_role_switch", False))
+
+
+def publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
+    """Publish that this process is the only rank. 0.5.17: without naming the rank.
+
+    before_dp: is called before data parallelism is set up, for which 0.5.17 wants `config`.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        ranks = runtime_context.SpawnRanks(world_rank=0)
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        before_dp()
+        initialize_dp_attention(arguments)
+    else:
+        runtime_context.publish(arguments, role="scheduler")
+        before_dp()
+        initialize_dp_attention(arguments, config)
+
+
+# --- the batch ---
+
+
+def beam_tail(batch: Any) -> Any | None:
+    """Return the rows of beam searches in a batch. 0.5.17: there are none."""
+    return getattr(batch, "beam_tail", None)
+
+
+def decoding_requests(batch: Any) -> Sequence[Any]:
+    """Return the requests of a prefill batch that decode. Some versions have no such field."""
+    return getattr(batch, "decoding_reqs", None) or ()
+
+
+def num_padding(forward_batch: Any) -> int:
+    """Return the rows of padding that a graph announces. Only a replayed graph has the field."""
+    count: int = getattr(forward_batch, "num_padding", 0)
+    return count
+
+
+def is_idle(forward_batch: Any) -> bool:
+    """Return True if a batch has no requests, and keeps a rank of data parallelism in step.
+
+    A graph that is replayed shows the mode of its capture, and the batch's own beside it. A batch
+    of padding that SGLang turned into a verify step, for a hybrid model, shows both too.
+    """
+    kinds = ("", "actual_", "_original_")
+    modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
+    return any(mode is not None and mode.is_idle() for mode in modes)
+
+
+@cache
+def kv_write_location() -> Callable[[Any], Any]:
+    """Return a function that gives where a pool writes the new tokens of a batch.
+
+    Later than 0.5.17: the slots are marked as physical, which the pool asks for.
+    """
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    if hasattr(KVWriteLoc, "for_batch"):
+        location: Callable[[Any], Any] = KVWriteLoc.for_batch
+        return location
+    return lambda forward_batch: KVWriteLoc(forward_batch.out_cache_loc)
+
+
+@cache
+def latent_write_location() -> Callable[[Any], Any]:
+    """Return the same for a pool of latent attention. 0.5.17: it takes the slots alone."""
+    import inspect
+
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    if "loc_info" in inspect.signature(MLATokenToKVPool.set_mla_kv_buffer).parameters:
+        return kv_write_location()
+    slots: Callable[[Any], Any] = attrgetter("out_cache_loc")
+    return slots
+
+
+# --- requests and the radix tree ---
+
+
+class RequestFields(NamedTuple):
+    """Readers of a Req's fields. 0.5.17: they are on the Req itself, later in `req.kv`."""
+
+    row: attrgetter[int]
+    protected_len: attrgetter[int]
+    committed_len: attrgetter[int]
+    key_by_node_id: attrgetter[Any]
+    key_by_node: attrgetter[Any]
+
+    @classmethod
+    def of(cls, req: Any) -> RequestFields:
+        """Return the readers for requests like this one."""
+        return _request_fields("kv." if hasattr(getattr(req, "kv", None), "req_pool_idx") else "")
+
+
+@cache
+def _request_fields(prefix: str) -> RequestFields:
+    row, protected_len = prefix + "req_pool_idx", prefix + "cache_protected_len"
+    return RequestFields(
+        row=attrgetter(row),
+        protected_len=attrgetter(protected_len),
+        committed_len=attrgetter(prefix + "kv_committed_len"),
+        key_by_node_id=attrgetter("rid", row, "last_node.id", protected_len),
+        key_by_node=attrgetter("rid", row, "last_node", protected_len),
+    )
+
+
+_SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)
+FULL_COMPONENTS = tuple(
+    f"sglang.srt.mem_cache.unified_cache.components.{module}.FullComponent"
+    for module in ("full_component", "full")  # 0.5.17, 0.5.23
+)
+
+
+def qualified_name(value: object) -> str:
+    """Return the name of an object's class, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def unwrapped(tree: Any) -> Any:
+    """Return the prefix cache itself. 0.5.17: it is wrapped where there are streaming sessions."""
+    return tree.inner if qualified_name(tree) in _SESSION_WRAPPERS else tree
+
+
+def path_access(core: Any) -> str | None:
+    """Return how the core of an id tree shows the path to a node.
+
+    "paths": it collects whole paths; 0.5.22, 0.5.23. "climbs": a core in Rust tells of one node at
+    a time; 0.5.21. "objects": ids resolve to Python nodes; 0.5.17. None: the first cores in Rust
+    show nothing.
+    """
+    if hasattr(core, "collect_path_info"):
+        return "paths"
+    if not hasattr(core, "_binding"):
+        return "objects"
+    tells = hasattr(core, "validate_buffer_backup")
+    return "climbs" if tells and hasattr(core._binding, "get_node_key_lengths") else None
+
+
+def rust_binding(core: Any) -> Any | None:
+    """Return what a core in Rust is bound by. None: the core is in Python."""
+    return getattr(core, "_binding", None)
+
+
+def node_splitter(cache: Any, method: str) -> Any | None:
+    """Return the object of a prefix cache that splits nodes: the cache or its core.
+
+    None: a core in Rust splits without a method that Python could see.
+    """
+    owners = (cache, getattr(cache, "tree_core", None))
+    return next((each for each in owners if callable(getattr(each, method, None))), None)
