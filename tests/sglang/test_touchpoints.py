@@ -117,7 +117,7 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
     assert written == expected
 
 
-# What models have, what marks an object of pat's, and what no version of SGLang must have.
+# Questions about models, about objects that pat has marked, and about any SGLang at all.
 NOT_OF_VERSIONS = {
     ("plugin", "hasattr(factory, _WRAPPED)"),
     ("plugin", "hasattr(f, _WRAPPED)"),
