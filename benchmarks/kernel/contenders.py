@@ -25,6 +25,7 @@ Contender = Callable[[Workload, WorkloadTensors], Layer]
 
 WORKSPACE_BYTES = 512 << 20
 _LEVEL_WORKSPACE_BYTES = 512 << 20  # of each level of the cascade; groups of 16 take 300 MB
+_MERGED_NUMBERS = 8192  # of a request: 8 a thread, 1,024 threads
 
 
 def pat(
@@ -114,6 +115,12 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
     if tensors.sinks is not None:
         raise Unsupported("FlashInfer's cascade has no attention sinks")
     groups = cascade_groups(workload.forest)
+    numbers = workload.num_qo_heads * workload.head_dim
+    if len(groups) > 1 and numbers > _MERGED_NUMBERS:
+        raise Unsupported(
+            f"FlashInfer merges rows of up to {_MERGED_NUMBERS:,} numbers; the query heads of a "
+            f"request have {numbers:,}"
+        )
     wrapper = MultiLevelCascadeAttentionWrapper(len(groups), _workspace(), "NHD")
     wrapper._batch_prefill_wrappers = [
         BatchPrefillWithPagedKVCacheWrapper(

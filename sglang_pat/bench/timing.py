@@ -58,7 +58,12 @@ def interleaved_us(
 
 
 def layer_us(
-    graphs: Mapping[str, Callable[[], object]], layers: int, rounds: int, *, dirty: bool
+    graphs: Mapping[str, Callable[[], object]],
+    layers: int,
+    rounds: int,
+    *,
+    warmup: int = 3,
+    dirty: bool,
 ) -> dict[str, dict[str, float]]:
     """Microseconds of a layer of graphs that hold so many, by name.
 
@@ -67,7 +72,7 @@ def layer_us(
     found = {}
     for key, is_dirty in {"us": False, "us_dirty_l2": True}.items():
         if dirty or not is_dirty:
-            times = interleaved_us(graphs, rounds=rounds, dirty=is_dirty)
+            times = interleaved_us(graphs, rounds=rounds, warmup=warmup, dirty=is_dirty)
             found[key] = {name: total / layers for name, total in times.items()}
     return found
 

@@ -239,14 +239,16 @@ def test_what_is_wrong_or_not_supported_is_named_and_not_timed(
         "breaks": breaks,
     }
     timed: list[str] = []
-    monkeypatch.setattr(measurement.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measurement, "_forget_error", lambda: None)
     monkeypatch.setattr(measurement.timing, "capture", lambda run: SimpleNamespace(replay=run))
-    monkeypatch.setattr(
-        measurement.timing, "layer_us", lambda graphs, *_, **__: timed.extend(graphs) or {"us": {}}
-    )
+
+    def layer_us(graphs: Any, layers: int, rounds: int, **_: Any) -> Any:
+        timed[:] = graphs
+        return {"us": dict.fromkeys(graphs, 100.0 / rounds)}
+
+    monkeypatch.setattr(measurement.timing, "layer_us", layer_us)
 
     def measured(kv_dtype: torch.dtype | None) -> dict[str, Any]:
-        timed.clear()
         return measurement.measure(
             contenders,
             Workload(Forest.of_tree("4_16"), 8, 2, kv_dtype=kv_dtype),
@@ -275,6 +277,31 @@ def test_what_is_wrong_or_not_supported_is_named_and_not_timed(
     assert timed == ["good"]
     assert set(measured(torch.float8_e4m3fn)["failed"]) >= {"one head wrong", "nan"}
     assert timed == ["good", "rounded"]
+
+
+def test_a_kernel_far_behind_is_timed_in_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {"pat": 10.0, "near": 29.0, "far": 31.0}
+    rounds: dict[str, list[int]] = {name: [] for name in us}
+
+    def layer_us(graphs: Any, layers: int, count: int, *, dirty: bool, warmup: int = 3) -> Any:
+        for name in graphs:
+            rounds[name].append(count)
+        times = {name: us[name] + count / 1000 for name in graphs}
+        return {"us": times, "us_dirty_l2": times} if dirty else {"us": times}
+
+    monkeypatch.setattr(measurement.timing, "layer_us", layer_us)
+    found = measurement._timed(dict.fromkeys(us, None), 8, 9, dirty=True)
+    assert rounds == {"pat": [2, 9], "near": [2, 9], "far": [2]}
+    assert (
+        found["us"]
+        == found["us_dirty_l2"]
+        == {
+            "pat": 10.009,
+            "near": 29.009,
+            "far": 31.002,
+        }
+    )
+    assert measurement._timed({}, 8, 9, dirty=False) == {"us": {}}
 
 
 def _case(suite: str, name: str, kind: str, pat: float, peer: float, floor: float = 10.0) -> Any:
