@@ -32,7 +32,7 @@ _COMPILED = (".so", ".pyd", ".dll")
 
 
 def find_stand_ins() -> dict[str, str]:
-    """Look at all packages that the installed SGLang imports.
+    """Look at all packages that the servers of the installed SGLang import.
 
     Returns
     -------
@@ -42,7 +42,8 @@ def find_stand_ins() -> dict[str, str]:
     sglang = find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         return {}
-    places = {name: _places(name) for name in _imported(Path(sglang.submodule_search_locations[0]))}
+    servers = Path(sglang.submodule_search_locations[0], "srt")
+    places = {name: _places(name) for name in _imported(servers)}
     owned = _owned({place for each in places.values() if each for place in each})
     found = {name: _wrong(name, each, owned) for name, each in sorted(places.items())}
     return {name: wrong for name, wrong in found.items() if wrong is not None}
@@ -55,7 +56,7 @@ def refuse_stand_ins() -> None:
 
 
 def _imported(folder: Path) -> set[str]:
-    """Top-level names that the files of SGLang import, without its tests."""
+    """Top-level names that the files of a folder import, without its tests."""
     found: set[bytes] = set()
     for path in folder.rglob("*.py"):
         if "test" not in path.relative_to(folder).parts:

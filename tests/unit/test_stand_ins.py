@@ -26,7 +26,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of packages, with a SGLang that imports `NAME`."""
     site = tmp_path / "site"
     write(site / "sglang/srt/ops.py", f"import os\nif True:\n    from {NAME}.utils import x\n")
-    write(site / "sglang/test/tests.py", "import pat_test_other\n")
+    write(site / "sglang/srt/test/tests.py", "import pat_test_other\n")
+    write(site / "sglang/multimodal_gen/cuda.py", "from kernel.attention import x\n")
     write(site / "sglang/__init__.py", "")
     monkeypatch.syspath_prepend(site)
     for name in (NAME, "sglang"):
@@ -70,6 +71,12 @@ def test_a_package_that_is_not_there_is_none() -> None:
 def test_a_file_of_no_distribution_is_one(site: Path, file: str, text: str) -> None:
     write(site / file, text)
     assert found() == f"{site / file} belongs to no installed distribution"
+
+
+def test_what_servers_do_not_import_may_be_anything(site: Path) -> None:
+    """SGLang's image generation imports a `kernel`, and benchmarks have a package of that name."""
+    write(site / "kernel/__init__.py", NOTHING)
+    assert found() is None
 
 
 def test_an_empty_folder_is_one(
