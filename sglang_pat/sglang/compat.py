@@ -116,8 +116,23 @@ def switches_roles(disaggregation: Any) -> bool:
     return bool(getattr(disaggregation, "enable_pd_role_switch", False))
 
 
+def parallel_sizes(arguments: Any) -> dict[str, int]:
+    """Return the sizes of groups of ranks that SGLang must be told. 0.5.17: all of them."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        return {}
+    return {
+        "tensor_model_parallel_size": arguments.tp_size,
+        "expert_model_parallel_size": arguments.ep_size,
+        "attention_data_parallel_size": arguments.dp_size if arguments.enable_dp_attention else 1,
+        "attention_context_model_parallel_size": arguments.attn_cp_size,
+        "moe_data_model_parallel_size": arguments.moe_dp_size,
+    }
+
+
 def publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
-    """Publish that this process is the only rank. 0.5.17: without naming the rank.
+    """Publish that this process is rank 0. 0.5.17: without naming the rank.
 
     before_dp: is called before data parallelism is set up, for which 0.5.17 wants `config`.
     """

@@ -1,90 +1,222 @@
 """The routes of a model that is not served: from its configuration, without weights or a GPU.
 
-Builds the model's class on torch's meta device, as one rank with default options. What only a
-running server shows is not known: the KV pool, arguments that the model passes in its first step.
+Builds the model's class on torch's meta device, as the first of the ranks that the server would
+have. What only a running server shows is not known: the KV pool, and arguments that the model
+passes in its first step.
 """
 
 from __future__ import annotations
 
-import atexit
-import tempfile
-from pathlib import Path
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.sglang import compat
-from sglang_pat.sglang.start.layer_support import Routes, model_reason, shape_reason, window_reason
-from sglang_pat.sglang.start.server_options import Reason, attention_backends, server_reason
+from sglang_pat.sglang.start.layer_support import (
+    Routes,
+    latent_reason,
+    model_reason,
+    shape_of,
+    shape_reason,
+    window_reason,
+)
+from sglang_pat.sglang.start.server_options import Reason, attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
+_CAPABILITY = (9, 0)  # where there is no GPU to ask: that of an H100
 
-def routes_of_model(path: str) -> Routes:
-    """The routes that a server would choose here with default options.
+
+def routes_of_model(path: str, flags: Sequence[str] = ()) -> Routes:
+    """The routes that a server would choose here. One process builds one model.
 
     Parameters
     ----------
     path
         A folder, or a name that SGLang can load the configuration of.
+    flags
+        Of the server, such as `--tp 8`, as words. Of several pipeline stages all layers are read.
 
     Raises
     ------
+    ValueError
+        SGLang does not take the flags, or as many ranks do not divide the heads.
     Exception
         Whatever SGLang raises for a model that it cannot build in this process.
     """
+    return build_model(path, flags)[1]
+
+
+def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, Routes]:
+    """The model on torch's meta device, and its routes. See `routes_of_model`."""
+    with without_gpu():
+        return _build(path, flags)
+
+
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """Let SGLang's models be imported and built where there is no GPU, which none of them needs.
+
+    Some ask for a stream, for the compute capability, or for kernels of the CPU that are compiled
+    for others than this one. A machine with a GPU is left as it is.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+
+    class Kernels(torch._ops._OpNamespace):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if not name.endswith("_cpu"):
+                    raise
+                return object()
+
+    replaced = (
+        (torch.ops, "sgl_kernel", Kernels("sgl_kernel")),
+        (torch.cuda, "Stream", lambda *_, **__: None),
+        (torch.cuda, "Event", lambda *_, **__: None),
+        (torch.cuda, "get_device_capability", lambda *_: _CAPABILITY),
+    )
+    before = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(replaced, before, strict=True):
+            setattr(module, name, value)
+
+
+def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    arguments = ServerArgs(
-        model_path=path,
-        attention_backend=BACKEND,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        disable_radix_cache=True,  # some of its kinds want a GPU
-    )
-    compat.resolve_arguments(arguments)
+    arguments = _server_arguments(path, flags)
     config = ModelConfig.from_server_args(arguments)
     prefill, default = attention_backends(arguments)
-    whole = server_reason(arguments) or model_reason(config)
+    whole = early_reason(arguments) or model_reason(config)
     if whole is None and default not in DEFAULT_BACKENDS:
         whole = Reason("default backend", default)
     _become_a_rank(arguments, config)
     model = _on_meta_device(config)
     whole = whole or window_reason(model)
+    runner = SimpleNamespace(
+        server_args=arguments,
+        model=model,
+        dtype=config.dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
     chunk_size = getattr(config, "attention_chunk_size", None)
-    routes = Routes.of_model(model, default, whole, lambda layer: shape_reason(layer, chunk_size))
+
+    def reason_of(layer: RadixAttention) -> Reason | None:
+        reason = shape_reason(layer, chunk_size)
+        if reason is None and shape_of(layer).is_latent:
+            return latent_reason(layer, runner)
+        return reason
+
+    routes = Routes.of_model(model, default, whole, reason_of)
     routes.prefill = prefill
-    return routes
+    return model, routes
+
+
+def _server_arguments(path: str, flags: Sequence[str]) -> Any:
+    """The resolved arguments of a server. ValueError for flags that SGLang does not take."""
+    from sglang.srt.server_args import prepare_server_args
+
+    words = ["--model-path", path, "--attention-backend", BACKEND, "--load-format", "dummy"]
+    words += ["--skip-tokenizer-init"]
+    words += ["--disable-radix-cache"]  # some of its kinds want a GPU
+    words += [*flags, "--pp-size", "1"]
+    told, handlers = io.StringIO(), logging.root.handlers[:]
+    try:
+        with contextlib.redirect_stderr(told):
+            arguments = prepare_server_args(words)
+    except SystemExit as error:  # of argparse
+        *_, last = told.getvalue().strip().splitlines() or [str(error)]
+        raise ValueError(last) from None
+    finally:
+        logging.root.handlers[:] = handlers
+    compat.resolve_arguments(arguments)
+    return arguments
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:
-    """Set up what a model asks for while it is built: the only rank, which talks to nobody."""
-    compat.publish_only_rank(arguments, before_dp=_init_distributed, config=config)
+    """Set up what a model asks for while it is built: rank 0, whose others are not there."""
+
+    def init_distributed() -> None:
+        from sglang.srt.distributed import parallel_state
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        world_size = int(compat.resolved(arguments, "tp_size"))
+        with _groups_without_others():
+            torch.distributed.init_process_group(
+                "fake", store=FakeStore(), rank=0, world_size=world_size
+            )
+            parallel_state.init_distributed_environment(
+                backend="fake", world_size=world_size, rank=0, local_rank=0
+            )
+            sizes = compat.parallel_sizes(arguments)
+            parallel_state.initialize_model_parallel(backend="fake", **sizes)
+
+    compat.publish_only_rank(arguments, before_dp=init_distributed, config=config)
 
 
-def _init_distributed() -> None:
-    from sglang.srt import distributed
+@contextlib.contextmanager
+def _groups_without_others() -> Iterator[None]:
+    """Let SGLang build groups of ranks that have a size, and that talk to nobody."""
+    from sglang.srt.distributed import parallel_state
 
-    if torch.distributed.is_initialized():
-        return
-    folder = tempfile.TemporaryDirectory(prefix="sglang-pat-")
-    atexit.register(folder.cleanup)
-    distributed.init_distributed_environment(
-        backend="gloo",
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        distributed_init_method=f"file://{Path(folder.name) / 'meeting'}",
-    )
-    distributed.initialize_model_parallel()
+    class Group(parallel_state.GroupCoordinator):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            talks = {name: False for name in options if name.startswith("use_")}
+            super().__init__(*arguments, **options | talks)
+
+    def new_group(ranks: Any = None, **options: Any) -> Any:
+        return make_group(ranks, backend="fake")
+
+    make_group, coordinator = torch.distributed.new_group, parallel_state.GroupCoordinator
+    torch.distributed.new_group, parallel_state.GroupCoordinator = new_group, Group
+    try:
+        yield
+    finally:
+        torch.distributed.new_group, parallel_state.GroupCoordinator = make_group, coordinator
 
 
 def _on_meta_device(config: Any) -> torch.nn.Module:
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
     from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
 
     model_class, _ = get_model_architecture(config)
-    with set_default_torch_dtype(config.dtype), torch.device("meta"):
-        model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
+    if not torch.cuda.is_available():
+        _forget_cpu(config)
+    try:
+        with set_default_torch_dtype(config.dtype), torch.device("meta"):
+            model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
+    except AssertionError as error:
+        heads, ranks = config.num_attention_heads, get_attn_tp_group().world_size
+        if str(error) or heads % ranks == 0:
+            raise
+        raise ValueError(
+            f"{heads} query heads on {ranks} GPUs; allowed: a divisor of {heads}"
+        ) from error
     return model
+
+
+def _forget_cpu(config: Any) -> None:
+    """Let models be built on the CPU as on a GPU, where SGLang gives them other heads and RoPE."""
+    for part in (config.hf_config, config.hf_text_config):
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            if hasattr(part, name):
+                setattr(part, f"{name}_cpu", getattr(part, name))
+    with contextlib.suppress(ImportError):  # older versions have one function
+        from sglang.srt.layers.rotary_embedding import factory
+
+        factory.get_rope_cpu = lambda *arguments, **named: factory.get_rope(*arguments[:8])

@@ -59,6 +59,8 @@ class Routes:
         Whether pat computes a request alike in any batch.
     are_scaled
         Whether the pool's KV is divided by the scales of its layer.
+    whole
+        Why pat decodes no layer at all. None: each layer has its own answer.
     """
 
     def __init__(self, default: str) -> None:
@@ -69,7 +71,7 @@ class Routes:
         self.sinks: frozenset[int] = frozenset()
         self.batch_invariant = False
         self.are_scaled = False
-        self._whole: Reason | None = None  # holds even for a model without layers
+        self.whole: Reason | None = None  # holds even for a model without layers
 
     @classmethod
     def of_runner(
@@ -111,7 +113,7 @@ class Routes:
             name = type(model).__name__
             whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
         routes = cls(default)
-        routes._whole = whole
+        routes.whole = whole
         routes.sinks = _layers_with_sinks(model)
         for layer in layers:
             reason = whole or reason_of(layer)
@@ -152,22 +154,22 @@ class Routes:
 
     def delegate_all(self, reason: Reason) -> None:
         """Leave the model to the default backend."""
-        self._whole = reason
+        self.whole = reason
         self.delegated |= dict.fromkeys(self.shapes, reason)
         self.shapes = {}
 
     def check_strict(self) -> None:
         """ValueError that names the first thing that is delegated."""
-        if self._whole is not None:
-            raise self._whole.refusal()
+        if self.whole is not None:
+            raise self.whole.refusal()
         for layer_id, reason in sorted(self.delegated.items()):
             raise reason.refusal(f" (layer {layer_id})")
 
     def counts(self) -> dict[tuple[str, str], int]:
         """(route, reason) -> how many layers. The reason of pat's own is empty."""
         reasons = Counter(str(reason) for reason in self.delegated.values())
-        if self._whole is not None and not reasons:
-            reasons[str(self._whole)] = 0
+        if self.whole is not None and not reasons:
+            reasons[str(self.whole)] = 0
         counted = {(PAT, ""): len(self.shapes)} if self.shapes else {}
         return counted | {(DEFAULT, reason): count for reason, count in reasons.most_common()}
 
@@ -263,6 +265,8 @@ def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
 def model_reason(config: Any) -> Reason | None:
     """Why pat decodes nothing of a kind of model, by its ModelConfig."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
+    if not getattr(config, "is_generation", True):
+        return Reason("attention", f"a model that answers with no tokens ({name})")
     if config.is_encoder_decoder:
         return Reason("attention", f"an encoder-decoder model ({name})")
     if _is_sparse(config):
@@ -277,6 +281,7 @@ def _is_sparse(config: Any) -> bool:
     """
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
+    is_sparse = is_sparse or "DeepseekV4" in str(config.hf_config.architectures)
     if is_sparse or hasattr(text_config, "wrap_attention_backend"):
         return True
     return compat.is_qwen_sparse(config.hf_config)
@@ -329,7 +334,7 @@ def layer_reason(
     reason = shape_reason(layer, chunk, types)
     if reason is None and shape_of(layer).is_latent:
         return (
-            _latent_reason(layer, model_runner)
+            latent_reason(layer, model_runner)
             or _latent_pool_reason(layer, model_runner)
             or latent_scales_reason(layer, model_runner, default)
         )
@@ -337,8 +342,11 @@ def layer_reason(
     return reason or scales_reason(layer, model_runner, default)
 
 
-def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Why pat does not decode a layer of latent attention, by the server."""
+def latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
+    """Why pat does not decode a layer of latent attention, by the server.
+
+    model_runner: its `server_args`, `model`, `device` and `dtype` are read.
+    """
     drafts = drafts_of(model_runner.server_args)
     if drafts is not None:
         num_drafts = max(drafts.counts)
@@ -350,9 +358,6 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
         return Reason("attention", "latent attention with LoRA on kv_b_proj")
     if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
         return Reason("dtype of queries and KV cache", model_runner.dtype)
-    dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype and not is_converted(model_runner):
-        return Reason("dtype of queries and KV cache", f"a KV cache of {dtype}")
     if model_runner.device != "cpu":
         capability = torch.cuda.get_device_capability()
         if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
@@ -363,6 +368,9 @@ def _latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
 
 def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
     """Say so if a layer's KV is not one row per slot, with values in its first columns."""
+    dtype = model_runner.kv_cache_dtype
+    if dtype != model_runner.dtype and not is_converted(model_runner):
+        return Reason("dtype of queries and KV cache", f"a KV cache of {dtype}")
     pool = model_runner.token_to_kv_pool
     name = type(pool).__name__
     if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own

@@ -1,0 +1,140 @@
+"""Models as SGLang's classes describe them, for processes that do not import SGLang.
+
+`python -m sglang_pat.sglang.offline.model_descriptions` writes one line for each line of its input,
+`{"path": ..., "flags": [...]}`: what `describe_model` returns, or `{"error": ...}`. It imports
+SGLang once and forks for each model, because a process can build one model only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.sglang.cpu import enable_cpu_engine
+
+if TYPE_CHECKING:
+    import torch
+
+
+def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """The layers and the parameters of a model, for JSON. See `routes_of_model`.
+
+    Returns
+    -------
+    dict
+        `class`: its name. `reason`: [topic, value] if pat decodes nothing, for a reason that is no
+        layer's, else None. `layers`: of each attention layer on a rank [id, query heads, KV heads,
+        head_dim, v_head_dim, window or None, [topic, value] or None]. `parameters`: of a rank, by
+        what they are: "dense", "experts", "head" (0 where it is the embedding), "embedding",
+        "encoders". `experts`: how many a layer has, and how many a token takes.
+    """
+    from sglang_pat.sglang.offline.model_support import build_model
+    from sglang_pat.sglang.start.layer_support import attention_layers, shape_of
+
+    model, routes = build_model(path, flags)
+    layers = []
+    for layer in sorted(attention_layers(model), key=lambda each: each.layer_id):
+        reason = routes.delegated.get(layer.layer_id)
+        window = layer.sliding_window_size
+        layers.append(
+            [
+                layer.layer_id,
+                *shape_of(layer),
+                None if window is None or window < 0 else window,
+                reason and [reason.topic, str(reason.value)],
+            ]
+        )
+    whole = routes.whole
+    return {
+        "class": type(model).__name__,
+        "reason": whole and [whole.topic, str(whole.value)],
+        "layers": layers,
+        "parameters": _parameters(model),
+        "experts": _experts(model),
+    }
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, int]:
+    """Count parameters by what they are; those that two modules share, once."""
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    from sglang_pat.sglang.start.layer_support import attention_layers
+
+    names = {id(module): name for name, module in model.named_modules()}
+    attention = [names.get(id(layer), "") for layer in attention_layers(model)]
+    decoder = os.path.commonprefix(attention).rpartition(".layers.")[0]
+    counts = dict.fromkeys(("dense", "experts", "head", "embedding", "encoders"), 0)
+    seen: set[int] = set()
+    experts = {name for name, module in model.named_modules() if _is_experts(module)}
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLMHead):
+            kind = "head"
+        elif isinstance(module, VocabParallelEmbedding):
+            kind = "embedding"
+        elif any(name == each or name.startswith(each + ".") for each in experts):
+            kind = "experts"
+        else:
+            kind = "dense" if name.startswith(decoder) else "encoders"
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                counts[kind] += parameter.numel()
+    return counts
+
+
+def _is_experts(module: torch.nn.Module) -> bool:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return isinstance(module, FusedMoE)
+
+
+def _experts(model: torch.nn.Module) -> list[int]:
+    """How many experts a layer has at most, and how many of them a token takes."""
+    found = [
+        (int(module.num_experts), int(module.top_k or 1))
+        for module in model.modules()
+        if _is_experts(module)
+    ]
+    return list(max(found, default=(1, 1)))
+
+
+def main() -> None:
+    """Answer each line of the input; see the module."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # SGLang's words
+    enable_cpu_engine()
+    logging.disable(logging.WARNING)
+    from sglang_pat.sglang.offline.model_support import without_gpu
+
+    with without_gpu():
+        import sglang.srt.models.registry
+        import sglang.srt.server_args  # noqa: F401  # before the forks: it takes seconds
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                answer = describe_model(asked["path"], asked.get("flags", ()))
+            except BaseException as error:  # SGLang may raise anything
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                answer = {"error": text}
+            with os.fdopen(write, "w") as file:
+                json.dump(answer, file)
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as file:
+            text = file.read()
+        _, status = os.waitpid(child, 0)
+        text = text or json.dumps({"error": f"SGLang's process ended with status {status}"})
+        answers.write(text + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

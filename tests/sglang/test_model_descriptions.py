@@ -1,0 +1,102 @@
+"""Models as SGLang's classes describe them, without weights: layers, routes and parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.workload.models import NAMED_CONFIGS
+
+pytestmark = pytest.mark.nightly
+
+# A model, the flags of its server, and of a rank: query heads, KV heads, head_dim, v_head_dim of
+# each layer, how many layers, and why pat decodes none of them.
+LATENT = "latent attention with nothing to gain: {} fill a tile"
+EAGLE = (
+    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4"
+)
+CASES = (
+    ("qwen3-8b", "", (32, 8, 128, 128), 36, None),
+    ("qwen3-8b", "--tp 4", (8, 2, 128, 128), 36, None),
+    ("qwen3-8b", "--tp 16", (2, 1, 128, 128), 36, None),  # more GPUs than KV heads
+    ("qwen3-8b", "--tp 8 --dp-size 8 --enable-dp-attention", (32, 8, 128, 128), 36, None),
+    ("qwen3-8b", "--enable-pdmux", (32, 8, 128, 128), 36, "--enable-pdmux"),
+    ("deepseek-v2-lite", "", (16, 1, 576, 512), 27, None),
+    ("deepseek-v2-lite", f"--tp 2 {EAGLE}", (8, 1, 576, 512), 27, None),
+    ("deepseek-v2-lite", EAGLE, (16, 1, 576, 512), 27, LATENT.format("16 heads x 4 draft tokens")),
+    ("qwen3-8b", "--pp-size 4", (32, 8, 128, 128), 36, None),  # the layers of all stages
+)
+REFUSED = (
+    ("qwen3-8b", "--tp 3", "ValueError: 32 query heads on 3 GPUs; allowed: a divisor of 32"),
+    ("qwen3-8b", "--nonsense", "unrecognized arguments: --nonsense"),
+)
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    asked = []
+    for name, flags, *_ in (*CASES, *REFUSED):
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(NAMED_CONFIGS[name]))
+        asked.append(json.dumps({"path": str(folder), "flags": flags.split()}))
+    # Engine tests of the same process leave out all models but two.
+    environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
+    child = subprocess.run(
+        [sys.executable, "-m", "sglang_pat.sglang.offline.model_descriptions"],
+        input="\n".join(asked),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    answers = map(json.loads, child.stdout.splitlines())
+    keys = [(name, flags) for name, flags, *_ in (*CASES, *REFUSED)]
+    return dict(zip(keys, answers, strict=True))
+
+
+@pytest.mark.parametrize(("name", "flags", "shape", "layers", "reason"), CASES)
+def test_layers_of_a_rank(
+    described: dict[tuple[str, str], dict[str, Any]],
+    name: str,
+    flags: str,
+    shape: tuple[int, ...],
+    layers: int,
+    reason: str | None,
+) -> None:
+    found = described[name, flags]
+    assert "error" not in found
+    assert [each[0] for each in found["layers"]] == [*range(layers)]
+    assert {tuple(each[1:5]) for each in found["layers"]} == {shape}
+    assert {each[6] and each[6][1] for each in found["layers"]} == {reason}
+
+
+@pytest.mark.parametrize(("name", "flags", "error"), REFUSED)
+def test_refused_in_one_line(
+    described: dict[tuple[str, str], dict[str, Any]], name: str, flags: str, error: str
+) -> None:
+    found = described[name, flags]["error"]
+    assert error in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "experts"),
+    [("qwen3-8b", 8.19, [1, 1]), ("deepseek-v2-lite", 15.7, [64, 6])],
+)
+def test_parameters(
+    described: dict[tuple[str, str], dict[str, Any]],
+    name: str,
+    billions: float,
+    experts: list[int],
+) -> None:
+    found = described[name, ""]
+    assert sum(found["parameters"].values()) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert found["experts"] == experts
