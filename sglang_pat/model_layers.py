@@ -1,23 +1,26 @@
 """The layers of a model as its `config.json` describes them, and which of them pat accelerates.
 
-No model is loaded and SGLang is not needed. The limits are those of `support.py`. The replay, the
-advice and the checks of a machine read layers here; a running server asks the layers themselves.
+These are the rules of SGLang's model classes, for where SGLang is not installed; `model_classes.py`
+names the classes. `model_reader.py` asks the classes themselves where it is. The limits are those
+of `support.py`. A running server asks the layers themselves.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from sglang_pat import model_classes
+from sglang_pat.model_classes import class_name
 from sglang_pat.support import (
     HEAD_DIMS,
     LATENT_HEAD_DIMS,
-    MAX_GROUP_SIZE,
     fills_tile,
     head_dim_name,
+    max_group_size,
     unsupported,
 )
 
@@ -32,22 +35,82 @@ NO_ATTENTION = "no attention"  # a block that is an MLP alone
 _KINDS = {
     "full_attention": FULL,
     "attention": FULL,
+    "attn": FULL,
+    "hybrid": FULL,
     "sliding_attention": WINDOW,
     "sliding_window": WINDOW,
+    "swa": WINDOW,
     "chunked_attention": CHUNK,
     "linear_attention": STATE,
     "mamba": STATE,
     "mamba2": STATE,
+    "jet": STATE,
     "conv": STATE,
+    "short_conv": STATE,
     "mlp": NO_ATTENTION,
     "moe": NO_ATTENTION,
 }
-_GPT2_NAMES = {
+# Letters of `hybrid_override_pattern`, as in Nemotron-H.
+_LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
+# Layers of which the last one reads everything, where the configuration does not say.
+_FULL_EVERY = {
+    "cohere2": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gpt_oss": 2,
+    "olmo3": 4,
+}
+# Where SGLang looks for the decoder of a multimodal model, the first that is there.
+_DECODERS = ("thinker_config", "llm_config", "language_config", "text_config")
+# Keys of a multimodal model that hold for its decoder.
+_OF_THE_WHOLE = (
+    "architectures",
+    "model_type",
+    "quantization_config",
+    "torch_dtype",
+    "dtype",
+    "tie_word_embeddings",
+)
+# Names of some families, and the names that most models use.
+_NAMES = {
     "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
     "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
     "n_embd": "hidden_size",
+    "d_model": "hidden_size",
     "n_inner": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "ff_intermediate_size": "intermediate_size",
+    "block_ff_dim": "intermediate_size",
     "n_positions": "max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
+    "seq_length": "max_position_embeddings",
+    "padded_vocab_size": "vocab_size",
+    "num_attention_groups": "num_key_value_heads",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_n_heads": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "attention_head_dim": "head_dim",
+    "moe_num_experts": "num_experts",
+    "moe_top_k": "num_experts_per_tok",
+}
+_PARTS = ("attn_config", "ffn_config")  # of DBRX
+_HEAD_DIMS_BY_TYPE = {  # where the configuration leaves them to transformers
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "gemma4_text": 256,
+    "glm4": 128,
+    "gpt_oss": 64,
+    "qwen3": 128,
+    "qwen3_5_text": 256,
+    "qwen3_5_moe_text": 256,
+    "qwen3_next": 256,
+    "seed_oss": 128,
 }
 _LARGEST, _MOST_LAYERS = 10**9, 10_000
 # Decoder values that published configurations leave to transformers.
@@ -84,8 +147,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-# Letters of `hybrid_override_pattern`, as in Nemotron-H.
-_LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
 
 
 class Refusal(NamedTuple):
@@ -143,29 +204,100 @@ class Layer:
 def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
     """Every layer of a `config.json`'s decoder, whole, as pat runs it on one of `tp` GPUs.
 
-    ValueError names a key that is missing or has no sense.
+    ValueError names a class of models that is not known here, and a key that is missing or has no
+    sense.
     """
     config = decoder_config(config)
-    kinds = _kinds(config)
-    return tuple(_layer(config, index, kind, tp) for index, kind in enumerate(kinds))
+    check_class(config)
+    whole = whole_refusal(config)
+    layers = (_layer(config, index, kind, tp) for index, kind in enumerate(_kinds(config)))
+    if whole is None:
+        return tuple(layers)
+    return tuple(replace(each, refusal=whole) if each.num_qo_heads else each for each in layers)
+
+
+def check_architectures(config: Mapping[str, Any]) -> None:
+    """ValueError unless the config names the classes of its model."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise ValueError("no config.json of a model: it names no architectures")
+
+
+def check_served(config: Mapping[str, Any]) -> None:
+    """ValueError for a configuration of no model, or of one that decodes nothing."""
+    check_architectures(config)
+    name = class_name(config)
+    if not model_classes.answers_with_tokens(config):
+        raise ValueError(
+            f"{name} is an embedding, reward or encoder model: it answers with no tokens, so "
+            "nothing is decoded"
+        )
+    if model_classes.is_draft_model(name):
+        raise ValueError(
+            f"{reprlib.repr(name)} drafts tokens for another model: give the other one"
+        )
+
+
+def check_class(config: Mapping[str, Any]) -> None:
+    """ValueError for a class of models whose layers the rules do not know."""
+    name = class_name(config)
+    if not name:
+        return  # part of a configuration
+    if name not in model_classes.KNOWN:
+        raise ValueError(
+            f"{reprlib.repr(name)} is a class of models that sglang-pat has no rules for; where "
+            "SGLang is installed, it asks SGLang's own class"
+        )
+
+
+def whole_refusal(config: Mapping[str, Any]) -> Refusal | None:
+    """Why pat accelerates no layer of a kind of model."""
+    name = class_name(config)
+    if not model_classes.answers_with_tokens(config):
+        return Refusal("attention", f"a model that answers with no tokens ({name})")
+    if name in model_classes.ENCODER_DECODER or config.get("is_encoder_decoder"):
+        return Refusal("attention", "an encoder-decoder model" + f" ({name})" * bool(name))
+    if sparse := model_classes.sparse_name(config):
+        return Refusal("attention", f"sparse attention ({sparse})")
+    return None
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the decoder's part of a configuration, with the names that most models use.
 
-    Multimodal models keep the decoder one level down, but not how it is quantised. GPT-2 and
-    StarCoder have other names.
+    Multimodal models keep the decoder one or two levels down, but not how it is quantised.
     """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        outer = {key: config.get(key) for key in ("model_type", "quantization_config")}
-        config = {**outer, **_DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
-    older = {new: config[old] for old, new in _GPT2_NAMES.items() if config.get(old) is not None}
-    if not older:
-        return config
-    if isinstance(older.get("hidden_size"), int):
-        older.setdefault("intermediate_size", 4 * older["hidden_size"])
-    return {**older, **config}
+    name = class_name(config)
+    is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")  # SGLang reads the top
+    for key in () if is_llava else _DECODERS:
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            kept = {each: config[each] for each in _OF_THE_WHOLE if config.get(each) is not None}
+            own = {each: value for each, value in inner.items() if value is not None}
+            if "architectures" in own and "architectures" in kept:
+                own["decoder_architectures"] = own.pop("architectures")
+            defaults = _DEFAULTS.get(str(inner.get("model_type")), {})
+            return decoder_config({**kept, **defaults, **own, "encoders": _encoders(config)})
+    named = dict(config)
+    parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
+    for part in (config, *parts):
+        for old, new in _NAMES.items():
+            if part.get(old) is not None and named.get(new) is None:
+                named[new] = part[old]
+    width = config.get("n_embd")
+    if isinstance(width, int) and named.get("intermediate_size") is None:
+        named["intermediate_size"] = 4 * width
+    named.setdefault("encoders", _encoders(config))
+    return named
+
+
+def _encoders(config: Mapping[str, Any]) -> list[Any]:
+    """The configurations of what a multimodal model has beside its decoder."""
+    found = [*config.get("encoders", ())]
+    for key in ("vision_config", "audio_config"):
+        if isinstance(config.get(key), Mapping):
+            found.append(config[key])
+    return found
 
 
 def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
@@ -218,72 +350,169 @@ def _description(layer: Layer) -> str:
 # --- kinds ---
 
 
+def _rule(config: Mapping[str, Any]) -> str:
+    """The class whose rule holds: of a multimodal model that may be the decoder's own."""
+    inner = class_name({"architectures": config.get("decoder_architectures")})
+    special = model_classes.BY_LAYER_TYPES | model_classes.OTHER_RULES
+    return inner if inner in special else class_name(config)
+
+
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kind of every layer, by whichever key this family of models uses."""
-    if config.get("kv_lora_rank") and not config.get("linear_attn_config"):
-        attentions = 2 if config.get("model_type") == "longcat_flash" else 1  # of a layer
-        return [LATENT] * (attentions * _num_layers(config))
-    pattern = config.get("hybrid_override_pattern")
-    if isinstance(pattern, str) and pattern:
-        return [_LETTERS.get(letter, letter) for letter in pattern]
-    layers = _num_layers(config)
-    listed = config.get("layer_types") or config.get("layers_block_type")
-    if listed:
-        if not isinstance(listed, list):
-            raise ValueError(f"layer_types={reprlib.repr(listed)}; allowed: a list")
-        if len(listed) != layers:
-            raise ValueError(f"layer_types has {len(listed)} entries for {layers} layers")
-        return [_KINDS.get(str(kind), str(kind)) for kind in listed]
-    return _kinds_by_rule(config, layers)
+    """The kind of every layer, by the rule of its class."""
+    name = _rule(config)
+    rule = _RULES.get(name)
+    if rule is None and name in model_classes.PLAIN:
+        rule = _plain
+    if rule is None:
+        rule = _by_keys if name in ("", *model_classes.BY_LAYER_TYPES) else _plain
+    kinds = rule(config)
+    if config.get("kv_lora_rank"):
+        return [LATENT if kind == FULL else kind for kind in kinds]
+    return kinds
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
-    layers = positive(config, "num_hidden_layers", config.get("num_layers"))
+    layers = positive(config, "num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers={layers:,}; allowed: 1 to {_MOST_LAYERS:,}")
     return layers
 
 
-def _kinds_by_rule(config: Mapping[str, Any], layers: int) -> list[str]:
-    """Return kinds of layers from a number in the config, which replaces a list."""
+def _plain(config: Mapping[str, Any]) -> list[str]:
+    blocks = config.get("block_configs")
+    if blocks is not None:  # Nemotron by NAS
+        layers = range(_num_layers(config))
+        return [NO_ATTENTION if _block(config, i).get("no_op") else FULL for i in layers]
+    attentions = 2 if config.get("model_type") == "longcat_flash" else 1  # of a layer
+    return [FULL] * (attentions * _num_layers(config))
+
+
+def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The attention of a block, as Nemotron's search has chosen it."""
+    blocks = config.get("block_configs")
+    block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
+    attention = block.get("attention") if isinstance(block, Mapping) else None
+    if not isinstance(attention, Mapping):
+        raise ValueError(f"block_configs={reprlib.repr(blocks)}; allowed: a list with attention")
+    return attention
+
+
+def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
+    """Every so many layers, the last of them reads everything."""
+    return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
+
+
+def _by_keys(config: Mapping[str, Any]) -> list[str]:
+    """Kinds by whichever key the configuration has."""
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and pattern:
+        return _of_nemotron_h(config)
+    if config.get("layers_block_type") and not config.get("layer_types"):
+        return _of_nemotron_h(config)
+    if isinstance(config.get("linear_attn_config"), Mapping):
+        return _of_kimi_linear(config)
+    if config.get("attention_chunk_size") and not config.get("hybrid_layer_pattern"):
+        return _of_llama_4(config)
+    if config.get("hybrid_layer_pattern") is not None:
+        return _of_mimo_v2(config)
+    layers = _num_layers(config)
+    listed = config.get("layer_types")
+    if listed:
+        if not isinstance(listed, list):
+            raise ValueError(f"layer_types={reprlib.repr(listed)}; allowed: a list")
+        if len(listed) < layers:
+            raise ValueError(f"layer_types has {len(listed)} entries for {layers} layers")
+        kinds = [_KINDS.get(str(kind), str(kind)) for kind in listed[:layers]]
+        has_window = config.get("sliding_window")
+        return [FULL if kind == WINDOW and not has_window else kind for kind in kinds]
+    is_hybrid = str(config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
+    if interval := count(config, "full_attention_interval") or 4 * is_hybrid:
+        return _every(config, interval, STATE)
+    if config.get("full_attn_idxs"):  # LFM2
+        full = {*_numbers(config, "full_attn_idxs")}
+        return [FULL if index in full else STATE for index in range(layers)]
+    if config.get("sliding_window"):
+        every = config.get("sliding_window_pattern")
+        every = every or _FULL_EVERY.get(str(config.get("model_type")))
+        if isinstance(every, int) and every > 0:
+            return _every(config, every, WINDOW)
+        return [WINDOW] * layers
+    return [FULL] * layers
+
+
+def _of_nemotron_h(config: Mapping[str, Any]) -> list[str]:
+    listed = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if isinstance(listed, str) and listed:
+        kinds = [_LETTERS.get(letter, letter) for letter in listed]
+    elif isinstance(listed, list):
+        kinds = [_KINDS.get(str(kind), str(kind)) for kind in listed]
+    else:
+        raise ValueError(f"layers_block_type={reprlib.repr(listed)}; allowed: a list")
+    if not config.get("sliding_window"):
+        return kinds
+    return [WINDOW if kind == FULL else kind for kind in kinds]
+
+
+def _of_kimi_linear(config: Mapping[str, Any]) -> list[str]:
     linear = config.get("linear_attn_config")
-    if isinstance(linear, Mapping):  # Kimi Linear counts layers from 1
-        full = {index - 1 for index in _numbers(linear, "full_attn_layers")}
-        kind = LATENT if config.get("kv_lora_rank") else FULL
-        return [kind if index in full else STATE for index in range(layers)]
-    if interval := count(config, "full_attention_interval"):  # Qwen3-Next
-        return [FULL if (index + 1) % interval == 0 else STATE for index in range(layers)]
-    for key in ("full_attn_idxs", "attn_layer_indices"):  # LFM2, Bamba
-        if config.get(key):
-            full = {*_numbers(config, key)}
-            return [FULL if index in full else STATE for index in range(layers)]
-    if period := count(config, "attn_layer_period"):  # Jamba
-        offset = count(config, "attn_layer_offset")
-        return [FULL if index % period == offset else STATE for index in range(layers)]
-    if config.get("attention_chunk_size"):  # Llama 4: layers without rotation read everything
-        # Every fourth: SGLang's class does not read no_rope_layers.
-        return [CHUNK if (index + 1) % 4 else FULL for index in range(layers)]
-    return _window_kinds(config, layers)
+    if not isinstance(linear, Mapping):
+        return [FULL] * _num_layers(config)
+    full = {index - 1 for index in _numbers(linear, "full_attn_layers")}  # counted from 1
+    return [FULL if index in full else STATE for index in range(_num_layers(config))]
 
 
-def _window_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
-    if config.get("hybrid_layer_pattern") is not None:  # MiMo-V2: 1 marks a window
-        pattern = _numbers(config, "hybrid_layer_pattern")
-        if len(pattern) != layers:
-            raise ValueError(f"hybrid_layer_pattern has {len(pattern)} entries for {layers} layers")
-        return [WINDOW if window else FULL for window in pattern]
-    # Qwen2 has the key in every config and says in another whether it counts.
-    if not config.get("sliding_window") or not config.get("use_sliding_window", True):
-        return [FULL] * layers
-    every = config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(
-        str(config.get("model_type"))
-    )
-    if isinstance(every, int) and every > 1:  # the last of every so many reads everything
-        return [FULL if (index + 1) % every == 0 else WINDOW for index in range(layers)]
-    if "use_sliding_window" in config:  # Qwen2: the first layers read everything
-        first = count(config, "max_window_layers")
-        return [FULL if index < first else WINDOW for index in range(layers)]
-    return [WINDOW] * layers
+def _of_bailing(config: Mapping[str, Any]) -> list[str]:
+    group = config.get("layer_group_size")
+    if isinstance(group, list):
+        return [FULL if each == 1 else STATE for each in _numbers(config, "layer_group_size")]
+    return _every(config, positive(config, "layer_group_size", 1), STATE)
+
+
+def _of_llama_4(config: Mapping[str, Any]) -> list[str]:
+    # Every fourth layer reads everything: SGLang's class does not read no_rope_layers.
+    return _every(config, 4, CHUNK if config.get("attention_chunk_size", 8192) else FULL)
+
+
+def _of_mimo_v2(config: Mapping[str, Any]) -> list[str]:
+    layers, pattern = _num_layers(config), _numbers(config, "hybrid_layer_pattern")
+    if len(pattern) < layers:
+        raise ValueError(f"hybrid_layer_pattern has {len(pattern)} entries for {layers} layers")
+    return [WINDOW if window == 1 else FULL for window in pattern[:layers]]
+
+
+def _of_gemma_2(config: Mapping[str, Any]) -> list[str]:
+    return [FULL if index % 2 else WINDOW for index in range(_num_layers(config))]
+
+
+def _of_exaone_4(config: Mapping[str, Any]) -> list[str]:
+    pattern = config.get("sliding_window_pattern")  # such as LLLG
+    if not pattern or not config.get("sliding_window"):
+        return [FULL] * _num_layers(config)
+    return _every(config, pattern if isinstance(pattern, int) else len(str(pattern)), WINDOW)
+
+
+def _parallel(config: Mapping[str, Any]) -> list[str]:
+    """Attention beside a state in each layer."""
+    return [FULL] * _num_layers(config)
+
+
+_RULES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "BailingMoeV2_5ForCausalLM": _of_bailing,
+    "BailingMoeV3ForCausalLM": _of_bailing,
+    "Exaone4ForCausalLM": _of_exaone_4,
+    "FalconH1ForCausalLM": _parallel,
+    "Gemma2ForCausalLM": _of_gemma_2,
+    "Glm5NextForConditionalGeneration": _by_keys,
+    "JetNemotronForCausalLM": _by_keys,
+    "KimiK3ForConditionalGeneration": _of_kimi_linear,
+    "KimiK3LinearForCausalLM": _of_kimi_linear,
+    "KimiLinearForCausalLM": _of_kimi_linear,
+    "Llama4ForCausalLM": _of_llama_4,
+    "Llama4ForConditionalGeneration": _of_llama_4,
+    "MiMoV2FlashForCausalLM": _of_mimo_v2,
+    "MiMoV2ForCausalLM": _of_mimo_v2,
+    "NemotronHForCausalLM": _of_nemotron_h,
+}
 
 
 # --- one layer ---
@@ -292,19 +521,20 @@ def _window_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
 def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
     if kind in (STATE, NO_ATTENTION):
         return Layer(index, kind, refusal=Refusal("attention", kind))
-    qo_heads = positive(config, "num_attention_heads")
+    qo_heads = _query_heads(config, kind, index)
     if kind == LATENT:
         # A token leaves one vector for all heads, and its rotated part.
         rank = positive(config, "kv_lora_rank")
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
             index, kind, qo_heads, 1, elements, rank, kv_elements=elements,
-            refusal=_latent_refusal(config, max(1, qo_heads // tp), elements, rank),
+            refusal=_latent_refusal(max(1, qo_heads // tp), elements, rank),
         )  # fmt: skip
-    kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, qo_heads)
+    kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, index, qo_heads)
     if qo_heads % kv_heads:
         raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
     window = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+    group_size = max(1, qo_heads // tp) / max(1, kv_heads // tp)
     return Layer(
         index=index,
         kind=kind,
@@ -314,21 +544,47 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         v_head_dim=v_head_dim,
         window=(count(config, window) or None) if window else None,
         kv_elements=kv_heads * (head_dim + v_head_dim),
-        refusal=_refusal(config, kind, qo_heads // kv_heads, head_dim, v_head_dim),
+        refusal=_refusal(config, kind, group_size, head_dim, v_head_dim),
     )
 
 
-def _attention_shape(config: Mapping[str, Any], kind: str, qo_heads: int) -> tuple[int, int, int]:
+def _query_heads(config: Mapping[str, Any], kind: str, index: int) -> int:
+    if kind == WINDOW:
+        other = config.get("attention_other_setting")  # Step-3.5
+        if isinstance(other, Mapping):
+            return positive(other, "num_attention_heads")
+        if config.get("swa_num_attention_heads"):  # MiMo-V2
+            return positive(config, "swa_num_attention_heads")
+    listed = config.get("num_attention_heads_per_layer")  # Laguna
+    if listed:
+        heads = _numbers(config, "num_attention_heads_per_layer")
+        if index < len(heads) and heads[index] > 0:
+            return heads[index]
+        raise ValueError(f"num_attention_heads_per_layer has no number for layer {index}")
+    return positive(config, "num_attention_heads")
+
+
+def _attention_shape(
+    config: Mapping[str, Any], kind: str, index: int, qo_heads: int
+) -> tuple[int, int, int]:
     """KV heads, head_dim and v_head_dim. Some families have others in one kind of layer."""
-    kv_heads = positive(config, "num_key_value_heads", qo_heads)
+    heads = positive(config, "num_attention_heads", qo_heads)
+    kv_heads = positive(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         kv_heads = 1  # StarCoder; the newer Falcons count their KV heads all the same
+    if config.get("block_configs") is not None:
+        kv_heads = max(1, heads // positive(_block(config, index), "n_heads_in_group"))
     hidden = count(config, "hidden_size")
-    default = hidden // qo_heads if hidden else None
-    head_dim = positive(config, "head_dim", default)
-    v_head_dim = positive(config, "v_head_dim", head_dim)
-    if kind == WINDOW:  # MiMo-V2
-        kv_heads = positive(config, "swa_num_key_value_heads", kv_heads)
+    default = _HEAD_DIMS_BY_TYPE.get(str(config.get("model_type")))
+    default = default or (hidden // heads if hidden else None)
+    head_dim = v_head_dim = positive(config, "head_dim", default)
+    if class_name(config) in ("", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"):
+        v_head_dim = positive(config, "v_head_dim", head_dim)
+    if kind == WINDOW:
+        other = config.get("attention_other_setting")
+        if isinstance(other, Mapping):  # Step-3.5
+            kv_heads = positive(other, "num_attention_groups", kv_heads)
+        kv_heads = positive(config, "swa_num_key_value_heads", kv_heads)  # MiMo-V2
         head_dim = positive(config, "swa_head_dim", head_dim)
         v_head_dim = positive(config, "swa_v_head_dim", min(v_head_dim, head_dim))
     elif kind == FULL and config.get("global_head_dim"):  # Gemma 4
@@ -338,34 +594,28 @@ def _attention_shape(config: Mapping[str, Any], kind: str, qo_heads: int) -> tup
 
 
 def _refusal(
-    config: Mapping[str, Any], kind: str, group_size: int, head_dim: int, v_head_dim: int
+    config: Mapping[str, Any], kind: str, group_size: float, head_dim: int, v_head_dim: int
 ) -> Refusal | None:
     """Why SGLang's default backend runs this layer of attention, if it does."""
-    if config.get("is_encoder_decoder"):
-        return Refusal("attention", "an encoder-decoder model")
     if kind == WINDOW:
         return Refusal("sliding window", config.get("sliding_window") or "of unknown length")
     if kind == CHUNK:
-        return Refusal("attention", f"{CHUNK} (attention_chunk_size is set)")
+        return Refusal("attention", f"{CHUNK} of {config.get('attention_chunk_size', 8192)}")
     if kind != FULL:
         return Refusal("attention", kind)
     if (head_dim, v_head_dim) not in HEAD_DIMS:
         return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
-    if group_size > MAX_GROUP_SIZE:
-        return Refusal("query heads per KV head", group_size)
+    if group_size > max_group_size(head_dim, v_head_dim) or group_size % 1:
+        return Refusal("query heads per KV head", f"{group_size:g}")
     return None
 
 
-def _latent_refusal(
-    config: Mapping[str, Any], heads: int, head_dim: int, v_head_dim: int
-) -> Refusal | None:
+def _latent_refusal(heads: int, head_dim: int, v_head_dim: int) -> Refusal | None:
     """Why SGLang's default backend runs a layer of latent attention. heads: of a rank."""
-    if config.get("index_topk"):
-        return Refusal("attention", "sparse latent attention (index_topk is set)")
     if (head_dim, v_head_dim) != LATENT_HEAD_DIMS:
         return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
     if fills_tile(heads):
-        words = f"latent attention with nothing to gain: {heads} heads on a GPU fill a tile"
+        words = f"latent attention with nothing to gain: {heads} heads fill a tile"
         return Refusal("attention", words)
     return None
 
@@ -374,13 +624,6 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The checkpoint's `quantization_config`; empty without one."""
     quantisation = config.get("quantization_config")
     return quantisation if isinstance(quantisation, Mapping) else {}
-
-
-def check_architectures(config: Mapping[str, Any]) -> None:
-    """ValueError unless the config names the classes of its model."""
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise ValueError("no config.json of a model: it names no architectures")
 
 
 def has_float8_cache(config: Mapping[str, Any]) -> bool:

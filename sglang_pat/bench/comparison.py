@@ -22,7 +22,7 @@ from sglang_pat.bench.decoding import (
     tpot,
 )
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
-from sglang_pat.model_layers import check_architectures, decoder_config, positive
+from sglang_pat.model_layers import check_served, decoder_config, positive
 
 PAT = "pat"
 ROUNDS = 3
@@ -43,7 +43,7 @@ class Model(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> Model:
         """The model of a `config.json`, in the folder `path`. ValueError names what is wrong."""
-        check_architectures(config)
+        check_served(config)
         decoder = decoder_config(config)
         vocab_size = positive(decoder, "vocab_size")
         if vocab_size <= 2 * FIRST_TOKEN:

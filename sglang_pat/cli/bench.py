@@ -31,7 +31,7 @@ from sglang_pat.cli.server_options import (
     usable_gpus,
 )
 from sglang_pat.output_file import check_outputs, write_output
-from sglang_pat.workload.models import MODEL_NAMES, config_file, read_whole_config
+from sglang_pat.workload.models import MODEL_NAMES, MODELS, config_file, read_whole_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="CONFIG",
-        help=f"the path of a config.json or of its folder, or {', '.join(MODEL_NAMES)}",
+        help=MODELS,
     )
     parser.add_argument(
         "--weights", action="store_true", help="load the model's weights (default: random ones)"

@@ -6,6 +6,7 @@ The options of a server have SGLang's names. Nothing here needs SGLang.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.arguments import real_number, whole_number
 from sglang_pat.output_file import output_or_stdout
-from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODEL_NAMES
+from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODELS
 
 if TYPE_CHECKING:
     from sglang_pat.workload.report import Report
@@ -59,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=DEFAULT_MODEL,
         metavar="CONFIG",
-        help=f"the path of a config.json or of its folder, or {', '.join(MODEL_NAMES)} "
-        f"(default: {DEFAULT_MODEL})",
+        help=f"{MODELS} (default: {DEFAULT_MODEL})",
     )
     server.add_argument(
         "--gpu",
@@ -150,14 +150,18 @@ def read(
         Of `Setup`.
     """
     from sglang_pat.workload.cost import StepTime
-    from sglang_pat.workload.models import context_length_of, read_config
+    from sglang_pat.workload.model_reader import read_model
+    from sglang_pat.workload.models import context_length_of
     from sglang_pat.workload.server import Rules
 
-    name, config = read_config(arguments.model)
+    model = read_model(arguments.model, arguments.tp)
+    if model.note:
+        print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
+    name, gpu = model.label, GPUS[arguments.gpu]
     try:
-        time = StepTime.of(config, GPUS[arguments.gpu], arguments.tp)
+        time = StepTime.of(model.config, gpu, arguments.tp, model.layers, model.weights)
         if context_length is None:
-            context_length = context_length_of(config)
+            context_length = context_length_of(model.config)
         pool = arguments.kv_tokens
         if pool is None:
             given = arguments.kv_pool_gb

@@ -117,7 +117,7 @@ def switches_roles(disaggregation: Any) -> bool:
 
 
 def parallel_sizes(arguments: Any) -> dict[str, int]:
-    """Return the sizes of groups of ranks that SGLang must be told. 0.5.17: all of them."""
+    """Return the sizes of groups of ranks, for 0.5.17: later versions know them."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "SpawnRanks"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,13 +30,13 @@ from sglang_pat.model_layers import (
     read_layers,
 )
 from sglang_pat.support import LATENT_HEAD_DIMS, MAX_LATENT_GROUP_SIZE, has_kernels
-from sglang_pat.workload.models import (
-    GPUS,
-    Gpu,
+from sglang_pat.workload.models import GPUS, Gpu, check_dtype
+from sglang_pat.workload.weights import (
+    WHOLE_BYTES,
+    WeightBytes,
     Weights,
-    check_dtype,
-    parameter_bytes,
     read_weights,
+    weight_bytes,
 )
 
 # Reached on an H100; bytes and operations as parts of the peak.
@@ -98,8 +98,10 @@ class StepTime:
     ----------
     layers
         Of the whole model.
-    weight_bytes, kv_bytes
-        Bytes of one parameter and of one number in the KV cache.
+    bytes_of_weights
+        Of one parameter.
+    kv_bytes
+        Of one number in the KV cache.
     quantisation
         How the checkpoint is quantised, by name; empty if it is not.
     """
@@ -109,26 +111,50 @@ class StepTime:
     hidden_size: int
     gpu: Gpu
     tp: int = 1
-    weight_bytes: float = 2.0
+    bytes_of_weights: WeightBytes = field(default_factory=WeightBytes)
     kv_bytes: float = 2.0
     quantisation: str = ""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], gpu: Gpu, tp: int = 1) -> StepTime:
-        """Read a model's `config.json`. ValueError names a key, or a `tp` not allowed."""
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        gpu: Gpu,
+        tp: int = 1,
+        layers: Sequence[Layer] | None = None,
+        weights: Weights | None = None,
+    ) -> StepTime:
+        """Read a model's `config.json`.
+
+        Parameters
+        ----------
+        layers, weights
+            None: by the rules of this package.
+
+        Raises
+        ------
+        ValueError
+            Names a key, or a `tp` that is not allowed.
+        """
         check_dtype(config)
-        layers = [_on_gpu(layer, gpu) for layer in read_layers(config, max(1, tp))]
+        layers = read_layers(config, max(1, tp)) if layers is None else layers
+        layers = [_on_gpu(layer, gpu) for layer in layers]
         heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
         if tp < 1 or any(count % tp for count in heads):
             counts = " and ".join(map(str, heads))
             raise ValueError(f"--tp {tp}: {counts} query heads; allowed: a divisor of {counts}")
+        for kv_heads in {layer.num_kv_heads for layer in layers if layer.kind != LATENT}:
+            if kv_heads and max(tp, kv_heads) % min(tp, kv_heads):
+                raise ValueError(
+                    f"--tp {tp}: {kv_heads} KV heads; allowed: a divisor or multiple of {kv_heads}"
+                )
         return cls(
             layers=layers,
-            weights=read_weights(config, layers),
+            weights=read_weights(config, layers) if weights is None else weights,
             hidden_size=positive(config, "hidden_size"),
             gpu=gpu,
             tp=tp,
-            weight_bytes=parameter_bytes(config),
+            bytes_of_weights=weight_bytes(config),
             kv_bytes=1.0 if has_float8_cache(config) else 2.0,
             quantisation=str(quantisation_of(config).get("quant_method", "")),
         )
@@ -145,9 +171,9 @@ class StepTime:
     @property
     def held_weight_bytes(self) -> float:
         """On one GPU."""
-        weights = self.weights
-        held = weights.dense + weights.experts + weights.embedding
-        return held * self.weight_bytes / self.tp
+        weights, size = self.weights, self.bytes_of_weights
+        held = self._dense_bytes + weights.experts * size.experts + weights.embedding * WHOLE_BYTES
+        return held / self.tp
 
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
         """Tokens of the KV pool of one GPU. None: of what the weights leave.
@@ -171,8 +197,9 @@ class StepTime:
         """Seconds of a step that attention does not take."""
         weights, gpu = self.weights, self.gpu
         untouched = (1 - weights.experts_per_token / weights.num_experts) ** batch
-        read = weights.dense + weights.experts * (1 - untouched)
-        from_memory = read * self.weight_bytes / self.tp / gpu.bytes_per_second / _WEIGHT_SHARE
+        read = self._dense_bytes
+        read += weights.experts * (1 - untouched) * self.bytes_of_weights.experts
+        from_memory = read / self.tp / gpu.bytes_per_second / _WEIGHT_SHARE
         flops = 2 * batch * self._active / self.tp
         computed = flops / gpu.flops_per_second / _FLOPS_SHARE
         states = sum(layer.kind == STATE for layer in self.layers)
@@ -252,6 +279,13 @@ class StepTime:
         """Parameters that one token is multiplied with."""
         weights = self.weights
         return weights.dense + weights.experts * weights.experts_per_token / weights.num_experts
+
+    @property
+    def _dense_bytes(self) -> float:
+        """Bytes of the parameters that each step reads; of the output head they are whole."""
+        weights = self.weights
+        quantised = (weights.dense - weights.vocabulary) * self.bytes_of_weights.dense
+        return quantised + weights.vocabulary * WHOLE_BYTES
 
     def _token_bytes(self, layer: Layer) -> float:
         """Bytes of a token in one KV head."""

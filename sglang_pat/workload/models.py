@@ -5,25 +5,17 @@ The shape of a model comes from its Hugging Face `config.json`. `model_layers.py
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.model_layers import (
-    CHUNK,
-    FULL,
-    LATENT,
-    NO_ATTENTION,
-    WINDOW,
-    Layer,
-    count,
-    decoder_config,
-    positive,
-    quantisation_of,
-)
+from sglang_pat.model_layers import decoder_config, positive
 from sglang_pat.support import KERNEL_DTYPES
+from sglang_pat.workload.weights import read_weights as read_weights
 
 _LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,12 +97,18 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 MODEL_NAMES = tuple(NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
+# Names of models on the command line.
+MODELS = (
+    f"{', '.join(MODEL_NAMES)}, the path of a config.json or of its folder, or a name on the "
+    "Hugging Face hub"
+)
 
 _DTYPES = (*KERNEL_DTYPES, "float32")  # the last one is cast when it is loaded
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
-_STATE_SQUARES = 6
 _LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
+_CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
+_HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
+_HUB_SECONDS = 3
+_MOST_TOLD = 200  # characters of input in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +174,22 @@ def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     Raises what `read_whole_config` does.
     """
     label, config = read_whole_config(name)
-    return label, decoder_config(config)
+    return label, decoder_config(quantised_config(label, config))
 
 
 def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return a label of a model, and its `config.json`.
 
-    ValueError if `name` is neither a name that is known here, nor such a file or its folder.
+    ValueError if `name` is neither a name that is known here, nor such a file or its folder, nor
+    the name of a model on the Hugging Face hub that can be reached or is in the local cache.
     """
     if str(name) in NAMED_CONFIGS:
         return str(name), NAMED_CONFIGS[str(name)]
     path = config_file(name)
+    if not path.is_file() and not path.exists() and _HUB_NAME.fullmatch(str(name)):
+        path = _from_hub(str(name))
     if not path.is_file():
-        known = ", ".join(MODEL_NAMES)
-        raise ValueError(f"model {str(name)!r}; allowed: {known}, or the path of a config.json")
+        raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size
         if size > _LARGEST_CONFIG:
@@ -202,10 +202,65 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     return str(path), config
 
 
+def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration, with what `hf_quant_config.json` beside it says.
+
+    Model Optimizer writes there how it has quantised a model, in place of `quantization_config`.
+    """
+    file = Path(label).parent / _QUANTISATION
+    if label in NAMED_CONFIGS or config.get("quantization_config") or not file.is_file():
+        return config
+    try:
+        quantisation = json.loads(file.read_text(encoding="utf-8"))["quantization"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file}: no quantization of Model Optimizer: {error}") from None
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantisation}}
+
+
 def config_file(name: str | Path) -> Path:
     """The file that a model's name stands for, if it is no name that is known here."""
     path = Path(name)
-    return path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        return path / _CONFIG
+    if not path.exists() and _HUB_NAME.fullmatch(str(name)):
+        return _in_cache(str(name)) or path
+    return path
+
+
+def _in_cache(name: str) -> Path | None:
+    """The `config.json` of a model of the hub in the local cache."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # comes with SGLang
+        return None
+    found = try_to_load_from_cache(name, _CONFIG)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _from_hub(name: str) -> Path:
+    """Get the `config.json` of a model from the hub. ValueError if that cannot be done."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        reason = "huggingface_hub is not installed"
+    else:
+        try:
+            path = Path(hf_hub_download(name, _CONFIG, etag_timeout=_HUB_SECONDS))
+            with contextlib.suppress(Exception):  # few models have it
+                hf_hub_download(name, _QUANTISATION, etag_timeout=_HUB_SECONDS)
+            return path
+        except Exception as error:  # of the hub's client, or of its HTTP library
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    raise ValueError(
+        f"model {_told(name)}: no file, not in the local cache of the Hugging Face hub, and the "
+        f"hub gives no config.json of that name ({reason[:200]}); allowed: {MODELS}"
+    )
+
+
+def _told(name: object) -> str:
+    """A name from the command line, for a message."""
+    text = str(name)
+    return repr(text if len(text) <= _MOST_TOLD else text[:_MOST_TOLD] + "...")
 
 
 def context_length_of(config: Mapping[str, Any]) -> int | None:
@@ -220,112 +275,3 @@ def check_dtype(config: Mapping[str, Any]) -> None:
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPES)}")
-
-
-# --- weights ---
-
-# By quant_method, or by the quant_algo of modelopt: bytes of one parameter, with the scales of its
-# block.
-_QUANTISED_BYTES = {
-    "fp8": 1.0,
-    "fbgemm_fp8": 1.0,
-    "w8a8_fp8": 1.0,
-    "w8a8_int8": 1.0,
-    "mxfp8": 33 / 32,
-    "mxfp4": 17 / 32,
-    "nvfp4": 9 / 16,
-    "modelopt_fp8": 1.0,
-    "modelopt_fp4": 9 / 16,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Parameters of a decoder, estimated from its shape.
-
-    Attributes
-    ----------
-    dense
-        Read in every step: attention, MLPs, shared experts, the output head.
-    experts
-        Of all routed experts.
-    num_experts, experts_per_token
-        Of one layer; 1 and 1 without experts.
-    vocabulary
-        Of the output head, as many as an embedding has. They are part of `dense`.
-    embedding
-        Held beside them: the embedding, unless it is the output head.
-    """
-
-    dense: int
-    experts: int
-    num_experts: int
-    experts_per_token: int
-    vocabulary: int
-    embedding: int
-
-
-def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
-    """The parameters of a model. Blocks that keep a state count as 6 x hidden_size squared."""
-    hidden = positive(config, "hidden_size")
-    vocabulary = hidden * positive(config, "vocab_size")
-    dense = vocabulary + sum(_mixer_parameters(config, layer, hidden) for layer in layers)
-    embedding = 0 if config.get("tie_word_embeddings") else vocabulary
-    num_experts = next((positive(config, key) for key in _EXPERT_COUNTS if config.get(key)), 0)
-    # With a pattern of letters an MLP is a layer of its own, else every layer has one.
-    pattern = config.get("hybrid_override_pattern")
-    num_mlps = sum(letter in "-E" for letter in pattern) if pattern else len(layers)
-    if not num_experts:
-        matrices = 2 if "n_embd" in config else 3  # GPT-2's MLPs have no gate
-        dense += num_mlps * matrices * hidden * positive(config, "intermediate_size")
-        return Weights(dense, 0, 1, 1, vocabulary, embedding)
-    num_dense = min(count(config, "first_k_dense_replace"), num_mlps)
-    if num_dense:
-        dense += num_dense * 3 * hidden * positive(config, "intermediate_size")
-    width = positive(config, "moe_intermediate_size", config.get("intermediate_size"))
-    num_mixtures = num_mlps - num_dense
-    dense += num_mixtures * 3 * hidden * width * count(config, "n_shared_experts")
-    per_token = next((positive(config, key) for key in _EXPERTS_PER_TOKEN if config.get(key)), 1)
-    experts = num_mixtures * 3 * hidden * width * num_experts
-    per_token = min(per_token, num_experts)
-    return Weights(dense, experts, num_experts, per_token, vocabulary, embedding)
-
-
-def _mixer_parameters(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
-    """Parameters of what mixes tokens in a layer: attention, or what is in its place."""
-    if layer.kind == NO_ATTENTION:
-        return 0
-    if layer.kind in (FULL, WINDOW, CHUNK):
-        queries = layer.num_qo_heads * (layer.head_dim + layer.v_head_dim)
-        return hidden * (queries + layer.kv_elements)
-    if layer.kind == LATENT:
-        rope, nope, value = (
-            count(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-        )
-        rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank")
-        down = hidden * (query_rank + layer.kv_elements)
-        heads = layer.num_qo_heads
-        up = (query_rank or hidden) * heads * (nope + rope) + rank * heads * (nope + value)
-        return down + up + heads * value * hidden
-    return _STATE_SQUARES * hidden * hidden  # STATE, or unknown
-
-
-def parameter_bytes(config: Mapping[str, Any]) -> float:
-    """Bytes of one parameter, as quantised, mostly without scales.
-
-    2 if the configuration does not say, or says it in a way that is not known here.
-    """
-    quantisation = quantisation_of(config)
-    if isinstance(quantisation.get("bits"), int):
-        return int(quantisation["bits"]) / 8
-    groups = quantisation.get("config_groups")  # of compressed-tensors
-    if isinstance(groups, Mapping):
-        weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-        bits = [each.get("num_bits") for each in weights if isinstance(each, Mapping)]
-        return max((each for each in bits if isinstance(each, int)), default=16) / 8
-    for load, size in (("load_in_4bit", 0.5), ("load_in_8bit", 1.0)):  # of bitsandbytes
-        if quantisation.get(load):
-            return size
-    names = (quantisation.get("quant_algo"), quantisation.get("quant_method"))
-    known = [_QUANTISED_BYTES.get(str(name).lower()) for name in names]
-    return next((size for size in known if size is not None), 2.0)

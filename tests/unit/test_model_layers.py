@@ -62,6 +62,12 @@ def test_latent_attention_is_accelerated_where_a_rank_has_few_heads(
     assert (layers[0].num_kv_heads, layers[0].kv_elements) == (1, 576)
 
 
+@pytest.mark.parametrize(("tp", "reason"), [(1, "query heads per KV head 24"), (2, "")])
+def test_a_rank_that_holds_a_copy_of_a_kv_head_has_fewer_query_heads(tp: int, reason: str) -> None:
+    layers = read_layers({**PLAIN, "num_attention_heads": 24, "num_key_value_heads": 1}, tp)
+    assert {layer.refusal.words if layer.refusal else "" for layer in layers} == {reason}
+
+
 def test_a_plain_decoder_is_accelerated() -> None:
     layers = read_layers(PLAIN)
     assert len(layers) == 6
@@ -79,10 +85,12 @@ def test_a_plain_decoder_is_accelerated() -> None:
         # Gemma 3 and 2, older
         ({"sliding_window": 512, "sliding_window_pattern": 6}, [WINDOW] * 5 + [FULL]),
         ({"sliding_window": 512, "model_type": "gemma2"}, [WINDOW, FULL] * 3),
-        # Qwen2
-        ({"sliding_window": 512, "use_sliding_window": False}, [FULL] * 6),
-        ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 4},
-         [FULL] * 4 + [WINDOW] * 2),
+        # Qwen2, Mistral: SGLang's classes know no window.
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512,
+          "use_sliding_window": True, "max_window_layers": 4}, [FULL] * 6),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, [FULL] * 6),
+        ({"architectures": ["Exaone4ForCausalLM"], "sliding_window": 512,
+          "sliding_window_pattern": "LLG"}, [WINDOW, WINDOW, FULL] * 2),
         # Llama 4: every fourth layer has no rotation
         ({"attention_chunk_size": 8192}, [CHUNK] * 3 + [FULL] + [CHUNK] * 2),
         # SGLang's class does not read the list.
@@ -93,12 +101,13 @@ def test_a_plain_decoder_is_accelerated() -> None:
         # Qwen3-Next
         ({"full_attention_interval": 3}, [STATE, STATE, FULL] * 2),
         ({"layer_types": ["linear_attention", "full_attention"] * 3}, [STATE, FULL] * 3),
-        # Nemotron-H, LFM2, Bamba, Jamba
+        # Nemotron-H, LFM2, Ling 2.5
         ({"hybrid_override_pattern": "M-M*E-"},
          [STATE, NO_ATTENTION, STATE, FULL, NO_ATTENTION, NO_ATTENTION]),
         ({"full_attn_idxs": [2]}, [STATE, STATE, FULL, STATE, STATE, STATE]),
-        ({"attn_layer_indices": [0, 5]}, [FULL, STATE, STATE, STATE, STATE, FULL]),
-        ({"attn_layer_period": 3, "attn_layer_offset": 1}, [STATE, FULL, STATE] * 2),
+        ({"layers_block_type": ["mamba", "moe", "attention"] * 2}, [STATE, NO_ATTENTION, FULL] * 2),
+        ({"architectures": ["BailingMoeV2_5ForCausalLM"], "layer_group_size": 3,
+          "kv_lora_rank": 512}, [STATE, STATE, LATENT] * 2),
         # MiMo-V2, DeepSeek, Kimi Linear
         ({"hybrid_layer_pattern": [0, 1, 1, 0, 1, 1], "sliding_window": 128},
          [FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW]),
@@ -124,9 +133,13 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
         # Latent attention: of another size, sparse, of too many heads.
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "head_dim 288/256"),
-        ({**MLA, "index_topk": 2048}, "sparse latent attention (index_topk is set)"),
+        ({**MLA, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
+         "sparse attention (DeepseekV32ForCausalLM)"),
+        ({"architectures": ["MiniMaxM3SparseForCausalLM"]},
+         "sparse attention (MiniMaxM3SparseForCausalLM)"),
+        ({"architectures": ["MistralModel"]}, "a model that answers with no tokens (MistralModel)"),
         ({**MLA, "num_attention_heads": 64},
-         "latent attention with nothing to gain: 64 heads on a GPU fill a tile"),
+         "latent attention with nothing to gain: 64 heads fill a tile"),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_not_accelerated_says_why(changes: dict[str, Any], reason: str) -> None:
@@ -229,8 +242,9 @@ def test_the_decoder_of_a_multimodal_model() -> None:
         ({"full_attention_interval": "4"}, "full_attention_interval='4'; allowed: a whole number"),
         ({"full_attention_interval": 0.5}, "full_attention_interval=0.5; allowed: a whole number"),
         ({"full_attn_idxs": 5}, "full_attn_idxs=5; allowed: a list of whole numbers"),
-        ({"attn_layer_indices": "0,2"}, "attn_layer_indices='0,2'; allowed: a list of whole"),
-        ({"attn_layer_period": "8"}, "attn_layer_period='8'; allowed: a whole number"),
+        ({"architectures": ["TomorrowForCausalLM"]}, "'TomorrowForCausalLM' is a class of models"),
+        ({"block_configs": [{}]}, "block_configs=.*; allowed: a list with attention"),
+        ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has no number"),
         ({"hybrid_layer_pattern": "10"}, "hybrid_layer_pattern='10'; allowed: a list of whole"),
         ({"hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries for 6 layers"),
         (

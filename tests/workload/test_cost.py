@@ -166,7 +166,8 @@ def test_the_cache_holds_what_is_read_by_neighbours_or_is_small() -> None:
 
 def test_windows_read_no_more_than_they_hold() -> None:
     _, config = read_config("llama-3.1-8b")
-    kinds = {"layer_types": ["sliding_attention"] * 31 + ["full_attention"]}
+    types = ["sliding_attention"] * 31 + ["full_attention"]
+    kinds = {"architectures": ["GptOssForCausalLM"], "layer_types": types}
     whole, hybrid = (
         StepTime.of({**config, **changes}, GPUS["H100"])
         for changes in ({}, {"sliding_window": 1024, **kinds})

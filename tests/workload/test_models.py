@@ -12,6 +12,7 @@ from sglang_pat.model_layers import _DEFAULTS, decoder_config, summary
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, MODEL_NAMES, read_config
 from sglang_pat.workload.verdict import unchecked
+from sglang_pat.workload.weights import WeightBytes
 
 TINY = {
     "num_hidden_layers": 2,
@@ -74,7 +75,7 @@ def test_config_json_and_its_folder(tmp_path: Path) -> None:
 
 def test_config_of_experts() -> None:
     found = tiny(num_experts=8, moe_intermediate_size=32, torch_dtype=None, dtype="bfloat16")
-    layer = 4 * 256 * 256 + 8 * 3 * 256 * 32
+    layer = 4 * 256 * 256 + 8 * (3 * 256 * 32 + 256)  # with a router
     assert found.held_weight_bytes == 2 * (2 * layer + 256 * 1000)
 
 
@@ -108,7 +109,7 @@ def test_unusable_config_is_refused(changes: dict[str, Any], reason: str) -> Non
         ({"layer_types": ["linear_attention", "full_attention"]}, 1),
         ({"head_dim": 72}, 0),
         ({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}, 0),
-        ({"sliding_window": 131072, "use_sliding_window": False}, 2),
+        ({"sliding_window": 131072, "architectures": ["Qwen2ForCausalLM"]}, 2),
     ],
 )
 def test_what_the_server_starts_is_taken(changes: dict[str, Any], accelerated: int) -> None:
@@ -204,7 +205,10 @@ def test_what_no_run_has_checked_is_said() -> None:
     said = " ".join(unchecked(llama("L4", 2, **experts, **fp8)))
     for words in ("L4 is scaled", "between 2 GPUs", "mixtures of experts", "quantised"):
         assert words in said
-    assert llama(**fp8).held_weight_bytes * 2 == llama().held_weight_bytes
+    vocabulary = 2 * 2 * 4096 * 128256  # of 2 bytes in both
+    assert (llama(**fp8).held_weight_bytes - vocabulary) * 2 == (
+        llama().held_weight_bytes - vocabulary
+    )
     latent = llama(kv_lora_rank=512, qk_rope_head_dim=64)
     assert unchecked(latent) == ["latent attention"]
 
@@ -216,7 +220,7 @@ def test_what_no_run_has_checked_is_said() -> None:
         ({"quant_method": "awq", "bits": 4}, 0.5),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 9 / 16),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 9 / 16),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1),
         (
             {
@@ -230,7 +234,7 @@ def test_what_no_run_has_checked_is_said() -> None:
 )
 def test_quantised_weights_have_their_size(quantisation: dict[str, Any], size: float) -> None:
     quantised = llama(quantization_config=quantisation)
-    assert quantised.weight_bytes == size
+    assert quantised.bytes_of_weights == WeightBytes(size, size)
     assert unchecked(quantised) == ["quantised weights"]
 
 
@@ -244,7 +248,7 @@ def test_a_multimodal_model_is_quantised_as_a_whole() -> None:
     _, inner = read_config("llama-3-8b")
     config = decoder_config({"text_config": inner, "quantization_config": fp8})
     found = StepTime.of(config, GPUS["H100"])
-    assert (found.weight_bytes, found.kv_bytes) == (1, 1)
+    assert (found.bytes_of_weights.dense, found.kv_bytes) == (1, 1)
 
 
 def test_a_mixture_of_experts_reads_what_its_batch_touches() -> None:

@@ -93,7 +93,7 @@ def _is_experts(module: torch.nn.Module) -> bool:
 
 
 def _experts(model: torch.nn.Module) -> list[int]:
-    """How many experts a layer has at most, and how many of them a token takes."""
+    """Experts of a layer, at most, and those of them that a token takes."""
     found = [
         (int(module.num_experts), int(module.top_k or 1))
         for module in model.modules()

@@ -1,0 +1,150 @@
+"""Rules of SGLang's model classes for the layers of a `config.json`, by the name of the class.
+
+SGLang applies a window, a chunk or a sparse backend by the class of a model, not by the keys of its
+configuration: `MistralForCausalLM` ignores a `sliding_window` that `GptOssForCausalLM` obeys. A
+nightly test builds the classes themselves and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Each layer attends to all tokens of its request, whatever windows the configuration names.
+PLAIN = _names(
+    """
+    ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM BailingMoeForCausalLM
+    BailingMoEForCausalLM BailingMoeV2ForCausalLM ChatGLMForConditionalGeneration ChatGLMModel
+    CohereForCausalLM DbrxForCausalLM DeciLMForCausalLM DeepseekForCausalLM DeepseekOCRForCausalLM
+    DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekVL2ForCausalLM DotsOCRForCausalLM
+    DotsVLMForCausalLM Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM
+    Ernie4_5_VLMoeForConditionalGeneration Ernie4_5ForCausalLM ExaoneForCausalLM GemmaForCausalLM
+    GigaChat35ForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration
+    GlmForCausalLM GlmOcrForConditionalGeneration GPT2LMHeadModel GPTBigCodeForCausalLM
+    GPTJForCausalLM GPTNeoXForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeSharedForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HYV3ForCausalLM
+    InternLM2ForCausalLM InternLM3ForCausalLM InternS1ForConditionalGeneration InternVLChatModel
+    IQuestCoderForCausalLM KimiK25ForConditionalGeneration KimiVLForConditionalGeneration
+    LightOnOCRForConditionalGeneration LlamaForCausalLM LlavaForConditionalGeneration
+    LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM LlavaVidForCausalLM
+    LongcatFlashForCausalLM MiDashengLMModel MiMoForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM
+    MiniCPMO MiniCPMV MiniMaxM2ForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration
+    MistralForCausalLM MistralLarge3ForCausalLM MixtralForCausalLM MultiModalityCausalLM
+    NanbeigeForCausalLM NVILAForConditionalGeneration NVILALiteForConditionalGeneration
+    Olmo2ForCausalLM OlmoeForCausalLM OlmoForCausalLM OPTForCausalLM OrionForCausalLM
+    PaddleOCRVLForConditionalGeneration PersimmonForCausalLM Phi3ForCausalLM Phi3SmallForCausalLM
+    Phi3VForCausalLM Phi4MMForCausalLM PhiForCausalLM PhiMoEForCausalLM
+    PixtralForConditionalGeneration POINTSV15ChatModel QuantMixtralForCausalLM
+    Qwen2_5_VLForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2ForCausalLM
+    Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration Qwen3ASRForConditionalGeneration
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3OmniMoeForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration QWenLMHeadModel
+    Sarashina2VisionForCausalLM SarvamMLAForCausalLM SarvamMoEForCausalLM SolarForCausalLM
+    StableLmForCausalLM Starcoder2ForCausalLM Step3VLForConditionalGeneration
+    StepVLForConditionalGeneration TeleFLMForCausalLM VoxtralForConditionalGeneration
+    XllmForCausalLM XverseForCausalLM XverseMoeForCausalLM YiVLForCausalLM
+    """
+)
+# `layer_types` says which layers have the window, or keep a state in place of KV.
+BY_LAYER_TYPES = _names(
+    """
+    AfmoeForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
+    ExaoneMoeForCausalLM ExaoneMoEForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration
+    Gemma3nForCausalLM Gemma3nForConditionalGeneration Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GptOssForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM LagunaForCausalLM
+    Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration MellumForCausalLM
+    MinistralForCausalLM Olmo3ForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen3NextForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7FlashForCausalLM
+    Step3p7ForConditionalGeneration
+    """
+)
+# Other rules: `model_layers.py` has one for each.
+OTHER_RULES = _names(
+    """
+    BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM
+    Gemma2ForCausalLM Glm5NextForConditionalGeneration JetNemotronForCausalLM
+    KimiK3ForConditionalGeneration KimiK3LinearForCausalLM KimiLinearForCausalLM Llama4ForCausalLM
+    Llama4ForConditionalGeneration MiMoV2FlashForCausalLM MiMoV2ForCausalLM NemotronHForCausalLM
+    """
+)
+# An attention backend of its own reads a choice of tokens...
+SPARSE = _names(
+    """
+    DeepseekV4ForCausalLM Dots3NoteForCausalLM HYV4ForCausalLM MiniMaxM3ForCausalLM
+    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration
+    Qwen4ExpForConditionalGeneration
+    """
+)
+# ... of these only with `index_topk`.
+SPARSE_WITH_INDEX = _names(
+    """
+    DeepseekV32ForCausalLM DeepseekV3ForCausalLM Dots3NoteForCausalLM
+    Glm5NextForConditionalGeneration GlmMoeDsaForCausalLM HYV4ForCausalLM LongcatFlashForCausalLM
+    MistralLarge3ForCausalLM PixtralForConditionalGeneration
+    """
+)
+ENCODER_DECODER = _names(
+    """
+    MllamaForConditionalGeneration MossVLForConditionalGeneration WhisperForConditionalGeneration
+    """
+)
+# Embeddings, scores and encoders: they answer with no tokens, so nothing is decoded.
+WITHOUT_TOKENS = _names(
+    """
+    BertForSequenceClassification BertModel CLIPModel CLIPVisionModelWithProjection Contriever
+    EmbeddingGemma2Model EmbeddingGemmaModel Gemma2ForSequenceClassification InternLM2ForRewardModel
+    Lfm2BidirectionalModel LlamaEmbeddingModel LlamaForClassification LlamaForSequenceClassification
+    LlamaForSequenceClassificationWithNormal_Weights MistralModel NanbeigeForSequenceClassification
+    PixtralVisionModel Qwen2ForRewardModel Qwen2ForSequenceClassification Qwen3ForRewardModel
+    Qwen3ForSequenceClassification Qwen3Model XLMRobertaForSequenceClassification XLMRobertaModel
+    """
+)
+# States in place of KV, in every layer.
+WITHOUT_ATTENTION = frozenset({"FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"})
+
+KNOWN = (
+    PLAIN
+    | BY_LAYER_TYPES
+    | OTHER_RULES
+    | SPARSE
+    | SPARSE_WITH_INDEX
+    | ENCODER_DECODER
+    | WITHOUT_TOKENS
+    | WITHOUT_ATTENTION
+)
+_OF_DRAFTS = ("NextN", "MTP", "Eagle", "Eagle3", "DSpark", "DraftModel", "AssistantModel")
+
+
+def class_name(config: Mapping[str, Any]) -> str:
+    """The class that SGLang builds: the first of `architectures`; empty if there is none."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def is_draft_model(name: str) -> bool:
+    """True for a class that only drafts tokens for another model."""
+    return name.endswith(_OF_DRAFTS)
+
+
+def answers_with_tokens(config: Mapping[str, Any]) -> bool:
+    """False for embedding, reward and encoder models, as SGLang sees them without its flags."""
+    is_embedding_gemma = (
+        config.get("model_type") == "gemma3_text"
+        and config.get("use_bidirectional_attention") is True
+    )
+    return class_name(config) not in WITHOUT_TOKENS and not is_embedding_gemma
+
+
+def sparse_name(config: Mapping[str, Any]) -> str:
+    """The class, if SGLang runs it on a sparse backend of its own; else empty."""
+    name = class_name(config)
+    with_index = name in SPARSE_WITH_INDEX and config.get("index_topk") is not None
+    return name if with_index or name in SPARSE else ""

@@ -1,0 +1,177 @@
+"""A model's layers and weights: by SGLang's own class where SGLang is installed, else by rules.
+
+`advise` and `replay` read models here, `doctor --model` asks the same class. The rules
+(`model_layers.py`, `weights.py`) serve machines without SGLang, the models that are known by name,
+and models that SGLang cannot build on this machine; then the answer says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_pat.model_classes import class_name
+from sglang_pat.model_layers import (
+    CHUNK,
+    FULL,
+    LATENT,
+    STATE,
+    WINDOW,
+    Layer,
+    Refusal,
+    check_served,
+    decoder_config,
+    read_layers,
+)
+from sglang_pat.workload.models import NAMED_CONFIGS, quantised_config, read_whole_config
+from sglang_pat.workload.weights import Weights, read_weights
+
+_SECONDS = 300  # to import SGLang on a busy machine; 15 on an idle one
+
+
+class Model(NamedTuple):
+    """A model that a server could serve.
+
+    Attributes
+    ----------
+    label
+        What to call it.
+    config
+        The decoder's part of its configuration.
+    layers
+        Whole, as pat runs them on one of the GPUs.
+    weights
+        Its parameters.
+    note
+        What the reader should know about where this comes from; mostly empty.
+    """
+
+    label: str
+    config: Mapping[str, Any]
+    layers: Sequence[Layer]
+    weights: Weights
+    note: str = ""
+
+
+def read_model(name: str, tp: int = 1) -> Model:
+    """Read a model as it is run on `tp` GPUs.
+
+    Raises
+    ------
+    ValueError
+        There is no such model, it is none that answers with tokens, or neither SGLang nor the
+        rules know its class.
+    """
+    label, whole = read_whole_config(name)
+    try:
+        check_served(whole)
+        config = decoder_config(quantised_config(label, whole))
+        found = None if label in NAMED_CONFIGS else _of_sglang(whole, config, tp)
+        if isinstance(found, tuple):
+            return Model(label, config, *found)
+        layers = _by_rules(config, tp, found)
+        return Model(label, config, layers, read_weights(config, layers), found or "")
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+
+
+def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[Layer]:
+    try:
+        return read_layers(config, tp)
+    except ValueError as error:
+        raise ValueError(f"{error}; {why}" if why else str(error)) from None
+
+
+def _of_sglang(
+    whole: Mapping[str, Any], config: Mapping[str, Any], tp: int
+) -> tuple[list[Layer], Weights] | str | None:
+    """Ask SGLang's class. None without SGLang; text if SGLang cannot build it here."""
+    try:
+        installed = f"SGLang {version('sglang')}"
+    except PackageNotFoundError:
+        return None
+    with tempfile.TemporaryDirectory(prefix="sglang-pat-model-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(whole))
+        asked = [{"path": folder}]
+        if tp > 1:
+            asked.append({"path": folder, "flags": ["--tp", str(tp)]})
+        answers = _ask(asked)
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    if errors:
+        error = errors[0].replace(folder, "it")
+        return f"{installed} cannot build {class_name(whole)} here ({error[:200]})"
+    alone, shared = answers[0], answers[-1]
+    layers = _layers(alone, shared, config)
+    return layers, _weights(alone, config, layers)
+
+
+def _ask(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ask a process that imports SGLang."""
+    command = [sys.executable, "-m", "sglang_pat.sglang.offline.model_descriptions"]
+    lines = "".join(json.dumps(each) + "\n" for each in asked)
+    try:
+        done = subprocess.run(
+            command, input=lines, capture_output=True, text=True, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return [{"error": f"no answer in {_SECONDS} s"}]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(answers) < len(asked):
+        *_, last = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        answers.append({"error": last})
+    return answers
+
+
+def _layers(
+    alone: Mapping[str, Any], shared: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[Layer]:
+    """The layers of a model that SGLang has built on one GPU, as it is run on several."""
+    reasons = [each[6] or shared["reason"] for each in shared["layers"]]
+    found = [
+        _layer(entry, reason and Refusal(*reason), config)
+        for entry, reason in zip(alone["layers"], reasons, strict=True)
+    ]
+    others = max(0, int(config.get("num_hidden_layers") or 0) - len({each.index for each in found}))
+    refusal = Refusal("attention", STATE)
+    return found + [Layer(len(found) + i, STATE, refusal=refusal) for i in range(others)]
+
+
+def _layer(entry: Sequence[Any], refusal: Refusal | None, config: Mapping[str, Any]) -> Layer:
+    index, heads, kv_heads, head_dim, v_head_dim, window = entry[:6]
+    is_latent = bool(config.get("kv_lora_rank")) and kv_heads == 1 and v_head_dim < head_dim
+    kind = LATENT if is_latent else FULL if window is None else WINDOW
+    if refusal is not None and str(refusal.value).startswith(CHUNK):
+        kind, window = CHUNK, config.get("attention_chunk_size")
+    return Layer(
+        index, kind, heads, kv_heads, head_dim, v_head_dim, window,
+        kv_elements=head_dim if is_latent else kv_heads * (head_dim + v_head_dim),
+        refusal=refusal,
+    )  # fmt: skip
+
+
+def _weights(
+    alone: Mapping[str, Any], config: Mapping[str, Any], layers: Sequence[Layer]
+) -> Weights:
+    found = alone["parameters"]
+    if not found["experts"]:  # some classes have experts of their own kind
+        with contextlib.suppress(ValueError):
+            weights = read_weights(config, layers)
+            if weights.experts:
+                return weights
+    head = found["head"] or found["embedding"]
+    num_experts, per_token = alone["experts"]
+    return Weights(
+        dense=found["dense"] + head,
+        experts=found["experts"],
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        vocabulary=head,
+        embedding=(found["embedding"] if found["head"] else 0) + found["encoders"],
+    )

@@ -1,0 +1,412 @@
+"""The weights of a model, estimated from its `config.json`: parameters, and bytes of each.
+
+A nightly test compares the parameters with those of SGLang's own classes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_pat.model_layers import (
+    CHUNK,
+    FULL,
+    LATENT,
+    NO_ATTENTION,
+    WINDOW,
+    Layer,
+    count,
+    positive,
+    quantisation_of,
+)
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_k",
+)
+_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size")  # Nemotron 3, Kimi K3
+_DENSE_WIDTHS = ("intermediate_size_mlp", "intermediate_size", "moe_intermediate_size")
+# Number of shared experts as wide as the others, or the width of all of them together.
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert")
+_SHARED_WIDTHS = (
+    "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "share_expert_dim",
+)
+# MLPs of two matrices, without a gate.
+_WITHOUT_GATE = (
+    *("apertus", "arcee", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "nemotron_h"),
+    *("opt", "persimmon", "phi", "starcoder2"),
+)
+# Models whose output head is their embedding, unless the configuration says otherwise.
+_TIED = (
+    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
+    *("gpt2", "gpt_bigcode", "lfm2", "lfm2_moe", "opt", "phi3small", "starcoder2"),
+)
+_STATE_SQUARES = 6  # of a layer with a state of an unknown kind, in squares of hidden_size
+# By quant_method, or by the quant_algo of modelopt: bytes of one parameter, with the scales of its
+# block.
+_BYTES = {
+    "fp8": 1.0,
+    "fp8_pb_wo": 1.0,
+    "fp8_per_channel_per_token": 1.0,
+    "fbgemm_fp8": 1.0,
+    "w8a8_fp8": 1.0,
+    "w8a8_int8": 1.0,
+    "w8a8_sq_per_channel": 1.0,
+    "mxfp8": 33 / 32,
+    "mxfp4": 17 / 32,
+    "fp4": 17 / 32,
+    "nvfp4": 9 / 16,
+    "nvfp4_awq": 9 / 16,
+    "w4a16_nvfp4": 9 / 16,
+    "w4a16_awq": 4.2 / 8,
+    "int4_awq": 4.2 / 8,
+    "w4a8_awq": 4.2 / 8,
+    "modelopt_fp8": 1.0,
+    "modelopt_fp4": 9 / 16,
+}
+_SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
+WHOLE_BYTES = 2.0  # bytes of a parameter that is not quantised
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of a model, estimated from its shape.
+
+    Attributes
+    ----------
+    dense
+        Read in every step: attention, MLPs, shared experts, the output head.
+    experts
+        Of all routed experts.
+    num_experts, experts_per_token
+        Of one layer; 1 and 1 without experts.
+    vocabulary
+        Of the output head, as many as an embedding has. They are part of `dense`.
+    embedding
+        Held beside them: the embedding, unless it is the output head, and the encoders of images
+        and sounds.
+    """
+
+    dense: int
+    experts: int
+    num_experts: int
+    experts_per_token: int
+    vocabulary: int
+    embedding: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Bytes of one parameter, with its scales; embeddings and output heads have 2.
+
+    Attributes
+    ----------
+    dense
+        Of attention, MLPs and shared experts.
+    experts
+        Of routed experts.
+    """
+
+    dense: float = WHOLE_BYTES
+    experts: float = WHOLE_BYTES
+
+
+def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
+    """The parameters of a model. ValueError names a key that is missing or has no sense."""
+    hidden = positive(config, "hidden_size")
+    vocabulary = hidden * positive(config, "vocab_size")
+    dense = vocabulary + sum(_mixer(config, layer, hidden) for layer in layers)
+    tied = config.get("tie_word_embeddings")
+    if tied is None:
+        tied = config.get("model_type") in _TIED
+    embedding = (0 if tied else vocabulary) + _encoders(config, hidden)
+    if per_layer := count(config, "hidden_size_per_layer_input"):  # Gemma 3n and 4
+        words = positive(config, "vocab_size_per_layer_input", config.get("vocab_size"))
+        embedding += len(layers) * per_layer * words
+    experts = 0
+    num_experts = _first(config, _EXPERT_COUNTS)
+    inner = _first(config, _EXPERT_INPUTS) or hidden
+    matrices = 2 if config.get("model_type") in _WITHOUT_GATE else 3
+    for is_mixture, width in _mlps(config, layers, num_experts):
+        if not is_mixture:
+            dense += matrices * hidden * width
+            continue
+        experts += num_experts * matrices * inner * width
+        dense += matrices * hidden * _shared_width(config, width) + num_experts * hidden
+        if inner != hidden:
+            dense += 2 * hidden * inner
+        if config.get("enable_moe_block"):  # Gemma 4 has both
+            dense += matrices * hidden * positive(config, "intermediate_size")
+    if not experts:
+        return Weights(dense, 0, 1, 1, vocabulary, embedding)
+    per_token = min(_first(config, _EXPERTS_PER_TOKEN) or 1, num_experts)
+    return Weights(dense, experts, num_experts, per_token, vocabulary, embedding)
+
+
+def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
+    """The first of these counts that the configuration has: of a list the largest. 0: none."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, list) and value:
+            value = max((each for each in value if type(each) is int), default=0)
+        if value:
+            return positive({key: value}, key)
+    return 0
+
+
+# --- MLPs ---
+
+
+def _mlps(
+    config: Mapping[str, Any], layers: Sequence[Layer], num_experts: int
+) -> Iterable[tuple[bool, int]]:
+    """(whether it is a mixture of experts, its width) of every MLP."""
+    blocks = config.get("block_configs")
+    if isinstance(blocks, list):  # Nemotron by NAS
+        for block in blocks:
+            ffn = block.get("ffn") if isinstance(block, Mapping) else None
+            if isinstance(ffn, Mapping) and not ffn.get("no_op"):
+                width = int(2 * float(ffn.get("ffn_mult") or 0) * config["hidden_size"] / 3)
+                yield False, -(-width // 256) * 256
+        return
+    expert_width = _first(config, _EXPERT_WIDTHS)
+    pattern = config.get("hybrid_override_pattern") or config.get("layers_block_type")
+    if pattern:  # an MLP is a layer of its own
+        for letter in pattern:
+            if letter in ("-", "mlp"):
+                yield False, positive(config, "intermediate_size")
+            elif letter in ("E", "moe"):
+                yield True, expert_width
+        return
+    attentions = 2 if config.get("model_type") == "longcat_flash" else 1
+    for index in range(len(layers) // attentions):
+        if num_experts and _is_mixture(config, index):
+            yield True, expert_width
+        if not num_experts or not _is_mixture(config, index) or attentions == 2:
+            width = _first(config, _DENSE_WIDTHS)
+            if config.get("block_auto_adjust_ff_dim"):  # LFM2
+                multiple = count(config, "block_multiple_of") or 1
+                width = -(-2 * width // 3 // multiple) * multiple
+            if config.get("model_type") == "qwen":  # counts gate and up together
+                width //= 2
+            for _ in range(attentions):
+                yield False, positive({"intermediate_size": width or None}, "intermediate_size")
+
+
+def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
+    """True if the MLP of a layer is a mixture of experts."""
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list) and index < len(kinds):
+        return kinds[index] != "dense"
+    listed = config.get("moe_layers_enum")  # Step, as text
+    if listed:
+        numbers = listed.split(",") if isinstance(listed, str) else listed
+        return index in [int(each) for each in numbers]
+    if isinstance(config.get("moe_layers"), list):
+        return index in config["moe_layers"]
+    if step := count(config, "interleave_moe_layer_step"):  # Llama 4
+        return (index + 1) % step == 0
+    if isinstance(config.get("mlp_only_layers"), list) and index in config["mlp_only_layers"]:
+        return False
+    if step := count(config, "decoder_sparse_step"):  # Qwen
+        return (index + 1) % step == 0
+    first = _first(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"))
+    frequency = config.get("moe_layer_freq", config.get("moe_layer_interval"))
+    if isinstance(frequency, list):
+        return bool(frequency[index]) if index < len(frequency) else True
+    return index >= first and index % max(1, frequency or 1) == 0
+
+
+def _shared_width(config: Mapping[str, Any], width: int) -> int:
+    """The width of the experts that every token takes, together."""
+    shared = _first(config, _SHARED_COUNTS)
+    own = _first(config, _SHARED_WIDTHS)
+    if own:
+        return own * max(1, shared if config.get("model_type") == "nemotron_h" else 1)
+    if not shared and str(config.get("model_type")).startswith("llama4"):
+        return width
+    return shared * width
+
+
+# --- what mixes tokens ---
+
+
+def _mixer(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
+    """Parameters of what mixes tokens in a layer: attention, or what is in its place."""
+    if layer.kind == NO_ATTENTION:
+        return 0
+    if layer.kind in (FULL, WINDOW, CHUNK):
+        queries = layer.num_qo_heads * (layer.head_dim + layer.v_head_dim)
+        if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next":
+            queries += layer.num_qo_heads * layer.head_dim
+        found = hidden * (queries + layer.kv_elements)
+        if config.get("model_type") == "falcon_h1":  # a state beside attention
+            found += _mamba(config, hidden)
+        return found
+    if layer.kind == LATENT:
+        return _latent(config, layer, hidden)
+    return _state(config, hidden)
+
+
+def _latent(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
+    rope, nope, value = (
+        count(config, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    rank, query_rank = layer.kv_elements - rope, count(config, "q_lora_rank")
+    heads = layer.num_qo_heads
+    down = hidden * (query_rank + layer.kv_elements)
+    up = (query_rank or hidden) * heads * (nope + rope) + rank * heads * (nope + value)
+    return down + up + heads * value * hidden
+
+
+def _state(config: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of a layer that keeps a state."""
+    if heads := count(config, "linear_num_value_heads"):  # gated delta rule: Qwen3-Next, Qwen3.5
+        values = heads * positive(config, "linear_value_head_dim")
+        keys = positive(config, "linear_num_key_heads") * positive(config, "linear_key_head_dim")
+        return hidden * (2 * keys + 3 * values + 2 * heads)
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, Mapping):  # Kimi
+        width = positive(linear, "num_heads") * positive(linear, "head_dim")
+        return hidden * 4 * width + 2 * positive(linear, "head_dim") * (hidden + width)
+    if config.get("layer_group_size"):  # Ling 2.5: queries, keys, values, a gate and the output
+        heads = positive(config, "num_attention_heads")
+        return 5 * hidden * heads * positive(config, "head_dim", hidden // heads)
+    if config.get("conv_L_cache"):  # LFM2
+        return 4 * hidden * hidden
+    return _mamba(config, hidden) or _STATE_SQUARES * hidden * hidden
+
+
+def _mamba(config: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of a Mamba 2 layer; 0 if the configuration does not describe one."""
+    heads = _first(config, ("mamba_num_heads", "mamba_n_heads"))
+    width = heads * _first(config, ("mamba_head_dim", "mamba_d_head"))
+    width = count(config, "mamba_d_ssm") or width
+    groups = _first(config, ("n_groups", "mamba_n_groups"))
+    states = groups * _first(config, ("ssm_state_size", "mamba_d_state"))
+    return hidden * (3 * width + 2 * states + heads)
+
+
+# --- encoders ---
+
+
+def _encoders(config: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of the encoders of a multimodal model; 0 of one that is not understood."""
+    return sum(
+        _encoder(each, hidden) for each in config.get("encoders", ()) if isinstance(each, Mapping)
+    )
+
+
+def _encoder(config: Mapping[str, Any], hidden: int) -> int:
+    layers = _any(config, "depth", "num_hidden_layers", "num_layers", "encoder_layers", "layers")
+    width = _any(config, "embed_dim", "hidden_size", "d_model", "width")
+    if config.get("model_type") in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"):
+        width = _any(config, "hidden_size")
+    inner = _any(config, "intermediate_size", "encoder_ffn_dim")
+    inner = inner or int(width * float(config.get("mlp_ratio") or 4))
+    is_gated = config.get("model_type") == "qwen2_5_vl" or config.get("hidden_act") == "silu"
+    found = layers * (4 * width * width + (3 if is_gated else 2) * width * inner)
+    merge = _any(config, "spatial_merge_size")
+    if merge:  # of patches, into tokens of the decoder
+        merged = width * merge * merge
+        mergers = 1 + len(config.get("deepstack_visual_indexes") or ())
+        found += mergers * merged * (merged + (_any(config, "out_hidden_size") or hidden))
+    return found
+
+
+def _any(config: Mapping[str, Any], *keys: str) -> int:
+    """The first whole number under these keys; 0: none."""
+    return next((config[key] for key in keys if type(config.get(key)) is int), 0)
+
+
+# --- bytes ---
+
+
+def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
+    """Bytes of a parameter, as the checkpoint is quantised.
+
+    2 if the configuration does not say, or says it in a way that is not known here.
+    """
+    quantisation = quantisation_of(config)
+    if not quantisation:
+        return WeightBytes()
+    layers = quantisation.get("quantized_layers")
+    if isinstance(layers, Mapping) and layers:
+        return _mixed(quantisation, layers)
+    size = _quantised(quantisation)
+    experts = _BYTES.get(str(config.get("expert_dtype")).lower(), size)
+    dense = size
+    if str(quantisation.get("quant_method")).lower() == "mxfp4" or _skips_attention(quantisation):
+        dense = WHOLE_BYTES
+    return WeightBytes(dense, experts)
+
+
+def _mixed(quantisation: Mapping[str, Any], layers: Mapping[str, Any]) -> WeightBytes:
+    """Average a checkpoint that names how each of its modules is quantised."""
+    sizes: dict[bool, list[float]] = {False: [], True: []}
+    for name, how in layers.items():
+        algorithm = how.get("quant_algo") if isinstance(how, Mapping) else None
+        is_expert = re.search(r"\bexperts\b", name) is not None
+        sizes[is_expert].append(_BYTES.get(str(algorithm).lower(), WHOLE_BYTES))
+    other = _BYTES.get(str(quantisation.get("quant_method")).lower(), WHOLE_BYTES)
+    dense, experts = (
+        sum(found) / len(found) if found else other for found in (sizes[False], sizes[True])
+    )
+    return WeightBytes(dense, experts)
+
+
+def _quantised(quantisation: Mapping[str, Any]) -> float:
+    """Bytes of a parameter that is quantised."""
+    bits = quantisation.get("bits", quantisation.get("w_bit"))
+    if isinstance(bits, int):  # GPTQ, AWQ, AutoRound
+        return _with_scales(bits, quantisation.get("group_size"), 16 + bits)
+    names = (quantisation.get("quant_algo"), quantisation.get("quant_method"))
+    groups = quantisation.get("config_groups")
+    if isinstance(groups, Mapping) and str(names[0]).upper() != "NVFP4":
+        found = []
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping) and isinstance(weights.get("num_bits"), int):
+                size = weights.get("group_size")
+                scale = 8 if weights.get("type") == "float" else 16
+                found.append(_with_scales(weights["num_bits"], size, scale))
+        if found:
+            return max(found)
+    for load, size in (("load_in_4bit", 9 / 16), ("load_in_8bit", 1.0)):  # bitsandbytes
+        if quantisation.get(load):
+            return size
+    known = [_BYTES.get(str(name).lower()) for name in names]
+    return next((size for size in known if size is not None), WHOLE_BYTES)
+
+
+def _with_scales(bits: int, group_size: object, scale_bits: int) -> float:
+    per_parameter = scale_bits / group_size if isinstance(group_size, int) and group_size > 0 else 0
+    return (bits + per_parameter) / 8
+
+
+def _skips_attention(quantisation: Mapping[str, Any]) -> bool:
+    """True if the attention of most layers is not quantised."""
+    names = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
+    layers = {
+        match[1]
+        for name in names
+        if (match := re.search(r"layers\.(\d+)\.(?:self_attn|attn)\W*$", str(name)))
+    }
+    wildcard = any(
+        fnmatch.fnmatch("model.layers.3.self_attn", str(name))
+        or (str(name).startswith("re:") and "self_attn" in str(name))
+        or ".attn." in str(name)
+        for name in names
+    )
+    return wildcard or len(layers) > 8
