@@ -4,8 +4,4 @@ SUITES = (
     "compare",
     "traffic",
     "speculation",
-    "trained",
-    "rl",
-    "planted",
-    "routing",
 )

@@ -251,7 +251,7 @@ def trained_model() -> str:
     source = wrapped(
         f"Distance of a token's log-probability in decode from the one in a prefill by Triton, in "
         f"thousandths, {tokens:,} tokens each. Sources: `{OTHER_GPU.name}/trained-model.json` and "
-        f"`trained-answers.json` (`benchmarks/server trained`, commit {meta['commit']})."
+        f"`trained-answers.json` (`benchmarks/experiments trained`, commit {meta['commit']})."
     )
     rates = " and ".join(
         f"{found['accepted_per_step']['pat']:.3f} ({title}; FA3 "
@@ -285,7 +285,7 @@ def roll_outs_and_trainer() -> str:
         f"Distance of a token's log-probability in the server from the trainer's, in thousandths, "
         f"{iterations} iterations. Old weights: the largest share, in any iteration, of the last "
         f"step's change that the server lacks: 0 with the new weights, 1 with the old. Source: "
-        f"`{where}` (`benchmarks/server rl`, commit {result['meta']['commit']})."
+        f"`{where}` (`benchmarks/experiments rl`, commit {result['meta']['commit']})."
     )
     columns = ["", "mean", "99th percentile", "largest", "old weights", "reward"]
     gates = result["gates"]
@@ -314,7 +314,7 @@ def planted_errors() -> str:
     return wrapped(
         f"{kinds['value']} of {kinds['limit']} kinds of errors planted in pat were found, and "
         f"{runs['value']} runs without one raised {alarms['value']} alarms ({result['dtype']}; "
-        f"`{where}`, `benchmarks/server planted`, commit {result['meta']['commit']}).{missed}"
+        f"`{where}`, `benchmarks/experiments planted`, commit {result['meta']['commit']}).{missed}"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # whether or not the package is installed
 import check  # noqa: E402
+import experiments  # noqa: E402
 import kernel  # noqa: E402
 import server  # noqa: E402
 from sglang_pat.support import SGLANG_VERSIONS  # noqa: E402
@@ -27,7 +28,7 @@ RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/recorded-runs.md"
 COMMAND = "python tests/support/recorded_runs_page.py"
 NO_GPU = "none"
-WITHOUT_GPU = ("kernel scheduler", "server routing")  # suites that need none
+WITHOUT_GPU = ("kernel scheduler", "experiments routing")  # suites that need none
 # Suites of benchmarks/, by the script that a command names which was recorded earlier.
 EARLIER = {
     "bench_batch_invariance.py": "kernel batch-invariance",
@@ -46,11 +47,14 @@ EARLIER = {
     "check_logits.py": "check logits",
     "check_ranks.py": "check ranks",
     "check_sanitizers.py": "check sanitizers",
-    "compare_routing.py": "server routing",
+    "compare_routing.py": "experiments routing",
     "soak.py": "check soak",
 }
 # Suites under the name that they had when a run was recorded.
-RENAMED = dict.fromkeys(("server gates", "server hybrids", "server jobs"), "server compare")
+RENAMED = {
+    **dict.fromkeys(("server gates", "server hybrids", "server jobs"), "server compare"),
+    **{f"server {name}": f"experiments {name}" for name in ("planted", "rl", "routing", "trained")},
+}
 # GPUs whose kernels the wheels hold (.ci/wheels.py): names to expect, by compute capability.
 ARCHITECTURES = {
     "8.0": ("A100",),
@@ -176,7 +180,7 @@ def recorded() -> list[Run]:
 def suites() -> dict[str, str]:
     """Suites of benchmarks/ that write a result -> what they say of themselves."""
     found = {}
-    for package in (check, kernel, server):
+    for package in (check, experiments, kernel, server):
         for suite in sorted({*package.SUITES} - {"sanitizer-grid"}):
             source = Path(package.__path__[0], f"{suite.replace('-', '_')}.py").read_text()
             text = ast.get_docstring(ast.parse(source)) or ""

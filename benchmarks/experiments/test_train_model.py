@@ -1,4 +1,4 @@
-"""`benchmarks/train_model.py` learns its text on a CPU, in seconds."""
+"""`benchmarks/experiments/train_model.py` learns its text on a CPU, in seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-import train_model
-from train_model import SHAPES, Llama, Shape, train, write_tokens
+from experiments import train_model
+from experiments.train_model import SHAPES, Llama, Shape, train, write_tokens
 
 TOY = Shape(1, 32, 2, 1, 16, 64, 320, "float32", 32, 8, 1e-2, held_out=4)
 LINE = ["paths", "begin", "at", "the", "root", "and", "end", "at", "the", "last", "node"]

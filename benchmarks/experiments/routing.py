@@ -5,7 +5,7 @@ server. The router in front is imitated with SGLang's router's
 rules and defaults: `cache_aware` sends a request to the worker that has seen the longest part of
 its prompt, `random` and `round_robin` look at nothing.
 
-    python benchmarks/server routing --generate toolagent --workers 4 --json routing.json
+    python benchmarks/experiments routing --generate toolagent --workers 4 --json routing.json
 """
 
 from __future__ import annotations

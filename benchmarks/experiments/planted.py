@@ -1,6 +1,6 @@
 """Errors planted in pat: `sglang-pat check` must find each, and must not raise a false alarm.
 
-    python benchmarks/server planted [--kinds NAME ...] [--runs N] [--json FILE]
+    python benchmarks/experiments planted [--kinds NAME ...] [--runs N] [--json FILE]
 
 The kinds are those of tests/support/sglang_planted_errors.py. They are planted in a server of pat
 that runs without CUDA graphs. Another server of pat, with graphs and without errors, answers other

@@ -1,4 +1,4 @@
-"""Numbers and gates of `benchmarks/server rl` and `planted`. No server is started."""
+"""Numbers and gates of `benchmarks/experiments rl` and `planted`. No server is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from server import planted, rl
+from experiments import planted, rl
 from sglang_pat.cli.tiny_model import TRAINED
 
 

@@ -1,6 +1,6 @@
 """Decode with a trained model: pat, FA3 and FlashInfer against a third backend's prefill.
 
-    python benchmarks/server trained --model BASE --draft SMALL --tokens FOLDER/tokens.npy
+    python benchmarks/experiments trained --model BASE --draft SMALL --tokens FOLDER/tokens.npy
         [--parts distances speculation command] [--json FILE]
 
 The models and the tokens are those of train_model.py. Prompts are its held-out text: groups of

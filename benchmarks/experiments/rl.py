@@ -1,6 +1,6 @@
 """A loop of reinforcement learning: pat's log-probabilities, FA3's, and the trainer's of the same.
 
-    python benchmarks/server rl [--model FOLDER] [--iterations N] [--keep-memory] [--json FILE]
+    python benchmarks/experiments rl [--model FOLDER] [--iterations N] [--keep-memory] [--json FILE]
 
 In every iteration the servers draw samples of the same prompts, over bfloat16 KV and over e4m3 KV
 with scales. They give back weights and KV pool. The trainer, in torch, computes the

@@ -1,8 +1,9 @@
 """Train small Llamas on the text that a machine has, without any download.
 
-    python benchmarks/train_model.py tokens FOLDER --shape base   # a CPU: tokenizer and tokens
-    python benchmarks/train_model.py train FOLDER --shape base    # a GPU, minutes: weights
-    python benchmarks/train_model.py train FOLDER --shape small --output DRAFT
+    cd benchmarks/experiments
+    python train_model.py tokens FOLDER --shape base   # a CPU: tokenizer and tokens
+    python train_model.py train FOLDER --shape base    # a GPU, minutes: weights
+    python train_model.py train FOLDER --shape small --output DRAFT
 
 Shapes: `tiny` learns the docstrings of installed packages; it belongs into
 `sglang_pat/cli/trained/`. `base` learns source code and documentation of what is installed, and
@@ -32,7 +33,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("numpy", "scipy", "torch", "pandas", "networkx", "matplotlib", "transformers")
 SUFFIXES = frozenset((".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh"))
 FILE_CHARACTERS = (500, 200_000)  # of a file that is read; longer ones are tables
