@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.counters import difference, read_ratio
+from common.docstrings import docstrings
 from common.fleet import (
     ON_CPU,
     SHARED_GPU,
@@ -60,7 +61,6 @@ from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.tiny_model import TRAINED
 from sglang_pat.sglang.cpu import cuda_driver_is_present
-from train_model import docstrings
 
 PARTS = ("products", "answers", "times")
 STRICT = {"SGLANG_PAT_STRICT": "1"}  # layers that the default backend decodes would compare nothing

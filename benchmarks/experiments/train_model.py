@@ -15,7 +15,6 @@ safetensors alone.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import math
@@ -23,7 +22,6 @@ import shutil
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +31,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common.docstrings import docstrings
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("numpy", "scipy", "torch", "pandas", "networkx", "matplotlib", "transformers")
 SUFFIXES = frozenset((".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh"))
 FILE_CHARACTERS = (500, 200_000)  # of a file that is read; longer ones are tables
 MOST_CHARACTERS = 160_000_000  # of files
@@ -102,26 +102,6 @@ WARM_UP = 0.03  # of the time
 
 
 # --- text ---
-
-
-def docstrings(packages: Path) -> Iterator[str]:
-    """Docstrings of `PACKAGES`, each once; none of tests, none of less than 200 characters."""
-    seen = set()
-    for package in PACKAGES:
-        for file in sorted((packages / package).rglob("*.py")):
-            if "tests" in file.parts:
-                continue
-            with warnings.catch_warnings(action="ignore"):
-                try:
-                    tree = ast.parse(file.read_text(errors="replace"))
-                except SyntaxError:  # templates, and what another Python reads
-                    continue
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
-                    text = ast.get_docstring(node) or ""
-                    if len(text) >= 200 and text not in seen:
-                        seen.add(text)
-                        yield text
 
 
 def files() -> Iterator[str]:
