@@ -164,6 +164,14 @@ def _tensor_parallel(ranks: int) -> dict[str, Any]:
 _HYBRID = (shared(64, 8192, 256, 1.0), alone(64, 1024, 0.98))
 _LATENT = (shared(64, 16_384, 512, 1.2), alone(128, 512, 0.98))
 _SHORT = (alone(1, 500, 0.99), alone(4, 700, 0.99), chat(200, 0.99))
+_8B = (
+    shared(128, 8192, 256, 2.0),
+    alone(128, 1024, 0.99),
+    *_SHORT,
+    shared(64, 2048, 128, 1.0),
+    shared(256, 1024, 64, 1.0),
+    shared(256, 1024, 0, 1.0, groups=32),
+)
 _CONTEXT = 1024  # of the requests that show when it pays, by batch and share of common KV
 SCENARIOS = {
     "long-8b": Scenario(
@@ -182,29 +190,9 @@ SCENARIOS = {
     "8b": Scenario(
         "llama-3-8b",
         ("pat", "fa3"),
-        (
-            shared(128, 8192, 256, 2.0),
-            alone(128, 1024, 0.99),
-            *_SHORT,
-            shared(64, 2048, 128, 1.0),
-            shared(256, 1024, 64, 1.0),
-            shared(256, 1024, 0, 1.0, groups=32),
-            alone(8, 16_000, 0.99),
-            alone(1, 100_000, 0.99),
-        ),
+        (*_8B, alone(8, 16_000, 0.99), alone(1, 100_000, 0.99)),
     ),
-    "8b-whole": Scenario(
-        "llama-3-8b-whole",
-        ("pat", "fa3"),
-        (
-            shared(128, 8192, 256, 2.0),
-            alone(128, 1024, 0.99),
-            *_SHORT,
-            shared(64, 2048, 128, 1.0),
-            shared(256, 1024, 64, 1.0),
-            shared(256, 1024, 0, 1.0, groups=32),
-        ),
-    ),
+    "8b-whole": Scenario("llama-3-8b-whole", ("pat", "fa3"), _8B),
     "70b-rank": Scenario(
         "llama-3-70b-rank",
         ("pat", "fa3"),
@@ -229,16 +217,14 @@ SCENARIOS = {
             for prefix in (0, _CONTEXT // 2, round(0.9 * _CONTEXT))
         ),
     ),
-    "qwen3-next": Scenario(
-        "qwen3-next",
-        ("pat", "default"),
-        (shared(40, 58_944, 6528, 2.0), *_HYBRID, shared(16, 131_072, 6016)),
-    ),
-    "qwen3.6": Scenario(
-        "qwen3.6",
-        ("pat", "default"),
-        (shared(40, 58_944, 6528, 2.0), *_HYBRID, shared(16, 131_072, 6016)),
-    ),
+    **{
+        name: Scenario(
+            name,
+            ("pat", "default"),
+            (shared(40, 58_944, 6528, 2.0), *_HYBRID, shared(16, 131_072, 6016)),
+        )
+        for name in ("qwen3-next", "qwen3.6")
+    },
     "glm-4.6": Scenario(
         "glm-4.6",
         ("pat", "default"),
@@ -315,18 +301,15 @@ SCENARIOS = {
         ),
         _tensor_parallel(4),
     ),
-    "v3-tp4": Scenario(
-        "v3",
-        ("pat", "fa3", "flashmla"),
-        (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512)),
-        _tensor_parallel(4),
-    ),
-    "k2-tp4": Scenario(
-        "k2",
-        ("pat", "fa3", "flashmla"),
-        (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512)),
-        _tensor_parallel(4),
-    ),
+    **{
+        f"{name}-tp4": Scenario(
+            name,
+            ("pat", "fa3", "flashmla"),
+            (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512)),
+            _tensor_parallel(4),
+        )
+        for name in ("v3", "k2")
+    },
 }
 
 
