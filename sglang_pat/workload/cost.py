@@ -202,8 +202,7 @@ class StepTime:
         from_memory = read / self.tp / gpu.bytes_per_second / _WEIGHT_SHARE
         flops = 2 * batch * self._active / self.tp
         computed = flops / gpu.flops_per_second / _FLOPS_SHARE
-        states = sum(layer.kind == STATE for layer in self.layers)
-        moved = states * batch * _STATE_BYTES_PER_REQUEST / self.tp
+        moved = self._states * batch * _STATE_BYTES_PER_REQUEST / self.tp
         fixed = len(self.layers) * (_LAYER_SECONDS + self._all_reduces(batch))
         return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
 
@@ -274,7 +273,12 @@ class StepTime:
         layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
         return Counter(replace(layer, index=0) for layer in layers)
 
-    @property
+    @cached_property
+    def _states(self) -> int:
+        """Layers with a state."""
+        return sum(layer.kind == STATE for layer in self.layers)
+
+    @cached_property
     def _active(self) -> float:
         """Parameters that one token is multiplied with."""
         weights = self.weights

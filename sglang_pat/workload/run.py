@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from sglang_pat.workload.server import (
     Server,
     accepted,
 )
-from sglang_pat.workload.trace import Prompt, TokenPrompt, TraceRequest
+from sglang_pat.workload.trace import Progress, Prompt, TokenPrompt, TraceRequest, no_progress
 from sglang_pat.workload.tree import RadixTree, Tree
 
 DEFAULT, PAT = "default", "pat"
@@ -162,6 +161,7 @@ def serve(
     setup: Setup,
     backend: Backend,
     watch: Watch | None = None,
+    progress: Progress = no_progress,
 ) -> ServerStats:
     """Serve a trace with one backend. watch: sees every step.
 
@@ -185,6 +185,7 @@ def serve(
     partials = dict.fromkeys(setup.policies, 0.0)
     seen: set[int] = set()
     for event in server.events():
+        progress(f"serving with {backend}", len(server.finished), len(requests))
         if isinstance(event, Prefill):
             prefill_seconds += event.seconds
             stats.new_tokens += event.new
@@ -270,7 +271,12 @@ class Answer:
     by_weight: tuple[float, float] | None = None
 
 
-def answer(stream: Sequence[TraceRequest], setup: Setup, watch: Watch | None = None) -> Answer:
+def answer(
+    stream: Sequence[TraceRequest],
+    setup: Setup,
+    watch: Watch | None = None,
+    progress: Progress = no_progress,
+) -> Answer:
     """Serve a workload with both backends.
 
     Parameters
@@ -281,18 +287,25 @@ def answer(stream: Sequence[TraceRequest], setup: Setup, watch: Watch | None = N
     Raises
     ------
     ValueError
-        No request of the trace fits.
+        No request of the trace fits, or less than half of them.
     """
-    default, pat = serve(stream, setup, DEFAULT), serve(stream, setup, PAT, watch)
+    pool = setup.pool // setup.page_size * setup.page_size
+    served, refused = accepted(stream, setup.rules, pool, setup.page_size)
+    if served and refused.requests > len(served):
+        raise ValueError(
+            f"{refused.requests:,} of {len(stream):,} requests are longer than the context of "
+            f"{setup.rules.context_length or pool:,} or the KV pool of {pool:,} tokens, so there "
+            "is no verdict; raise --context-length or the pool"
+        )
+    default = serve(stream, setup, DEFAULT, progress=progress)
+    pat = serve(stream, setup, PAT, watch, progress)
     at_once = [each._replace(arrival=0.0) for each in stream]
     most = {
         name: stats.requests_per_second
         if stats.starved < _STARVED
-        else serve(at_once, setup, name).requests_per_second
+        else serve(at_once, setup, name, progress=progress).requests_per_second
         for name, stats in ((DEFAULT, default), (PAT, pat))
     }
-    pool = setup.pool // setup.page_size * setup.page_size
-    served, refused = accepted(stream, setup.rules, pool, setup.page_size)
     distinct = distinct_tokens(each.prompt for each in served)
     by_weight = None
     if setup.rules.schedule_policy == "fcfs" and pat.new_tokens > _REPEATED * distinct:
@@ -323,6 +336,7 @@ def _blocks(prompt: Prompt) -> Iterator[tuple[int | bytes, int]]:
     if not isinstance(prompt, TokenPrompt):
         yield from prompt
         return
-    for begin in range(0, len(prompt.tokens), _BLOCK_TOKENS):
-        block = prompt.tokens[begin : begin + _BLOCK_TOKENS]
-        yield hashlib.blake2b(block.tobytes(), digest_size=8).digest(), len(block)
+    content, size = prompt.tokens.tobytes(), prompt.tokens.itemsize
+    for begin in range(0, len(content), _BLOCK_TOKENS * size):
+        block = content[begin : begin + _BLOCK_TOKENS * size]
+        yield block, len(block) // size

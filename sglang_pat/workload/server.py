@@ -336,8 +336,7 @@ class Server:
         if self._chunked is not None:
             tree.checkpoint(self._chunked)
         if started:
-            lengths = np.array([each.kv_len for each in started], dtype=np.int32)
-            self._set_batch(self._batch + started, np.concatenate((self._lengths, lengths)))
+            self._add(started)
         return Prefill(begin, self.now - begin, tuple(admitted))
 
     def _sort_waiting(self) -> None:
@@ -459,14 +458,22 @@ class Server:
         self.finished.append((request, self.now))
 
     def _keep(self, indices: list[int]) -> None:
-        self._set_batch([self._batch[index] for index in indices], self._lengths[indices])
+        self._batch = [self._batch[index] for index in indices]
+        self._lengths = self._lengths[indices]
+        self._left, self._asked = self._left[indices], self._asked[indices]
+        self._has_changed = True
 
-    def _set_batch(self, batch: list[Request], lengths: IntArray) -> None:
-        self._batch, self._lengths = batch, lengths
-        wanted = [(each.prompt_length, each.answer_length, each.asked) for each in batch]
-        prompts, answers, asked = np.array(wanted, dtype=np.int32).reshape(-1, 3).T
-        generated = lengths - prompts + 1
-        self._left, self._asked = answers - generated, asked - generated
+    def _add(self, started: list[Request]) -> None:
+        """Let requests decode, of which all but the last token generated is in the pool."""
+        rows = [
+            (each.kv_len, each.answer_length - each.generated, each.asked - each.generated)
+            for each in started
+        ]
+        lengths, left, asked = np.array(rows, dtype=np.int32).T
+        self._batch = self._batch + started
+        self._lengths = np.concatenate((self._lengths, lengths))
+        self._left = np.concatenate((self._left, left))
+        self._asked = np.concatenate((self._asked, asked))
         self._has_changed = True
 
     def _pages(self, num_tokens: int) -> int:

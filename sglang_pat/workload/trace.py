@@ -5,7 +5,7 @@ First stage of the simulation. `formats.py` and `generate.py` produce it, `run.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -72,6 +72,9 @@ def token_ids(prompt: Prompt) -> TokenIds:
     """
     if isinstance(prompt, TokenPrompt):
         return prompt.tokens
+    if len(prompt) == 1:
+        first = _first_token(prompt[0].content)
+        return np.arange(first, first + prompt[0].length, dtype=np.int64)
     lengths = [segment.length for segment in prompt]
     firsts = np.array([_first_token(segment.content) for segment in prompt], dtype=np.int64)
     begins = np.cumsum([0, *lengths[:-1]]) if lengths else np.zeros(0, dtype=np.int64)
@@ -128,6 +131,14 @@ class TraceError(ValueError):
         self.file = file
         self.line = line
         self.reason = reason
+
+
+# Told what is going on, how many requests are done, and of how many.
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+
+def no_progress(what: str, done: int, of: int) -> None:
+    """The progress of work that nobody watches."""
 
 
 class NotReplayed(Exception):
@@ -238,11 +249,16 @@ class Trace:
     errors: TraceErrors
     requests: int | None = None
 
-    def first(self, most: int | None = None) -> list[TraceRequest]:
+    def first(
+        self, most: int | None = None, progress: Progress = no_progress
+    ) -> list[TraceRequest]:
         """The first requests, in order of arrival; None: all.
 
         TraceError if so many lines are malformed that the others do not stand for the workload.
         """
-        found = list(islice(self.stream, most))
+        found: list[TraceRequest] = []
+        for request in islice(self.stream, most):
+            found.append(request)
+            progress("reading", len(found), most or self.requests or len(found))
         self.errors.check(self.name)
         return found

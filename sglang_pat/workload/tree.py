@@ -135,6 +135,8 @@ class RadixTree:
         self._root = self._new(np.empty(0, dtype=np.int64), None)
         self._root.lock = 1
         self._leaves: set[Node] = set()  # of them, those that nobody has locked
+        # Leaves by age: those of `_leaves`, some of them with an earlier time, and others.
+        self._oldest: list[tuple[float, int, Node]] = []
 
     @property
     def reachable(self) -> int:
@@ -171,21 +173,22 @@ class RadixTree:
             node = node.parent
 
     def make_room(self, num_tokens: int) -> bool:
-        if num_tokens > self.available and self.evictable:
-            oldest = [(node.time, node.number, node) for node in self._leaves]
-            heapq.heapify(oldest)
-            while num_tokens > self.available and oldest:
-                node = heapq.heappop(oldest)[-1]
-                self._leaves.discard(node)
-                parent = node.parent
-                assert parent is not None
-                del parent.children[self._key(node.tokens, 0)]
-                node.parent = None
-                self.evictable -= len(node.tokens)
-                self.available += len(node.tokens)
-                self._note_leaf(parent)
-                if parent in self._leaves:
-                    heapq.heappush(oldest, (parent.time, parent.number, parent))
+        oldest = self._oldest
+        while num_tokens > self.available and oldest:
+            time, _, node = heapq.heappop(oldest)
+            if node not in self._leaves:
+                continue
+            if time < node.time:  # used since
+                heapq.heappush(oldest, (node.time, node.number, node))
+                continue
+            self._leaves.discard(node)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[self._key(node.tokens, 0)]
+            node.parent = None
+            self.evictable -= len(node.tokens)
+            self.available += len(node.tokens)
+            self._note_leaf(parent)
         return num_tokens <= self.available
 
     def take(self, num_tokens: int) -> None:
@@ -197,10 +200,11 @@ class RadixTree:
         if request.kv_len == 0:
             return
         aligned = request.kv_len // self.page_size * self.page_size
-        node = self._insert(request.tokens[:aligned], request.protected)
+        tokens, held = request.tokens, request.protected
+        node = self._insert(tokens[:aligned], held, request.handle)
         prompt = request.prompt_length // self.page_size * self.page_size
         if 0 < prompt < aligned:  # of a retracted request too, an answer leaves without its prompt
-            self._insert(request.tokens[:prompt], prompt)
+            self._insert(tokens[:prompt], prompt, request.handle if held <= prompt else None)
         self.unlock(request)
         request.handle, request.protected = node, aligned
         self._lock(node)
@@ -278,7 +282,9 @@ class RadixTree:
 
     def _note_leaf(self, node: Node) -> None:
         if node.lock == 0 and not node.children:
-            self._leaves.add(node)
+            if node not in self._leaves:
+                self._leaves.add(node)
+                heapq.heappush(self._oldest, (node.time, node.number, node))
         else:
             self._leaves.discard(node)
 
@@ -324,10 +330,20 @@ class RadixTree:
             above = above.parent
         return found, node
 
-    def _insert(self, tokens: TokenIds, protected: int) -> Node:
-        """Add whole pages. What the tree had already, behind `protected`, is free again."""
+    def _insert(self, tokens: TokenIds, protected: int, held: Node | None = None) -> Node:
+        """Add whole pages. What the tree had already, behind `protected`, is free again.
+
+        held: a locked node at which some of the tokens end; they need not be compared.
+        """
+        path: list[Node] = []
+        while held is not None and held is not self._root:
+            path.append(held)
+            held = held.parent
         self._root.time = self._tick()
         node, at = self._root, 0
+        for node in reversed(path):
+            node.time = self._tick()
+            at += len(node.tokens)
         while at < len(tokens):
             child = node.children.get(self._key(tokens, at))
             if child is None:
