@@ -204,6 +204,7 @@ def times_of(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
         "tpot_ms": {name: spread.median for name, spread in spreads.items()},
         "tpot_spread_ms": {name: spread.as_dict() for name, spread in spreads.items()},
         "rounds_ms": {name: [run.tpot_ms for run in passes] for name, passes in runs.items()},
+        "first_ms": {name: [run.first_ms for run in passes] for name, passes in runs.items()},
         "held_up_ms": {name: held_up_ms(passes) for name, passes in runs.items()},
         "share_of_prompts_cached": {
             name: min(run.cached for run in passes) for name, passes in runs.items()

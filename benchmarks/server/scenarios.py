@@ -18,7 +18,7 @@ from sglang_pat.bench.server import Contender
 PAGE = 64
 # Tokens of an answer: of 104, a dozen slices have all requests running. Long prompts take their
 # time to arrive, while those that came first are answered.
-_TOKENS, _PROMPTS_PER_TOKEN = 104, 6000
+_TOKENS, _PROMPTS_PER_TOKEN = 104, 12_000
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 
