@@ -287,9 +287,10 @@ class StepTime:
     @property
     def _dense_bytes(self) -> float:
         """Bytes of the parameters that each step reads; of the output head they are whole."""
-        weights = self.weights
-        quantised = (weights.dense - weights.vocabulary) * self.bytes_of_weights.dense
-        return quantised + weights.vocabulary * WHOLE_BYTES
+        weights, size = self.weights, self.bytes_of_weights
+        mlps = weights.dense - weights.vocabulary - weights.attention
+        attention = weights.attention * size.attention
+        return attention + mlps * size.dense + weights.vocabulary * WHOLE_BYTES
 
     def _token_bytes(self, layer: Layer) -> float:
         """Bytes of a token in one KV head."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -118,7 +119,12 @@ def _ask(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     lines = "".join(json.dumps(each) + "\n" for each in asked)
     try:
         done = subprocess.run(
-            command, input=lines, capture_output=True, text=True, timeout=_SECONDS
+            command,
+            input=lines,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},  # the configuration is all it needs
         )
     except subprocess.TimeoutExpired:
         return [{"error": f"no answer in {_SECONDS} s"}]
@@ -168,10 +174,11 @@ def _weights(
     head = found["head"] or found["embedding"]
     num_experts, per_token = alone["experts"]
     return Weights(
-        dense=found["dense"] + head,
+        dense=found["dense"] + found["attention"] + head,
         experts=found["experts"],
         num_experts=num_experts,
         experts_per_token=per_token,
         vocabulary=head,
         embedding=(found["embedding"] if found["head"] else 0) + found["encoders"],
+        attention=found["attention"],
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -186,9 +187,9 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     if str(name) in NAMED_CONFIGS:
         return str(name), NAMED_CONFIGS[str(name)]
     path = config_file(name)
-    if not path.is_file() and not path.exists() and _HUB_NAME.fullmatch(str(name)):
+    if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path, it takes names that are too long
         raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size
@@ -220,9 +221,9 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
 def config_file(name: str | Path) -> Path:
     """The file that a model's name stands for, if it is no name that is known here."""
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):
         return path / _CONFIG
-    if not path.exists() and _HUB_NAME.fullmatch(str(name)):
+    if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         return _in_cache(str(name)) or path
     return path
 

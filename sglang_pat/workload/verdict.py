@@ -8,7 +8,7 @@ from typing import Any
 from sglang_pat.model_layers import FULL, LATENT, STATE
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.run import DEFAULT, PAT, Answer
-from sglang_pat.workload.weights import WHOLE_BYTES
+from sglang_pat.workload.weights import WeightBytes
 
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
@@ -59,7 +59,7 @@ def unchecked(time: StepTime) -> list[str]:
         "mixtures of experts": time.weights.experts > 0,
         "quantised weights": bool(time.quantisation),
         f"weights of {time.quantisation}, counted as 2 bytes each": bool(time.quantisation)
-        and min(time.bytes_of_weights.dense, time.bytes_of_weights.experts) == WHOLE_BYTES,
+        and time.bytes_of_weights == WeightBytes(),
         "latent attention": LATENT in kinds,
         "layers with a state": STATE in kinds,
         "layers of several kinds": bool(kinds - {FULL, LATENT, STATE}),

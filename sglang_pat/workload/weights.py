@@ -5,7 +5,6 @@ A nightly test compares the parameters with those of SGLang's own classes.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +75,7 @@ _BYTES = {
     "modelopt_fp4": 9 / 16,
 }
 _SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
+_FEW_LAYERS = 8  # the first and the last ones are often left whole
 WHOLE_BYTES = 2.0  # bytes of a parameter that is not quantised
 
 
@@ -96,6 +96,8 @@ class Weights:
     embedding
         Held beside them: the embedding, unless it is the output head, and the encoders of images
         and sounds.
+    attention
+        Of attention and of states, a part of `dense`.
     """
 
     dense: int
@@ -104,6 +106,7 @@ class Weights:
     experts_per_token: int
     vocabulary: int
     embedding: int
+    attention: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,15 @@ class WeightBytes:
 
     Attributes
     ----------
+    attention
+        Of attention and of states.
     dense
-        Of attention, MLPs and shared experts.
+        Of MLPs and shared experts.
     experts
         Of routed experts.
     """
 
+    attention: float = WHOLE_BYTES
     dense: float = WHOLE_BYTES
     experts: float = WHOLE_BYTES
 
@@ -126,7 +132,8 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
     """The parameters of a model. ValueError names a key that is missing or has no sense."""
     hidden = positive(config, "hidden_size")
     vocabulary = hidden * positive(config, "vocab_size")
-    dense = vocabulary + sum(_mixer(config, layer, hidden) for layer in layers)
+    attention = sum(_mixer(config, layer, hidden) for layer in layers)
+    dense = vocabulary + attention
     tied = config.get("tie_word_embeddings")
     if tied is None:
         tied = config.get("model_type") in _TIED
@@ -149,9 +156,9 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
         if config.get("enable_moe_block"):  # Gemma 4 has both
             dense += matrices * hidden * positive(config, "intermediate_size")
     if not experts:
-        return Weights(dense, 0, 1, 1, vocabulary, embedding)
+        return Weights(dense, 0, 1, 1, vocabulary, embedding, attention)
     per_token = min(_first(config, _EXPERTS_PER_TOKEN) or 1, num_experts)
-    return Weights(dense, experts, num_experts, per_token, vocabulary, embedding)
+    return Weights(dense, experts, num_experts, per_token, vocabulary, embedding, attention)
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
@@ -346,24 +353,26 @@ def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
         return _mixed(quantisation, layers)
     size = _quantised(quantisation)
     experts = _BYTES.get(str(config.get("expert_dtype")).lower(), size)
-    dense = size
-    if str(quantisation.get("quant_method")).lower() == "mxfp4" or _skips_attention(quantisation):
-        dense = WHOLE_BYTES
-    return WeightBytes(dense, experts)
+    is_mxfp4 = str(quantisation.get("quant_method")).lower() == "mxfp4"
+    attention, dense = (
+        WHOLE_BYTES if is_mxfp4 or _skips(quantisation, *names) else size
+        for names in (("self_attn", "attn"), ("shared_experts", "shared_expert", "mlp"))
+    )
+    return WeightBytes(attention, dense, experts)
 
 
 def _mixed(quantisation: Mapping[str, Any], layers: Mapping[str, Any]) -> WeightBytes:
     """Average a checkpoint that names how each of its modules is quantised."""
-    sizes: dict[bool, list[float]] = {False: [], True: []}
+    sizes: dict[str, list[float]] = {"attention": [], "dense": [], "experts": []}
     for name, how in layers.items():
         algorithm = how.get("quant_algo") if isinstance(how, Mapping) else None
-        is_expert = re.search(r"\bexperts\b", name) is not None
-        sizes[is_expert].append(_BYTES.get(str(algorithm).lower(), WHOLE_BYTES))
+        kind = "experts" if re.search(r"\bexperts\b", name) else "dense"
+        kind = "attention" if re.search(r"attn|mixer", name) else kind
+        sizes[kind].append(_BYTES.get(str(algorithm).lower(), WHOLE_BYTES))
     other = _BYTES.get(str(quantisation.get("quant_method")).lower(), WHOLE_BYTES)
-    dense, experts = (
-        sum(found) / len(found) if found else other for found in (sizes[False], sizes[True])
+    return WeightBytes(
+        **{kind: sum(found) / len(found) if found else other for kind, found in sizes.items()}
     )
-    return WeightBytes(dense, experts)
 
 
 def _quantised(quantisation: Mapping[str, Any]) -> float:
@@ -395,18 +404,18 @@ def _with_scales(bits: int, group_size: object, scale_bits: int) -> float:
     return (bits + per_parameter) / 8
 
 
-def _skips_attention(quantisation: Mapping[str, Any]) -> bool:
-    """True if the attention of most layers is not quantised."""
-    names = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
-    layers = {
-        match[1]
-        for name in names
-        if (match := re.search(r"layers\.(\d+)\.(?:self_attn|attn)\W*$", str(name)))
-    }
-    wildcard = any(
-        fnmatch.fnmatch("model.layers.3.self_attn", str(name))
-        or (str(name).startswith("re:") and "self_attn" in str(name))
-        or ".attn." in str(name)
-        for name in names
-    )
-    return wildcard or len(layers) > 8
+def _skips(quantisation: Mapping[str, Any], *modules: str) -> bool:
+    """True if a module of these names is not quantised in most layers."""
+    patterns = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
+    layers = set()
+    for pattern in map(str, patterns):
+        path = pattern.removeprefix("re:").replace("\\", "")
+        for module in modules:
+            if re.search(rf"(?:^|[.*]){module}\b", path) is None:
+                continue
+            numbered = re.search(rf"layers\.(\d+)\..*?{module}\W*$", path)
+            if numbered is not None:
+                layers.add(numbered[1])
+            elif re.search(r"layers\.\d", path) is None:
+                return True
+    return len(layers) > _FEW_LAYERS

@@ -234,8 +234,42 @@ def test_what_no_run_has_checked_is_said() -> None:
 )
 def test_quantised_weights_have_their_size(quantisation: dict[str, Any], size: float) -> None:
     quantised = llama(quantization_config=quantisation)
-    assert quantised.bytes_of_weights == WeightBytes(size, size)
+    assert quantised.bytes_of_weights == WeightBytes(size, size, size)
     assert unchecked(quantised) == ["quantised weights"]
+
+
+INT4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "sizes"),
+    [
+        ({"quant_method": "mxfp4"}, (2, 2, 17 / 32)),  # gpt-oss: its experts alone
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, [(4 + 20 / 128) / 8] * 3),
+        # Gemma 4 31B: attention is left whole, name by name.
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4",
+          "ignore": ["lm_head", *(f"model.layers.{i}.self_attn*" for i in range(60))]},
+         (2, 9 / 16, 9 / 16)),
+        # Some leave the first and the last layers whole.
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]},
+         (1, 1, 1)),
+        # Kimi K2.5: all but the routed experts, by patterns.
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": INT4},
+          "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]},
+         (2, 2, 4.5 / 8)),
+        # Qwen3.6: module by module.
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            "model.layers.0.linear_attn.out_proj": {"quant_algo": "FP8"},
+            "model.layers.0.mlp.gate_proj": {"quant_algo": "MXFP8"},
+            "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}}},
+         (1, 33 / 32, 9 / 16)),
+    ],
+)  # fmt: skip
+def test_parts_of_a_model_are_quantised(
+    quantisation: dict[str, Any], sizes: tuple[float, float, float]
+) -> None:
+    found = llama(quantization_config=quantisation).bytes_of_weights
+    assert found == WeightBytes(*sizes)
 
 
 def test_an_unknown_quantisation_is_said() -> None:

@@ -151,7 +151,8 @@ def test_a_model_without_accelerated_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, config = read_config("llama-3.1-8b")
-    sparse = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}
+    sparse = {**config, **latent, "architectures": ["DeepseekV32ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(sparse))
     words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
     assert main(words) == 0
@@ -162,6 +163,7 @@ def test_a_model_without_accelerated_layers(
 
 def test_starcoder_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
+        "architectures": ["GPTBigCodeForCausalLM"],
         "model_type": "gpt_bigcode",
         "multi_query": True,
         "n_embd": 6144,
@@ -184,6 +186,7 @@ def test_a_partly_accelerated_model_is_taken_by_both(tmp_path: Path) -> None:
     """gpt-oss: every second layer has a window."""
     kinds = ["sliding_attention", "full_attention"] * 18
     config = {
+        "architectures": ["GptOssForCausalLM"],
         "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
         "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088,
         "sliding_window": 128, "layer_types": kinds, "num_local_experts": 128,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,8 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         `class`: its name. `reason`: [topic, value] if pat decodes nothing, for a reason that is no
         layer's, else None. `layers`: of each attention layer on a rank [id, query heads, KV heads,
         head_dim, v_head_dim, window or None, [topic, value] or None]. `parameters`: of a rank, by
-        what they are: "dense", "experts", "head" (0 where it is the embedding), "embedding",
-        "encoders". `experts`: how many a layer has, and how many a token takes.
+        what they are: "attention" (and states), "dense", "experts", "head" (0 where it is the
+        embedding), "embedding", "encoders". `experts`: of a layer, and those that a token takes.
     """
     from sglang_pat.sglang.offline.model_support import build_model
     from sglang_pat.sglang.start.layer_support import attention_layers, shape_of
@@ -67,7 +68,8 @@ def _parameters(model: torch.nn.Module) -> dict[str, int]:
     names = {id(module): name for name, module in model.named_modules()}
     attention = [names.get(id(layer), "") for layer in attention_layers(model)]
     decoder = os.path.commonprefix(attention).rpartition(".layers.")[0]
-    counts = dict.fromkeys(("dense", "experts", "head", "embedding", "encoders"), 0)
+    kinds = ("attention", "dense", "experts", "head", "embedding", "encoders")
+    counts = dict.fromkeys(kinds, 0)
     seen: set[int] = set()
     experts = {name for name, module in model.named_modules() if _is_experts(module)}
     for name, module in model.named_modules():
@@ -79,6 +81,8 @@ def _parameters(model: torch.nn.Module) -> dict[str, int]:
             kind = "experts"
         else:
             kind = "dense" if name.startswith(decoder) else "encoders"
+            if kind == "dense" and re.search(r"attn|attention|mixer|mamba|\bconv\b", name):
+                kind = "attention"
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))

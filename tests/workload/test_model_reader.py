@@ -1,0 +1,184 @@
+"""Models by SGLang's own class, as its process describes them, and by rules where it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_pat.model_layers import CHUNK, FULL, LATENT, STATE, WINDOW
+from sglang_pat.workload import model_reader, models
+from sglang_pat.workload.model_reader import read_model
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+}
+ALONE: dict[str, Any] = {
+    "class": "GptOssForCausalLM",
+    "reason": None,
+    "layers": [
+        [0, 8, 2, 64, 64, 127, ["sliding window", "127"]],
+        [1, 8, 2, 64, 64, None, None],
+        [2, 8, 2, 64, 64, None, ["attention", f"{CHUNK} of 8192"]],
+    ],
+    "parameters": {
+        "attention": 400,
+        "dense": 600,
+        "experts": 8000,
+        "head": 50,
+        "embedding": 50,
+        "encoders": 7,
+    },
+    "experts": [8, 2],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *answers: Mapping[str, Any]) -> list[Any]:
+    """Let SGLang's process give these answers. Returns what it is asked for."""
+    asked = []
+
+    def ask(questions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        asked.extend(question.get("flags", []) for question in questions)
+        return list(answers)
+
+    monkeypatch.setattr(model_reader, "version", lambda name: "0.5.23")
+    monkeypatch.setattr(model_reader, "_ask", ask)
+    return asked
+
+
+def test_the_class_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(monkeypatch, ALONE)
+    model = read_model(str(folder))
+    assert asked == [[]]
+    assert [layer.kind for layer in model.layers] == [WINDOW, FULL, CHUNK, STATE]
+    assert [layer.is_accelerated for layer in model.layers] == [False, True, False, False]
+    assert (model.layers[1].num_qo_heads, model.layers[1].kv_elements) == (8, 2 * 128)
+    weights = model.weights
+    assert (weights.dense, weights.experts, weights.embedding) == (1050, 8000, 57)
+    assert (weights.num_experts, weights.experts_per_token, weights.vocabulary) == (8, 2, 50)
+    assert weights.attention == 400
+    assert model.note == ""
+
+
+def test_tied_embeddings_are_the_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, ALONE | {"parameters": ALONE["parameters"] | {"head": 0}})
+    weights = read_model(str(folder)).weights
+    assert (weights.dense, weights.vocabulary, weights.embedding) == (1050, 50, 7)
+
+
+def test_reasons_are_those_of_the_gpus_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latent = [0, 128, 1, 576, 512, None]
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"kv_lora_rank": 512}))
+    alone = ALONE | {"layers": [[*latent, ["attention", "fills a tile"]]]}
+    asked = answer(monkeypatch, alone, ALONE | {"layers": [[0, 16, 1, 576, 512, None, None]]})
+    (layer, *_) = read_model(str(folder), tp=8).layers
+    assert asked == [[], ["--tp", "8"]]
+    assert (layer.kind, layer.num_qo_heads, layer.is_accelerated) == (LATENT, 128, True)
+
+
+def test_what_sglang_cannot_build_is_read_by_rules_and_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, {"error": "ValueError: no GPU"})
+    model = read_model(str(folder))
+    assert [layer.kind for layer in model.layers] == [WINDOW, FULL] * 2
+    assert model.note == "SGLang 0.5.23 cannot build GptOssForCausalLM here (ValueError: no GPU)"
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["OtherModel"]}))
+    message = "'OtherModel' is a class of models .*; SGLang 0.5.23 cannot build OtherModel here"
+    with pytest.raises(ValueError, match=message):
+        read_model(str(folder))
+
+
+def test_a_model_that_is_known_by_name_needs_no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer(monkeypatch) == []
+    assert len(read_model("qwen3-8b").layers) == 36
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertModel"]}, "BertModel is an embedding, reward or encoder model"),
+        ({"architectures": ["Qwen3ForRewardModel"]}, "it answers with no tokens"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "with no tokens"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "drafts tokens for another model"),
+        ({"architectures": None}, "it names no architectures"),
+    ],
+)
+def test_what_decodes_nothing_is_refused(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    with pytest.raises(ValueError, match=message):
+        read_model(str(folder))
+
+
+def test_a_quantisation_beside_the_config_is_read(folder: Path) -> None:
+    assert "quantization_config" not in read_model(str(folder)).config
+    file = folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    quantisation = read_model(str(folder)).config["quantization_config"]
+    assert quantisation == {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: no quantization"):
+        read_model(str(folder))
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, cached: Path | None, told: Exception | None) -> list[str]:
+    """Fake the hub's client. Returns the files that it is asked for."""
+    asked = []
+
+    def download(name: str, file: str, **options: Any) -> str:
+        asked.append(f"{name}/{file}")
+        if told is not None:
+            raise told
+        return str(cached)
+
+    found = None if cached is None or told is None else str(cached)
+    client = SimpleNamespace(
+        try_to_load_from_cache=lambda name, file: found, hf_hub_download=download
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", client)
+    return asked
+
+
+def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "config.json"
+    assert hub(monkeypatch, file, OSError("offline")) == []  # it is in the cache
+    assert models.read_whole_config("org/model") == (str(file), CONFIG)
+    asked = hub(monkeypatch, file, None)
+    assert models.read_whole_config("org/model") == (str(file), CONFIG)
+    assert asked == ["org/model/config.json", "org/model/hf_quant_config.json"]
+
+
+def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, None, OSError("Name or service not known\nsecond line"))
+    with pytest.raises(ValueError, match=r"no config\.json .* \(Name or service") as error:
+        models.read_whole_config("org/model")
+    assert "\n" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="huggingface_hub is not installed"):
+        models.read_whole_config("org/model")
+    with pytest.raises(ValueError, match=r"model 'm{200}\.\.\.'; allowed: llama"):
+        models.read_whole_config("m" * 5000)
