@@ -10,10 +10,11 @@ eager mode and from a CUDA graph. Where it computes nothing, all answers are equ
 
 Answers: the trained model of `sglang-pat tiny-model`, its positions stretched by YaRN, continues
 docstrings. Some requests are asked alone with an empty cache, alone with a full one, and in batches
-of 7 and 128, with little in common or nearly all. Half of them are sampled, by seeds of their own.
-Tokens and log-probabilities must be equal to the last bit. A first token that differs was computed
-by prefill alone; pat may change no more requests than FA3 does. None may have a log-probability
-that is not a finite number, and the model must know its text.
+of 7 and 128, with nothing in common or nearly all: greedily, and all sampled by seeds of their own.
+(Batches of both kinds take another way through SGLang's sampler.) Tokens and log-probabilities must
+be equal to the last bit. A first token that differs was computed by prefill alone; pat may change
+no more requests than FA3 does. None may have a log-probability that is not a finite number, and the
+model must know its text.
 
 Times: the Llama-3-8B shape with half of its layers and random weights, in rounds in which both
 servers are asked once. FA3 may not divide a request's KV in this mode.
@@ -84,12 +85,13 @@ Done = Callable[[str, str, Any, Mapping[str, Any]], None]  # part, name, what wa
 
 
 class Scale(NamedTuple):
-    """Requests of this machine. probes: how many are asked alone, too."""
+    """Requests of this machine. probes: how many are asked alone, too. samples: by seeds, too."""
 
     backends: tuple[str, str]
     lengths: tuple[int, ...]
     batch: int
     probes: int
+    samples: bool
     arguments: dict[str, Any]
     environment: dict[str, str]
 
@@ -99,6 +101,7 @@ ON_GPU = Scale(
     (300, 9_000, 20_000),
     128,
     7,
+    True,
     SHARED_GPU
     | {
         "load_format": "auto",
@@ -116,6 +119,7 @@ WITHOUT_GPU = Scale(
     (60, 500),
     12,
     3,
+    False,  # SGLang has no seeds there
     ON_CPU | {"context_length": CONTEXT, "max_running_requests": 16, "max_total_tokens": 1 << 14},
     INVARIANT,
 )
@@ -243,17 +247,16 @@ def not_finite(answers: Sequence[Bits]) -> int:
     return sum(value is None or not math.isfinite(value) for value in found)
 
 
-def of_answers(server: Server, asked: Sequence[Sequence[int]], probes: int) -> dict[str, Any]:
+def of_answers(
+    server: Server, asked: Sequence[Sequence[int]], probes: int, *, sampled: bool
+) -> dict[str, Any]:
     """Ask some requests alone and in batches.
 
-    different: by batch, those with other bits than alone; different_first: whose first token has.
+    sampled: at temperature 1, by seeds of their own. different: by batch, those with other bits
+    than alone; different_first: whose first token has.
     """
-    on_gpu = cuda_driver_is_present()
-    sampled = {"temperature": 1.0} if on_gpu else {}
-    sampling = [
-        sampling_of(ANSWER) | (sampled | {"sampling_seed": i} if on_gpu and i % 2 else {})
-        for i in range(len(asked))
-    ]
+    own = [{"temperature": 1.0, "sampling_seed": i} if sampled else {} for i in range(len(asked))]
+    sampling = [sampling_of(ANSWER) | each for each in own]
     chosen = [i * (len(asked) - 1) // (probes - 1) for i in range(probes)]
 
     def batch(indices: Sequence[int]) -> dict[int, Bits]:
@@ -305,12 +308,18 @@ def of_both(pair: Mapping[str, Member], work: Callable[[Server], Any]) -> dict[s
 
 
 def compare(
-    pair: Mapping[str, Member], case: str, asked: Sequence[Sequence[int]], probes: int, done: Done
+    pair: Mapping[str, Member],
+    case: str,
+    asked: Sequence[Sequence[int]],
+    probes: int,
+    done: Done,
+    *,
+    sampled: bool = False,
 ) -> float | None:
     """Ask both servers at once. Returns pat's KV read ratio. done: is given what was found."""
     (_, pat), (other, _) = pair.items()  # the order of Scale.backends
     before = pat.server.stats()
-    found = of_both(pair, partial(of_answers, asked=asked, probes=probes))
+    found = of_both(pair, partial(of_answers, asked=asked, probes=probes, sampled=sampled))
     ratio = read_ratio(difference(pat.server.stats(), before))
     alone = [found[name].pop("alone") for name in pair]
     changed, most = (max(found[name]["different"].values()) for name in pair)
@@ -336,6 +345,8 @@ def answers(pair: Mapping[str, Member], scale: Scale, done: Done) -> None:
             case = f"{length:,} tokens, {'shared' if shared else 'not shared'}"
             asked = prompts(tokens, length, scale.batch, shared=shared)
             ratio = compare(pair, case, asked, scale.probes, done)
+            if shared and scale.samples:
+                compare(pair, f"{case}, sampled", asked, scale.probes, done, sampled=True)
     gate = at_most(1.0 if ratio is None else ratio, LARGEST_RATIO)
     done("kv_read_ratio", case, ratio, {f"{case}: KV that pat read, over query by query": gate})
 
