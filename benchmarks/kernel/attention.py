@@ -28,12 +28,12 @@ from dataclasses import replace
 import torch
 
 from common.metadata import gpu_state, metadata
-from common.results import write
 from common.suites import add_option
 from kernel import pages
 from kernel.contenders import ABLATIONS, CONTENDERS, compile_ahead
-from kernel.gates import Case, as_json, gates, summary, versus_best
+from kernel.gates import Case, gates, versus_best
 from kernel.measurement import measure as measure_contenders
+from kernel.measurement import run_cases
 from kernel.pat_trees import PrefixTree
 from kernel.request_forests import SLOTS, Forest
 from kernel.workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
@@ -172,35 +172,22 @@ def run(args: argparse.Namespace) -> int:
     pool = pool_for(workloads)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
-    header = f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}"
-    cases: list[dict[str, object]] = []
-    left_out: list[str] = []
-    for workload in workloads:
-        if time.perf_counter() - begin > args.seconds:
-            left_out.append(f"{workload.suite}: {workload.name}")
-            continue
-        if not cases or cases[-1]["suite"] != workload.suite:
-            print(f"{workload.suite:54}{header}")
-        case = _described(workload, copy_bandwidth)
-        rounds = args.rounds or _ROUNDS[args.quick]
-        case |= measure(workload, pool, names, rounds, dirty=not args.no_dirty)
-        cases.append(case)
-        print(report_line(case, names), flush=True)
-        for name, message in (case["failed"] | case["unsupported"]).items():
-            print(f"    {name}: {message}", flush=True)
-        info["seconds"] = time.perf_counter() - begin
-        # Each time: a run that is ended early loses nothing.
-        found = gates(cases) if "pat" in names and not args.tree else []
-        write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
-        torch.cuda.empty_cache()
-    info["clocks"]["after"] = gpu_state()
-    print("\n".join([*summary(cases, names), *map(str, found)]))
-    print(f"clocks after {info['clocks']['after']}, {info['seconds']:.0f} s")
-    for name in left_out:
-        print(f"left out after {args.seconds} s: {name}")
-    result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
-    write(args.json, result)
-    return 1 if any("pat" in case["failed"] for case in cases) else 0
+    rounds = args.rounds or _ROUNDS[args.quick]
+    return run_cases(
+        workloads,
+        lambda workload: (
+            _described(workload, copy_bandwidth)
+            | measure(workload, pool, names, rounds, dirty=not args.no_dirty)
+        ),
+        lambda cases: gates(cases) if "pat" in names and not args.tree else [],
+        names=names,
+        header=f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}",
+        report_line=report_line,
+        info=info,
+        begin=begin,
+        seconds=args.seconds,
+        path=args.json,
+    )
 
 
 def compile_kernels(workloads: Iterable[Workload], names: Iterable[str]) -> None:

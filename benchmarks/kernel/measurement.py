@@ -1,13 +1,17 @@
-"""Check and time the contenders of one case."""
+"""Check and time the contenders of cases, and write what was found."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernel.gates import is_peer
+from common.metadata import gpu_state
+from common.results import write
+from kernel.gates import Gate, as_json, is_peer, summary
 from kernel.numerics import compare
 from kernel.pages import Unsupported
 from kernel.workloads import Workload, WorkloadTensors
@@ -118,3 +122,61 @@ def _differs(
     out.zero_()
     graph.replay()
     return None if torch.equal(first, out) else "the graph has other bits than the eager run"
+
+
+def run_cases(
+    workloads: Iterable[Workload],
+    measured: Callable[[Workload], dict[str, Any]],
+    gates: Callable[[list[dict[str, Any]]], list[Gate]],
+    *,
+    names: Sequence[str],
+    header: str,
+    report_line: Callable[[dict[str, Any], Sequence[str]], str],
+    info: dict[str, Any],
+    begin: float,
+    seconds: float,
+    path: Path | None,
+) -> int:
+    """Measure and report case by case, and write the file after each.
+
+    Parameters
+    ----------
+    measured
+        The record of a case, with what `measure` found.
+    info
+        Metadata of the run; the clocks before it are in it.
+    begin
+        When the run began, by `time.perf_counter`; no case begins later than `seconds` after it.
+
+    Returns
+    -------
+    int
+        The exit status: 1 if a result of pat was wrong.
+    """
+    result: dict[str, Any] = {"meta": info, "cases": [], "gates": [], "left_out": []}
+    cases, found = result["cases"], list[Gate]()
+    for workload in workloads:
+        if time.perf_counter() - begin > seconds:
+            result["left_out"].append(f"{workload.suite}: {workload.name}")
+            continue
+        case = measured(workload)
+        line = report_line(case, names)
+        if not cases or cases[-1]["suite"] != case["suite"]:
+            print(f"{case['suite']:{len(line) - len(header)}}{header}")
+        cases.append(case)
+        print(line, flush=True)
+        for name, message in (case["failed"] | case["unsupported"]).items():
+            print(f"    {name}: {message}", flush=True)
+        info["seconds"] = time.perf_counter() - begin
+        found = gates(cases)
+        result["gates"] = as_json(found)
+        # Each time: a run that is ended early loses nothing.
+        write(path, result)
+        torch.cuda.empty_cache()
+    info["clocks"]["after"] = gpu_state()
+    print("\n".join([*summary(cases, names), *map(str, found)]))
+    print(f"clocks after {info['clocks']['after']}, {time.perf_counter() - begin:.0f} s")
+    for name in result["left_out"]:
+        print(f"left out after {seconds} s: {name}")
+    write(path, result)
+    return 1 if any("pat" in case["failed"] for case in cases) else 0

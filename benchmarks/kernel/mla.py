@@ -24,18 +24,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.metadata import gpu_state, metadata
-from common.results import write
 from common.suites import add_option
 from kernel.attention import _tree
-from kernel.gates import (
-    as_json,
-    fp8_latent_gates,
-    latent_gates,
-    summary,
-    versus_best,
-)
+from kernel.gates import fp8_latent_gates, latent_gates, versus_best
 from kernel.latent_contenders import COLUMNS, CONTENDERS, SM_SCALE
 from kernel.measurement import measure as measure_contenders
+from kernel.measurement import run_cases
 from kernel.request_forests import SLOTS, Forest, lognormal_lengths
 from kernel.workloads import E4M3, LAYERS, Workload, WorkloadTensors
 from sglang_pat.bench import timing
@@ -266,33 +260,23 @@ def run(args: argparse.Namespace) -> int:
         f"TFLOP/s, {info['clocks']['before']}"
     )
     columns = "".join(f"{name[-9:]:>10}" for name in names)
-    print(f"{SUITE:40}{'floor':>9}{columns}{'/floor':>8}{'vs best':>8}", flush=True)
-    cases: list[dict[str, object]] = []
-    left_out: list[str] = []
-    for workload in _workloads(args):
-        if time.perf_counter() - begin > args.seconds:
-            left_out.append(workload.name)
-            continue
-        case = _described(workload, copy_bandwidth, flops)
-        rounds = args.rounds or _ROUNDS[args.quick]
-        case |= measure(workload, names, rounds, dirty=not args.no_dirty)
-        cases.append(case)
-        print(report_line(case, names), flush=True)
-        for name, message in (case["failed"] | case["unsupported"]).items():
-            print(f"    {name}: {message}", flush=True)
-        info["seconds"] = time.perf_counter() - begin
-        # Each time: a run that is ended early loses nothing.
-        gates = fp8_latent_gates if args.kv_dtype else latent_gates
-        found = gates(cases) if "pat" in names else []
-        write(args.json, {"meta": info, "cases": cases, "gates": as_json(found)})
-        torch.cuda.empty_cache()
-    info["clocks"]["after"] = gpu_state()
-    print("\n".join([*summary(cases, names), *map(str, found)]))
-    for name in left_out:
-        print(f"left out after {args.seconds} s: {name}")
-    result = {"meta": info, "cases": cases, "gates": as_json(found), "left_out": left_out}
-    write(args.json, result)
-    return 1 if any("pat" in case["failed"] for case in cases) else 0
+    rounds = args.rounds or _ROUNDS[args.quick]
+    judge = fp8_latent_gates if args.kv_dtype else latent_gates
+    return run_cases(
+        _workloads(args),
+        lambda workload: (
+            _described(workload, copy_bandwidth, flops)
+            | measure(workload, names, rounds, dirty=not args.no_dirty)
+        ),
+        lambda cases: judge(cases) if "pat" in names else [],
+        names=names,
+        header=f"{'floor':>9}{columns}{'/floor':>8}{'vs best':>8}",
+        report_line=report_line,
+        info=info,
+        begin=begin,
+        seconds=args.seconds,
+        path=args.json,
+    )
 
 
 def _workloads(args: argparse.Namespace) -> list[LatentWorkload]:

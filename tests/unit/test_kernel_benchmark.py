@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -315,6 +316,45 @@ def _case(suite: str, name: str, kind: str, pat: float, peer: float, floor: floa
         "us": us,
         "failed": {},
     }
+
+
+def test_a_run_reports_each_case_and_names_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    workloads = [Workload(Forest.of_tree(name), 8, 2, suite="tree") for name in ("4_16", "4_32")]
+
+    def run(seconds: float, failed: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        def measured(workload: Workload) -> dict[str, Any]:
+            case = _case("tree", workload.name, "uniform", 10.0, 20.0)
+            return case | {"failed": failed, "unsupported": {"xqa": "pages"}, "unique_kv_bytes": 1}
+
+        status = measurement.run_cases(
+            workloads,
+            measured,
+            lambda cases: gates(cases) if cases else [],
+            names=["pat", "fa3"],
+            header="   floor",
+            report_line=attention.report_line,
+            info={"clocks": {}},
+            begin=time.perf_counter(),
+            seconds=seconds,
+            path=path,
+        )
+        return status, json.loads(path.read_text())
+
+    status, result = run(60, {})
+    assert status == 0
+    assert [case["name"] for case in result["cases"]] == ["4_16 8/2", "4_32 8/2"]
+    assert result["left_out"] == []
+    assert result["gates"]
+    told = capsys.readouterr().out
+    assert told.count("xqa: pages") == 2
+    assert run(60, {"pat": "wrong"})[0] == 1
+    status, result = run(-1, {})
+    assert (status, result["cases"]) == (0, [])
+    assert result["left_out"] == ["tree: 4_16 8/2", "tree: 4_32 8/2"]
+    assert "left out after -1 s: tree: 4_16 8/2" in capsys.readouterr().out
 
 
 def _good() -> list[Any]:
