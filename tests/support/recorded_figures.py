@@ -18,7 +18,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from kernel.gates import geomean, over_floor, versus_best, versus_by_name  # noqa: E402
+from kernel.gates import (  # noqa: E402
+    as_json,
+    geomean,
+    is_peer,
+    over_floor,
+    versus_best,
+    versus_by_name,
+)
+from kernel.gates import gates as kernel_rules  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/h100"
 OTHER_GPU = ROOT / "benchmarks/results/h200"
@@ -38,7 +46,8 @@ PAGES = (
     "docs/when-it-does-not-pay.md",
 )
 WIDTH = 120
-PEERS = {"flashinfer": "FlashInfer", "fa3": "FA3"}
+PEERS = {"flashinfer": "FlashInfer", "fa3": "FA3", "cascade": "cascade", "xqa": "XQA"}
+KERNELS = ("kernels.json", "kernels-pages.json", "kernels-long.json")  # runs of kernel attention
 # suite of the kernel benchmark, whether something is shared -> what it is called
 SUITES = {
     ("pat-20", True): "PAT's trees, shared",
@@ -47,8 +56,14 @@ SUITES = {
     ("long-prefix", True): "long prefixes",
     ("rank", True): "few KV heads, as on a tensor-parallel rank",
     ("random", True): "random forests",
+    ("page-64", True): "pages of 64 tokens, shared",
+    ("page-64", False): "pages of 64 tokens, nothing shared",
+    ("hybrid", True): "layers of gpt-oss, Gemma 3 and Qwen3-Next",
+    ("hybrid", False): "these layers, nothing shared",
     ("fp8", True): "fp8 KV, shared",
     ("fp8", False): "fp8 KV, nothing shared",
+    ("page-64-fp8", True): "fp8 KV in pages of 64 tokens, shared",
+    ("page-64-fp8", False): "fp8 KV in pages of 64 tokens, nothing shared",
 }
 KINDS = {
     "uniform": "equal lengths",
@@ -86,11 +101,26 @@ def first_server() -> dict[str, Any]:
 # --- kernels ---
 
 
+def kernel_runs(folder: Path | None = None) -> dict[str, dict[str, Any]]:
+    """The runs of benchmarks/kernel attention by name, over KV of 16 bits."""
+    place = folder or RESULTS
+    return {name: read(name, place) for name in KERNELS if (place / name).exists()}
+
+
 def kernel_cases(
-    suite: str | None = None, folder: Path | None = None, name: str = "kernels.json"
+    suite: str | None = None, folder: Path | None = None, name: str | None = None
 ) -> list[Case]:
-    cases: list[Case] = read(name, folder)["cases"]
+    """name: the run, if not all of `kernel_runs`."""
+    runs = kernel_runs(folder).values() if name is None else [read(name, folder)]
+    cases: list[Case] = [case for run in runs for case in run["cases"]]
     return [case for case in cases if suite in (None, case["suite"])]
+
+
+def beside(cases: Iterable[Case]) -> str:
+    """Names of the other kernels that were timed in any of the cases."""
+    timed = {name for case in cases for name in case["us"] if is_peer(name)}
+    titles = [title for name, title in PEERS.items() if name in timed]
+    return " and ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
 
 
 def gain(case: Case) -> float:
@@ -100,49 +130,72 @@ def gain(case: Case) -> float:
     return found
 
 
-def kernel_suites(folder: Path | None = None, name: str = "kernels.json") -> str:
-    columns = ["geometric mean of time / floor", "cases", "pat", *PEERS.values()]
+def kernel_suites(folder: Path | None = None, name: str | None = None) -> str:
+    """In parentheses: in how many cases another kernel was timed, where not in all."""
+    timed = kernel_cases(folder=folder, name=name)
+    peers = {key: title for key, title in PEERS.items() if any(key in each["us"] for each in timed)}
+    columns = ["geometric mean of time / floor", "cases", "pat", *peers.values()]
     columns += ["best other / pat: mean", "least", "most"]
     rows = []
     for (suite, shared), title in SUITES.items():
-        cases = [case for case in kernel_cases(suite, folder, name) if case["shared"] is shared]
+        cases = [c for c in timed if c["suite"] == suite and c["shared"] is shared]
         if not cases:
             continue
         gains = [gain(case) for case in cases]
-        cells = [three(geomean(_over_floor(cases, peer))) for peer in PEERS]
+        cells = [_mean_over_floor(cases, peer) for peer in peers]
         pat = f"{geomean(over_floor(case) for case in cases):.3f}"
         spread = (geomean(gains), min(gains), max(gains))
         rows.append([title, str(len(cases)), pat, *cells, *map(three, spread)])
     return table(columns, rows)
 
 
-def kernel_gates() -> str:
-    return f"{_gates(read('kernels.json')['gates'])}\n\n{kernel_losses()}"
+def _mean_over_floor(cases: Sequence[Case], name: str) -> str:
+    ratios = [*_over_floor(cases, name)]
+    if not ratios:
+        return ""
+    partly = "" if len(ratios) == len(cases) else f" ({len(ratios)})"
+    return three(geomean(ratios)) + partly
 
 
-def _gates(gates: list[dict[str, Any]]) -> str:
-    gates = [gate for gate in gates if gate["passed"] is not None]
-    missed = [gate for gate in gates if not gate["passed"]]
-    held = f"{len(gates) - len(missed)} of {len(gates)} rules held (`gates` in the file)."
+def kernel_gates(folder: Path | None = None) -> str:
+    return (
+        f"{_gates(as_json(kernel_rules(kernel_cases(folder=folder))))}\n\n{kernel_losses(folder)}"
+    )
+
+
+def _gates(found: list[dict[str, Any]]) -> str:
+    judged = [gate for gate in found if gate["passed"] is not None]
+    missed = [gate for gate in judged if not gate["passed"]]
+    held = (
+        f"{len(judged) - len(missed)} of {len(judged)} rules held (`benchmarks/kernel/gates.py`)."
+    )
     if not missed:
         return held
     lines = (f"- {gate['suite']}: {gate['rule']} ({gate['found']})" for gate in missed)
     return "\n".join([f"{held} **Missed:**", "", *lines])
 
 
-def kernel_losses(folder: Path | None = None) -> str:
-    cases = kernel_cases(folder=folder)
+def kernel_losses(folder: Path | None = None, name: str | None = None) -> str:
+    cases = kernel_cases(folder=folder, name=name)
     lost = sorted((case for case in cases if gain(case) < 1 - NOISE), key=gain)
+    others = beside(cases)
     if not lost:
-        return wrapped(f"`pat` is never more than {NOISE:.1%} slower ({len(cases)} cases).")
-    names = ", ".join(f"`{case['tree']}` {heads(case)} {gain(case):.3f}x" for case in lost)
+        return wrapped(
+            f"`pat` is never more than {NOISE:.1%} slower than {others} ({len(cases)} cases)."
+        )
+    names = ", ".join(f"`{case['name']}` ({gain(case):.3f}, {_best(case)})" for case in lost)
     shared = sum(case["shared"] for case in lost)
     where = "with something shared" if shared == len(lost) else f"{shared} with something shared"
     where = "nothing is shared there" if not shared else where
     return wrapped(
-        f"`pat` is slower than the best other kernel by over {NOISE:.1%} in {len(lost)} of the "
+        f"`pat` is slower than the best of {others} by over {NOISE:.1%} in {len(lost)} of the "
         f"{len(cases)} cases ({where}): {names}."
     )
+
+
+def _best(case: Case) -> str:
+    times = {name: us for name, us in case["us"].items() if is_peer(name)}
+    return PEERS[min(times, key=lambda name: times[name])]
 
 
 def kernel_extremes() -> str:
@@ -164,16 +217,20 @@ def kernel_extremes() -> str:
     )
 
 
-def kernel_source() -> str:
-    meta = read("kernels.json")["meta"]
+def kernel_source(folder: Path | None = None) -> str:
+    runs = kernel_runs(folder)
+    place = "h200" if folder == OTHER_GPU else "h100"
+    files = ", ".join(f"`{place}/{name}`" for name in runs)
+    commits = ", ".join(dict.fromkeys(run["meta"]["commit"] for run in runs.values()))
     return wrapped(
-        f"Source: `h100/kernels.json` (`benchmarks/kernel attention`, commit {meta['commit']}). "
+        f"Source: {files} (`benchmarks/kernel attention`, commit {commits}). "
         "What has changed since that commit is not in it."
     )
 
 
 def other_gpu_kernels() -> str:
-    return "\n\n".join((_kernels("kernels.json", OTHER_GPU), kernel_losses(OTHER_GPU)))
+    parts = (kernel_source(OTHER_GPU), kernel_suites(OTHER_GPU), kernel_gates(OTHER_GPU))
+    return "\n\n".join(parts)
 
 
 def one_byte_kernels() -> str:
@@ -203,14 +260,14 @@ def latent_kernels() -> str:
 
 
 def latent_one_byte_kernels() -> str:
-    return _latent_kernels("mla-fp8.json", OTHER_GPU)
+    return _latent_kernels("mla-fp8.json", RESULTS)
 
 
 def _latent_kernels(name: str, folder: Path) -> str:
     result = read(name, folder)
     cases = result["cases"]
     peers = {**PEERS, "flashmla": "FlashMLA", "triton": "Triton"}
-    timed = cases[0]["us"]
+    timed = {name for case in cases for name in case["us"]}
     peers = {name: title for name, title in peers.items() if name in timed}
     rows = []
     for alone, count in sorted({(not case["shared"], case["heads_q"]) for case in cases}):
@@ -228,7 +285,48 @@ def _latent_kernels(name: str, folder: Path) -> str:
         f"(`benchmarks/kernel mla`, {len(cases)} cases, commit {result['meta']['commit']})."
     )
     columns = ["cases", "number", *peers.values(), "best other / pat: least", "most"]
-    return f"{source}\n\n{table(columns, rows)}\n\n{_gates(result['gates'])}"
+    told = wrapped(f"{_beside_flashmla(cases)} {_errors_beside_flashmla(cases)}")
+    return f"{source}\n\n{table(columns, rows)}\n\n{told}\n\n{_gates(result['gates'])}"
+
+
+def _beside_flashmla(cases: Sequence[Case]) -> str:
+    told = []
+    for title, shared in (("with shared prefixes", True), ("with nothing shared", False)):
+        ratios = [c["us"]["flashmla"] / c["us"]["pat"] for c in cases if c["shared"] is shared]
+        told.append(f"in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} cases {title}")
+    return f"FlashMLA is faster than `pat` {' and '.join(told)}."
+
+
+def _errors_beside_flashmla(cases: Iterable[Case]) -> str:
+    errors = (case["mean_error"] for case in cases)
+    ratio = geomean(each["flashmla"] / each["pat"] for each in errors)
+    return f"Its mean error is {ratio:.2g} times that of `pat`, geometric mean."
+
+
+def latent_losses() -> str:
+    """Where FlashMLA is faster, by the type of the KV cache and by heads."""
+    told = []
+    for name, title in (("mla.json", "a 16-bit cache"), ("mla-fp8.json", "an fp8 cache")):
+        cases = read(name)["cases"]
+        heads_lost = [
+            f"{heads} heads {min(found):.2f} to {max(found):.2f}"
+            for heads in sorted({case["heads_q"] for case in cases})
+            if min(
+                found := [
+                    case["us"]["flashmla"] / case["us"]["pat"]
+                    for case in cases
+                    if case["heads_q"] == heads
+                ]
+            )
+            < 1 - NOISE
+        ]
+        told.append(
+            f"Over {title} {_beside_flashmla(cases)} Its time over that of `pat`, where "
+            f"it is faster in some case: {', '.join(heads_lost)} (`h100/{name}`)."
+        )
+    errors = _errors_beside_flashmla(read("mla-fp8.json")["cases"])
+    told.append(f"FlashMLA rounds queries to fp8 too over an fp8 cache. {errors}")
+    return wrapped(" ".join(told))
 
 
 def trained_model() -> str:
@@ -331,11 +429,12 @@ def _over_floor(cases: Iterable[Case], name: str) -> Iterable[float]:
 
 
 def kernel_errors() -> str:
-    cases = [case for case in kernel_cases() if {"pat", *PEERS} <= case["error"].keys()]
-    largest = {name: max(case["error"][name] for case in cases) for name in ("pat", *PEERS)}
-    ratios = [case["error"]["pat"] / min(case["error"][name] for name in PEERS) for case in cases]
+    peers = ("flashinfer", "fa3")
+    cases = [case for case in kernel_cases() if {"pat", *peers} <= case["error"].keys()]
+    largest = {name: max(case["error"][name] for case in cases) for name in ("pat", *peers)}
+    ratios = [case["error"]["pat"] / min(case["error"][name] for name in peers) for case in cases]
     return wrapped(
-        f"Recorded largest errors over {len(cases)} kernel cases (bfloat16, `h100/kernels.json`): "
+        f"Recorded largest errors over {len(cases)} kernel cases (bfloat16, H100): "
         f"{largest['pat']:.1e}, where FA3 has {largest['fa3']:.1e} and FlashInfer "
         f"{largest['flashinfer']:.1e}. A case's largest error is {geomean(ratios):.2f} times that "
         f"of the better of these two in the geometric mean, and {max(ratios):.1f} times at most."
@@ -369,7 +468,7 @@ def gains_without_sharing() -> str:
     for kind, title in KINDS.items():
         found = [case for case in cases if case["kind"] == kind]
         worst = min(found, key=gain)
-        value = f"{gain(worst):.3f} (`{worst['tree']}` {heads(worst)})"
+        value = f"{gain(worst):.3f} (`{worst['name']}`)"
         rows.append([title, str(len(found)), f"{geomean(map(gain, found)):.2f}", value])
     rows.append(["all", str(len(cases)), f"{geomean(map(gain, cases)):.2f}", ""])
     return table(["nothing shared", "batches", "geometric mean", "worst"], rows)
@@ -387,34 +486,40 @@ def losses_behind_writes() -> str:
         gains = versus_by_name(cases, "us_dirty_l2")
         slower = sorted((each, name) for name, each in gains.items() if each < 1 - NOISE)
         names = ", ".join(f"`{name}` ({each:.3f})" for each, name in slower)
-        lost.append(f"on an {folder.name.upper()} {names or 'in none'}")
+        lost.append(f"on an {folder.name.upper()}, of {beside(cases)}, {names or 'in none'}")
         times = (case["us_dirty_l2"] for case in cases)
         fa3.append(f"{min(each['fa3'] / each['pat'] for each in times):.3f}")
     return wrapped(
         "Behind an L2 full of data that was written, the best other kernel over `pat` is below "
-        f"{1 - NOISE} in these cases: {'; '.join(lost)}. FA3 over `pat` is at least "
+        f"{1 - NOISE} in these cases: {'; '.join(lost)}. FA3 alone over `pat` is at least "
         f"{' and '.join(fa3)}."
     )
 
 
 def one_byte_gains() -> str:
     cases = read("fp8.json")["cases"]
+    found = {wanted: [gain(c) for c in cases if c["shared"] is wanted] for wanted in (True, False)}
     shared, alone = (
-        at_least((gain(case) for case in cases if case["shared"] is wanted), digits)
-        for wanted, digits in ((True, 1), (False, 2))
+        f"{geomean(gains):.2f} times as long ({min(gains):.2f} to {max(gains):.2f})"
+        for gains in found.values()
     )
     served = read("serving-gates-fp8.json")
     short, long = (
         question(served, name)["over_pat"]["pat fp8"] for name in (NOTHING_SHARED, LONG_PREFIX)
     )
     return wrapped(
-        f"On an H100 the kernels are at least {shared} times as fast as the best of FlashInfer "
-        f"and FA3 over an fp8 pool with shared prefixes, and at least {alone} times without "
-        f"sharing. In the server, TPOT over an fp8 pool is {short:.2f} of that over a 16-bit pool "
-        f"with 128 requests of 1,024 tokens. It is {long:.2f} of it with 8,192 shared and 256 "
-        "private tokens, because the prefix is read once anyway: here fp8 buys capacity, not speed "
+        f"Attention alone on an H100, over an fp8 pool: the best of {beside(cases)} takes {shared} "
+        f"as the kernels with shared prefixes, and {alone} with nothing shared. Some "
+        "cases [lose](../when-it-does-not-pay.md#where-another-kernel-is-faster). In the server, "
+        f"TPOT over an fp8 pool is {short:.2f} of that over a 16-bit pool with 128 requests of "
+        f"1,024 tokens. It is {long:.2f} of it with 8,192 shared and 256 private tokens, because "
+        "the prefix is read once anyway: here fp8 buys capacity, not speed "
         "([results](../results.md#an-fp8-kv-cache))."
     )
+
+
+def one_byte_losses() -> str:
+    return kernel_losses(RESULTS, "fp8.json")
 
 
 def batch_invariance() -> str:
@@ -439,47 +544,31 @@ def batch_invariance() -> str:
 
 
 def cascade() -> str:
-    cases = [case for case in read("kernels-cascade.json")["cases"] if case["shared"]]
-    ours, plain = (geomean(_over_floor(cases, name)) for name in ("cascade", "flashinfer"))
-    return wrapped(
-        "FlashInfer's multi-level cascade reads shared prefixes once per level, yet is slower than "
-        f"plain FlashInfer in the recorded run: {ours:.2f} against {plain:.2f} times the floor, "
-        "geometric means (`benchmarks/results/h100/kernels-cascade.json`, with earlier kernels of "
-        "`pat`)."
+    """By levels of PAT's trees."""
+    cases = [case for case in kernel_cases("pat-20") if case["shared"] and "cascade" in case["us"]]
+    best = sum(_best(case) == PEERS["cascade"] for case in cases)
+    ratio = geomean(case["us"]["cascade"] / case["us"]["pat"] for case in cases)
+    on_fa3 = [case for case in read("kernels-cascade.json")["cases"] if case["shared"]]
+    means = [geomean(_over_floor(each, "cascade")) for each in (on_fa3, cases)]
+    told = wrapped(
+        f"Over PAT's trees it is the fastest other kernel in {best} of {len(cases)} cases that "
+        f"share something, and takes {ratio:.2f} times the time of `pat` in the geometric mean "
+        f"(H100, `h100/kernels.json`). On FA3 it took {means[0]:.2f} times the floor in an earlier "
+        f"run (`h100/kernels-cascade.json`), on `fa2` {means[1]:.2f}. By levels, geometric means "
+        "of time over floor:"
     )
-
-
-def cascade_by_heads() -> str:
-    cases = [case for case in read("kernels-cascade.json")["cases"] if not case["shared"]]
-    trees = list(dict.fromkeys(case["tree"] for case in cases))
     rows = []
-    for each in ("32/32", "16/8", "32/8", "64/8"):
-        found = {case["tree"]: over_floor(case, "cascade") for case in cases if heads(case) == each}
-        query, kv = map(int, each.split("/"))
-        rows.append([each, str(query // kv), *(f"{found[tree]:.2f}" for tree in trees)])
-    columns = ["query / KV heads", "group size", *(f"`{tree}`" for tree in trees)]
-    return table(columns, rows)
+    for levels in sorted({_levels(case) for case in cases}):
+        found = [case for case in cases if _levels(case) == levels]
+        means = (_mean_over_floor(found, name) for name in ("flashinfer", "cascade", "pat"))
+        least = min(case["us"]["cascade"] / case["us"]["pat"] for case in found)
+        rows.append([str(levels), str(len(found)), *means, f"{least:.2f}"])
+    columns = ["levels", "cases", "FlashInfer's decode", "cascade", "pat", "cascade / pat: least"]
+    return f"{told}\n\n{table(columns, rows)}"
 
 
-def cascade_by_levels() -> str:
-    cases = {case["name"]: case for case in read("kernels-cascade.json")["cases"]}
-    rows = []
-    for tree in (
-        "256_1024",
-        "1,10_4096,416",
-        "1,256_256,32",
-        "1,1024_2048,32",
-        "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
-    ):
-        case = cases[f"{tree} 32/32"]
-        nodes = tree.partition("_")[0].split(",")
-        times = (case["floor_us"], case["us"]["cascade"])
-        name = tree if len(tree) < WIDTH / 3 else f"{tree.partition('_')[0]}_..."
-        values = (*times, times[1] - times[0], case["us"]["pat"])
-        cells = [f"{value:,.0f} us" for value in values]
-        rows.append([f"`{name}`", str(len(nodes)), f"{int(nodes[-1]):,}", *cells])
-    columns = ["tree", "levels", "requests", "floor", "cascade", "above the floor", "pat"]
-    return table(columns, rows)
+def _levels(case: Case) -> int:
+    return case["tree"].partition("_")[0].count(",") + 1
 
 
 def heads(case: Case) -> str:
@@ -879,9 +968,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         kernel_errors,
         batch_invariance,
         one_byte_gains,
+        one_byte_losses,
         cascade,
-        cascade_by_heads,
-        cascade_by_levels,
         losses_on_other_gpu,
         losses_behind_writes,
         other_gpu_kernels,
@@ -890,6 +978,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         other_gpu_servers,
         latent_kernels,
         latent_one_byte_kernels,
+        latent_losses,
         trained_model,
         roll_outs_and_trainer,
         planted_errors,

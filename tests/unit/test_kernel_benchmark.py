@@ -487,7 +487,7 @@ def test_only_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_pa
     drawn: list[Any] = []
     monkeypatch.setattr(plot_kernels.plt, "close", drawn.append)
     for name, expected in (
-        ("kernels.json", ["sglang-pat", "FlashInfer", "FA3"]),
+        ("kernels.json", ["sglang-pat", "FlashInfer", "FA3", "FlashInfer cascade", "XQA"]),
         ("kernels-cascade.json", ["sglang-pat", "FlashInfer", "FA3", "FlashInfer cascade"]),
     ):
         result = json.loads((RESULTS / name).read_text())
