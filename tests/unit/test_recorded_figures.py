@@ -41,6 +41,7 @@ EXPLAINED = {
     "docs/configuration.md": ["0.1 s"],
     "docs/guide.md": ["53%"],  # of an example
     "docs/operate/index.md": ["3%", "15 minutes"],  # limits
+    "docs/operate/rollout.md": ["5 minutes", "30 minutes", "3%"],  # limits
     "docs/recipes/fp8.md": ["twice as"],  # bytes
     "docs/when-it-does-not-pay.md": ["1%"],  # noise
 }
