@@ -19,15 +19,14 @@ def _names(text: str) -> frozenset[str]:
 PLAIN = _names(
     """
     ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM BailingMoeForCausalLM
-    BailingMoEForCausalLM BailingMoeV2ForCausalLM ChatGLMForConditionalGeneration ChatGLMModel
-    CohereForCausalLM DbrxForCausalLM DeciLMForCausalLM DeepseekForCausalLM DeepseekOCRForCausalLM
-    DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekVL2ForCausalLM DotsOCRForCausalLM
-    DotsVLMForCausalLM Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM
-    Ernie4_5_VLMoeForConditionalGeneration Ernie4_5ForCausalLM ExaoneForCausalLM GemmaForCausalLM
-    GigaChat35ForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
-    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration
-    GlmForCausalLM GlmOcrForConditionalGeneration GPT2LMHeadModel GPTBigCodeForCausalLM
-    GPTJForCausalLM GPTNeoXForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    BailingMoEForCausalLM BailingMoeV2ForCausalLM ChatGLMModel CohereForCausalLM DbrxForCausalLM
+    DeciLMForCausalLM DeepseekForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM
+    DeepseekV3ForCausalLM DeepseekVL2ForCausalLM DotsOCRForCausalLM DotsVLMForCausalLM
+    Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration
+    Ernie4_5ForCausalLM ExaoneForCausalLM GemmaForCausalLM GigaChat35ForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration
+    Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration GlmOcrForConditionalGeneration
+    GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
     GraniteMoeSharedForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HYV3ForCausalLM
     InternLM2ForCausalLM InternLM3ForCausalLM InternS1ForConditionalGeneration InternVLChatModel
     IQuestCoderForCausalLM KimiK25ForConditionalGeneration KimiVLForConditionalGeneration
@@ -39,16 +38,16 @@ PLAIN = _names(
     NanbeigeForCausalLM NVILAForConditionalGeneration NVILALiteForConditionalGeneration
     Olmo2ForCausalLM OlmoeForCausalLM OlmoForCausalLM OPTForCausalLM OrionForCausalLM
     PaddleOCRVLForConditionalGeneration PersimmonForCausalLM Phi3ForCausalLM Phi3SmallForCausalLM
-    Phi3VForCausalLM Phi4MMForCausalLM PhiForCausalLM PhiMoEForCausalLM
-    PixtralForConditionalGeneration POINTSV15ChatModel QuantMixtralForCausalLM
-    Qwen2_5_VLForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2ForCausalLM
-    Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration Qwen3ASRForConditionalGeneration
-    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3OmniMoeForConditionalGeneration
-    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration QWenLMHeadModel
-    Sarashina2VisionForCausalLM SarvamMLAForCausalLM SarvamMoEForCausalLM SolarForCausalLM
-    StableLmForCausalLM Starcoder2ForCausalLM Step3VLForConditionalGeneration
-    StepVLForConditionalGeneration TeleFLMForCausalLM VoxtralForConditionalGeneration
-    XllmForCausalLM XverseForCausalLM XverseMoeForCausalLM YiVLForCausalLM
+    Phi4MMForCausalLM PhiForCausalLM PhiMoEForCausalLM PixtralForConditionalGeneration
+    POINTSV15ChatModel QuantMixtralForCausalLM Qwen2_5_VLForConditionalGeneration
+    Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen2VLForConditionalGeneration Qwen3ASRForConditionalGeneration Qwen3ForCausalLM
+    Qwen3MoeForCausalLM Qwen3OmniMoeForConditionalGeneration Qwen3VLForConditionalGeneration
+    Qwen3VLMoeForConditionalGeneration QWenLMHeadModel Sarashina2VisionForCausalLM
+    SarvamMLAForCausalLM SarvamMoEForCausalLM SolarForCausalLM StableLmForCausalLM
+    Starcoder2ForCausalLM Step3VLForConditionalGeneration StepVLForConditionalGeneration
+    TeleFLMForCausalLM VoxtralForConditionalGeneration XllmForCausalLM XverseForCausalLM
+    XverseMoeForCausalLM YiVLForCausalLM
     """
 )
 # `layer_types` says which layers have the window, or keep a state in place of KV.
@@ -62,8 +61,7 @@ BY_LAYER_TYPES = _names(
     Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration MellumForCausalLM
     MinistralForCausalLM Olmo3ForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
     Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen3NextForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7FlashForCausalLM
-    Step3p7ForConditionalGeneration
+    SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7ForConditionalGeneration
     """
 )
 # Other rules: `model_layers.py` has one for each.
@@ -78,9 +76,8 @@ OTHER_RULES = _names(
 # An attention backend of its own reads a choice of tokens...
 SPARSE = _names(
     """
-    DeepseekV4ForCausalLM Dots3NoteForCausalLM HYV4ForCausalLM MiniMaxM3ForCausalLM
-    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration
-    Qwen4ExpForConditionalGeneration
+    DeepseekV4ForCausalLM Dots3NoteForCausalLM HYV4ForCausalLM MiniMaxM3SparseForCausalLM
+    MiniMaxM3SparseForConditionalGeneration Qwen4ExpForConditionalGeneration
     """
 )
 # ... of these only with `index_topk`.

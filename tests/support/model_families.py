@@ -45,8 +45,6 @@ class Family:
         What `config.json` holds, beside the small shapes that all have.
     models : str
         Whose architecture it is.
-    accelerated, delegated : str
-        Which attention layers pat decodes, and which it leaves to the default backend.
     pat : tuple of int
         The small model's layers that pat decodes.
     default : dict
@@ -65,8 +63,6 @@ class Family:
     config: dict[str, Any]
     _: KW_ONLY
     models: str
-    accelerated: str
-    delegated: str
     pat: tuple[int, ...]
     default: dict[str, tuple[int, ...]]
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -137,8 +133,6 @@ FAMILIES = {
             {"model_type": "llama"},
             pat=(0, 1, 2, 3),
             models="Llama 2, 3; Mistral; Yi and other copies of its class",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -148,8 +142,6 @@ FAMILIES = {
             {"model_type": "qwen2", "hidden_size": 256},
             pat=(0, 1, 2, 3),
             models="Qwen2, Qwen2.5",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -159,8 +151,6 @@ FAMILIES = {
             {"model_type": "qwen3"},
             pat=(0, 1, 2, 3),
             models="Qwen3",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -170,8 +160,6 @@ FAMILIES = {
             {"model_type": "qwen3_moe", **_MOE},
             pat=(0, 1, 2, 3),
             models="Qwen3-30B-A3B, 235B-A22B, Coder",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -191,9 +179,7 @@ FAMILIES = {
             arguments={"moe_runner_backend": "triton"},
             pat=(1, 3),
             models="gpt-oss 20B, 120B",
-            accelerated="full layers, with their sinks",
             pat_has_sinks=True,
-            delegated="window layers",
             default={"sliding window 31": (0, 2)},
             nightly=False,
         ),
@@ -213,8 +199,6 @@ FAMILIES = {
             },
             pat=(1, 3),
             models="Gemma 2",
-            accelerated="full layers, with their soft-cap",
-            delegated="window layers",
             default={"sliding window 31": (0, 2)},
         ),
         Family(
@@ -232,8 +216,6 @@ FAMILIES = {
             },
             pat=(1, 3),
             models="Gemma 3",
-            accelerated="full layers",
-            delegated="window layers",
             default={"sliding window 31": (0, 2)},
             nightly=False,
         ),
@@ -255,9 +237,7 @@ FAMILIES = {
                 "enable_moe_block": False,
             },
             pat=(1, 3),
-            models="Gemma 4",
-            accelerated="full layers, which have another head_dim",
-            delegated="window layers",
+            models="Gemma 4 (full layers of 128)",
             default={"sliding window 31": (0, 2)},
             refused={
                 "0.5.17": "Gemma4 only supports trtllm_mha, triton, or intel_xpu attention "
@@ -283,8 +263,6 @@ FAMILIES = {
             },
             pat=(3,),
             models="Llama 4 Scout, Maverick",
-            accelerated="full layers (without RoPE)",
-            delegated="chunked layers",
             default={"attention within chunks of 64": (0, 1, 2)},
         ),
         Family(
@@ -326,8 +304,6 @@ FAMILIES = {
             },
             pat=(0, 3),
             models="MiMo-V2-Flash",
-            accelerated="full layers (head_dim 192/128)",
-            delegated="window layers",
             default={"sliding window 32": (1, 2)},
             refused={
                 "0.5.17": "has model type `mimo_v2_flash` but Transformers does not recognize "
@@ -347,8 +323,6 @@ FAMILIES = {
             },
             pat=(1, 3),
             models="Mellum",
-            accelerated="full layers",
-            delegated="window layers",
             default={"sliding window 31": (0, 2)},
         ),
         Family(
@@ -384,8 +358,6 @@ FAMILIES = {
             },
             pat=(1, 3),
             models="Step-3.5-Flash",
-            accelerated="full layers",
-            delegated="window layers",
             default={"sliding window 32": (0, 2)},
         ),
         Family(
@@ -409,8 +381,6 @@ FAMILIES = {
             arguments=_STATES,
             pat=(3,),
             models="Qwen3-Next",
-            accelerated="full-attention layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -437,8 +407,6 @@ FAMILIES = {
             arguments=_STATES,
             pat=(3,),
             models="Qwen3.5, 3.6",
-            accelerated="full-attention layers",
-            delegated="",
             default={},
             nightly=False,
         ),
@@ -465,8 +433,6 @@ FAMILIES = {
             arguments=_STATES,
             pat=(3, 6),
             models="Nemotron-H, Nemotron 3",
-            accelerated="attention layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -485,8 +451,6 @@ FAMILIES = {
             arguments=_STATES,
             pat=(1, 3),
             models="LFM2",
-            accelerated="attention layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -506,8 +470,6 @@ FAMILIES = {
             arguments=_STATES,
             pat=(0, 1, 2, 3),
             models="Falcon-H1",
-            accelerated="the attention half of every layer",
-            delegated="",
             default={},
         ),
         Family(
@@ -522,8 +484,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2),
             models="DeepSeek-V2",
-            accelerated="all layers (latent attention)",
-            delegated="",
             default={},
         ),
         Family(
@@ -538,8 +498,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2),
             models="DeepSeek-V3, R1",
-            accelerated="all layers (latent attention)",
-            delegated="",
             default={},
             nightly=False,
         ),
@@ -558,8 +516,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2),
             models="Kimi K2 (8 heads of a rank)",
-            accelerated="all layers (latent attention)",
-            delegated="",
             default={},
         ),
         Family(
@@ -578,8 +534,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2),
             models="GLM-4.7-Flash",
-            accelerated="all layers (latent attention)",
-            delegated="",
             default={},
         ),
         Family(
@@ -607,8 +561,6 @@ FAMILIES = {
                 "0.5.17": "CUDA error: CUDA driver version is insufficient for CUDA runtime version"
             },
             models="LongCat-Flash",
-            accelerated="all layers (latent attention, two of a block)",
-            delegated="",
             default={},
         ),
         Family(
@@ -625,8 +577,6 @@ FAMILIES = {
             },
             pat=(),
             models="latent attention of other sizes than 512 and 64 (MiniCPM3)",
-            accelerated="",
-            delegated="all layers",
             default={"head_dim 80/64": (0, 1, 2)},
         ),
         Family(
@@ -636,8 +586,6 @@ FAMILIES = {
             {"model_type": "phi3", "hidden_size": 384, "head_dim": 96},
             pat=(0, 1, 2, 3),
             models="Phi-3, Phi-4 (head_dim 96 or 128)",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -653,8 +601,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2, 3),
             models="Phi-1, Phi-2 (head_dim 80)",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -670,8 +616,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2, 3),
             models="StableLM (head_dim 80)",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -685,8 +629,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2, 3),
             models="OLMo (MHA: as many KV heads as query heads)",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -708,8 +650,6 @@ FAMILIES = {
             },
             pat=(),
             models="StarCoder (MQA: more than 16 query heads per KV head)",
-            accelerated="",
-            delegated="all layers",
             default={"query heads per KV head 24": (0, 1)},
         ),
         Family(
@@ -727,8 +667,6 @@ FAMILIES = {
             },
             pat=(0, 1, 2, 3),
             models="Seed-OSS and others that SGLang has no class for, by those of transformers",
-            accelerated="all layers",
-            delegated="",
             default={},
         ),
         Family(
@@ -764,8 +702,6 @@ FAMILIES = {
             arguments={"enable_multimodal": False},  # images need files beside the configuration
             pat=(0, 1, 2, 3),
             models="Qwen2.5-VL (text)",
-            accelerated="all layers of the language model",
-            delegated="",
             default={},
         ),
     )

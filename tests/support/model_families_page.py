@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_families import CPU_RUNS, FAMILIES, GPU_RUNS, Family
+from model_families import CPU_RUNS, FAMILIES, GPU_RUNS
+from published_shapes import PublishedShape, by_rules, read_shapes
 
 PAGE = Path(__file__).parents[2] / "docs/model-families.md"
 FAMILY_TESTS = "tests/engine/test_families.py::test_tokens_and_routes"
@@ -91,17 +92,37 @@ FEATURES = (
 )
 
 
-def families_table() -> str:
-    """One row per family."""
-    head = ("Family", "SGLang's class", "pat decodes", "Default backend decodes")
-    return _table(head, [_family_row(family) for family in FAMILIES.values()])
+def published_table() -> str:
+    """One row for published models of a class that fare alike."""
+    head = ("Models", "SGLang's class", "pat decodes on 1 GPU", "on 8 GPUs", "Why not the others")
+    groups: dict[tuple[str, ...], list[PublishedShape]] = {}
+    for shape in read_shapes().values():
+        fare = (shape.architecture, *(_fare(shape, tp)[0] for tp in (1, 8)))
+        groups.setdefault((*fare, _fare(shape, 1)[2]), []).append(shape)
+    return _table(head, [_published_row(shapes) for shapes in groups.values()])
 
 
-def _family_row(family: Family) -> tuple[str, ...]:
-    reasons = "; ".join(_general(reason) for reason in family.default)
-    delegated = f"{family.delegated}: {reasons}" if family.delegated else "nothing"
-    name = f"`{family.architecture}`"
-    return (family.models, name, family.accelerated or "nothing", delegated)
+def _published_row(shapes: Sequence[PublishedShape]) -> tuple[str, ...]:
+    names = ", ".join(shape.name.partition("/")[2] or shape.name for shape in shapes)
+    counts = []
+    for tp in (1, 8):
+        each = dict.fromkeys(_fare(shape, tp)[1] for shape in shapes)
+        word = _fare(shapes[0], tp)[0]
+        counts.append(word if word in ("all", "none", "-") else "; ".join(each))
+    reasons = dict.fromkeys(_fare(shape, 1)[2] for shape in shapes)
+    return (names, f"`{shapes[0].architecture}`", *counts, "; ".join(filter(None, reasons)))
+
+
+def _fare(shape: PublishedShape, tp: int) -> tuple[str, str, str]:
+    """("all", "some", "none", or "-" where `tp` GPUs do not divide the heads), counts, reasons."""
+    if any(heads % tp for _, heads, *_ in shape.layers):
+        return "-", "-", ""
+    layers = by_rules(shape.config, tp)
+    decoded = sum(count for count, *_, reason in layers if reason is None)
+    of = sum(count for count, *_ in layers)
+    word = "all" if decoded == of else "some" if decoded else "none"
+    reasons = {re.sub(r" \(\w+\)$", "", str(reason)) for *_, reason in layers if reason}
+    return word, f"{decoded} of {of}", "; ".join(sorted(reasons))
 
 
 def runs() -> str:
@@ -121,11 +142,6 @@ def runs() -> str:
     often = [family.models for family in FAMILIES.values() if not family.nightly]
     lines.append(f"- On every change: {'; '.join(often)}. The others run nightly.")
     return "\n".join(lines)
-
-
-def _general(reason: str) -> str:
-    """The reason without the small model's own numbers and names."""
-    return re.sub(r" \(\w+\)$", "", re.sub(r" of \d+$| (?:31|32)$", "", reason))
 
 
 def refusals() -> str:
@@ -162,7 +178,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 SECTIONS = {
-    "families": families_table,
+    "published": published_table,
     "runs": runs,
     "refusals": refusals,
     "features": features_table,

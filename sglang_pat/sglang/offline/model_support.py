@@ -82,6 +82,7 @@ def without_gpu() -> Iterator[None]:
         (torch.ops, "sgl_kernel", Kernels("sgl_kernel")),
         (torch.cuda, "Stream", lambda *_, **__: None),
         (torch.cuda, "Event", lambda *_, **__: None),
+        (torch.cuda, "current_device", lambda: torch.device("meta")),
         (torch.cuda, "get_device_capability", lambda *_: _CAPABILITY),
     )
     before = [getattr(module, name) for module, name, _ in replaced]
