@@ -128,6 +128,9 @@ def test_a_ratio_may_miss_its_gate_by_two_errors(median: float, error: float, me
 def test_answers_that_part_and_prompts_that_were_not_cached_fail() -> None:
     wrong = case(3.0, answers={"fa3": {"errors": [{}]}})
     assert [gate["met"] for gate in gates({}, [wrong]).values()] == [True, False]
+    # A model of experts leaps: the other server parts from itself, too.
+    leaps = wrong | {"own_answers": {"fa3": {"errors": [{}]}}}
+    assert [gate["met"] for gate in gates({}, [leaps]).values()] == [True, True]
     for cached, met in ((0.95, True), (0.5, False)):
         found = gates({}, [case(3.0, prefix=64, share_of_prompts_cached={"pat": cached})])
         assert found["s, c: part of the prompts in the cache"]["met"] is met
