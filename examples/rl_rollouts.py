@@ -4,7 +4,8 @@
 
 Each iteration compares the log-probabilities of the roll-out with the trainer's of the same tokens
 and weights. Their mean distance is the mismatch; run it with another --backend to compare. The
-reward is the share of even tokens. MODEL is a folder, such as `sglang-pat tiny-model tiny` writes.
+reward is the share of even tokens. MODEL is a folder: `sglang-pat demo --write-model tiny` writes
+one.
 """
 
 from __future__ import annotations

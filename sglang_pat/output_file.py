@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 STDOUT = Path("-")  # what `output_or_stdout` makes of `-`
+_LONGEST_SUFFIX = 20  # such as .gz, by which a writer chooses
 _stdout: TextIO | None = None  # while all else is printed to stderr
 
 
@@ -124,15 +126,84 @@ class OutputError(Exception):
     """A file that could be written when the command began can no longer be written; one line."""
 
 
+class StdoutError(OutputError):
+    """Standard output cannot be written; one line."""
+
+
+class CheckedStdout:
+    """Standard output whose errors are StdoutError, except that nobody reads on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write as the stream does."""
+        with _told():
+            return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write as the stream does."""
+        with _told():
+            self._stream.writelines(lines)
+
+    def flush(self) -> None:
+        """Flush as the stream does."""
+        with _told():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except UnicodeEncodeError as error:
+        raise StdoutError(
+            f"standard output has the encoding {error.encoding}, which has no "
+            f"{error.object[error.start]!a}: set PYTHONIOENCODING=utf-8"
+        ) from None
+    except OSError as error:
+        raise StdoutError(f"standard output: {error.strerror}") from None
+
+
 def write_output(option: str, path: Path, text: str) -> None:
     """Write the file that `option` names, or `STDOUT`. OutputError if the disk is full, for one."""
     if path == STDOUT:
         (_stdout or sys.stdout).write(text)
         return
+    with written(option, path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def written(option: str, path: Path) -> Iterator[Path]:
+    """Yield the path of a draft, which replaces the file that `option` names when it is whole.
+
+    Where the folder takes no draft, or the path is a device, the draft is the file itself. A file
+    that was not there is gone again if it cannot be written. OutputError if the disk is full, say.
+    """
+    target = path.resolve()
+    is_new = not path.exists()
+    draft = path
+    if _keeps_one_content(path) and os.access(target.parent, os.W_OK | os.X_OK):
+        suffix = target.suffix if len(target.suffix) < _LONGEST_SUFFIX else ""
+        draft = target.with_name(f".sglang-pat-{os.getpid()}{suffix}")
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{option} {path}: {error.strerror}") from None
+        yield draft
+        if draft != path:
+            if not is_new:
+                shutil.copymode(target, draft)
+            os.replace(draft, target)
+    except BaseException as error:
+        if draft != path or is_new:
+            draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OutputError(f"{option} {path}: {error.strerror or error}") from None
+        raise
 
 
 def _keeps_one_content(path: Path) -> bool:

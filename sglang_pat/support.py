@@ -1,7 +1,7 @@
 """Support of SGLang's features: the source of the documented table and of all refusals.
 
-It also generates `sglang-pat support` and the reasons for which a layer or a model falls back to
-SGLang's default backend.
+`sglang-pat doctor --support-table` prints it. It also has the reasons for which a layer or a model
+falls back to SGLang's default backend.
 
 Every public entry that refuses an argument takes its words from here, so messages and documentation
 promise the same.

@@ -8,7 +8,7 @@ batch-invariant mode alone, beside torch_native, in float32.
 Products: SGLang's batch-invariant matrix product, on the shapes of both models, against float32, in
 eager mode and from a CUDA graph. Where it computes nothing, all answers are equal and wrong.
 
-Answers: the trained model of `sglang-pat tiny-model`, its positions stretched by YaRN, continues
+Answers: the trained model of `sglang-pat demo`, its positions stretched by YaRN, continues
 docstrings. Some requests are asked alone with an empty cache, alone with a full one, and in batches
 of 7 and 128, with nothing in common or nearly all: greedily, and all sampled by seeds of their own.
 (Batches of both kinds take another way through SGLang's sampler.) Tokens and log-probabilities must

@@ -1,36 +1,121 @@
-"""`sglang-pat advise`: does pat pay for a workload? The verdict and no more.
+"""`sglang-pat advise`: whether pat pays for a workload.
 
-Needs neither SGLang nor a GPU. `sglang-pat replay` has the same answer with more options, rows and
-a report.
+Needs neither SGLang nor a GPU. All input is checked before anything slow is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import shlex
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
 from sglang_pat.cli import workload_options
-from sglang_pat.output_file import check_outputs, write_output
+from sglang_pat.cli.arguments import fail
+from sglang_pat.output_file import OutputError, check_outputs, write_output, written
 
-DESCRIPTION = "does pat pay? By a model's config.json and a trace of requests, without a GPU"
+DESCRIPTION = "does pat pay? By a model's config.json and a log of requests, without a GPU"
+_OUTPUTS = ("save", "json", "csv", "html")
+_QUIET_SECONDS, _EVERY_SECONDS = 3, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
     workload_options.add_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run, parser=parser))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Estimate and print. Returns the exit status: 0, or 2 for what cannot be done."""
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Estimate and report. Returns the exit status: 0, or 2 for what cannot be done."""
+    needed = {"jinja2": arguments.html is not None, "sglang": arguments.tree == "sglang"}
+    missing = [name for name, is_needed in needed.items()
+               if is_needed and importlib.util.find_spec(name) is None]  # fmt: skip
+    if missing:
+        extras = ",".join("replay" if name == "jinja2" else name for name in missing)
+        needs = f"it needs {', '.join(missing)}: pip install '.[{extras}]' in a clone"
+        return fail("advise", needs)
     try:
-        check_outputs({"--json": arguments.json}, workload_options.inputs(arguments))
-        report = workload_options.read(arguments).answered()
+        return _advise(arguments, _command_line(arguments, parser))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
-        print(f"sglang-pat advise: {error}", file=sys.stderr)
-        return 2
-    workload_options.show(report, arguments.verbose)
-    if arguments.json is not None:
-        write_output("--json", arguments.json, json.dumps(report.as_dict(), indent=1) + "\n")
+        return fail("advise", error)
+
+
+def _advise(arguments: argparse.Namespace, command: str) -> int:
+    files = {f"--{name}": getattr(arguments, name) for name in _OUTPUTS}
+    check_outputs(files, workload_options.inputs(arguments))
+    progress = Progress()
+    workload = workload_options.read(arguments, progress)
+    if arguments.save is not None:
+        from sglang_pat.workload.formats import write_mooncake
+
+        with written("--save", arguments.save) as draft:
+            write_mooncake(draft, workload.requests)
+    from sglang_pat.workload.record import Recorder
+
+    recorder = Recorder(arguments.forest_step)
+    report = workload.answered(recorder, progress)
+    if recorder.forest is None and arguments.forest_step is not None:
+        last = f"{recorder.num_steps - 1:,}"
+        raise ValueError(f"--forest-step {arguments.forest_step}; the server has steps 0 to {last}")
+    print("\n".join(report.lines() + (report.details() if arguments.verbose else [])))
+
+    def write_json(path: Path) -> None:
+        meta = {"command": command, "sglang_pat": version("sglang-pat"), "tree": arguments.tree}
+        found = {**report.as_dict(), **recorder.as_dict(), "meta": meta}
+        write_output("--json", path, json.dumps(found, indent=1) + "\n")
+
+    def write_csv(path: Path) -> None:
+        with written("--csv", path) as draft:
+            recorder.write_csv(draft)
+
+    def write_html(path: Path) -> None:
+        from sglang_pat.workload.html import write_report
+
+        with written("--html", path) as draft:
+            write_report(report, recorder, command, draft)
+
+    writers = {"json": write_json, "csv": write_csv, "html": write_html}
+    return max(_wrote(getattr(arguments, name), write) for name, write in writers.items())
+
+
+def _wrote(path: Path | None, write: Callable[[Path], object]) -> int:
+    """Write a file, if it is asked for. One that fails does not cost the others."""
+    if path is not None:
+        try:
+            write(path)
+        except OutputError as error:
+            return fail("", error)
     return 0
+
+
+class Progress:
+    """Signs of life on stderr, for work of more than a few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _QUIET_SECONDS
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        """Tell how many requests are done, if the last line is some seconds old."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _EVERY_SECONDS
+            print(f"{what}: {done:,} of {of:,} requests", file=sys.stderr, flush=True)
+
+
+def _command_line(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """The command that repeats this one, without where its results went. For a shell."""
+    words = ["sglang-pat", "advise"]
+    for name, value in vars(arguments).items():
+        if name in ("run", "verbose", *_OUTPUTS) or value == parser.get_default(name):
+            continue
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import reprlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_pat.messages import one_line, quoted
+
 FLAGS = "--server-args"  # the option whose value is flags
 LARGEST_SEED = (1 << 32) - 1
-_QUOTES = reprlib.Repr()
-_QUOTES.maxstring = 60
+_words: list[str] = []  # of the command line that was parsed last
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,10 +27,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**arguments, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {bounded(message)}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
+        _words[:] = words
         if FLAGS in words[:-1]:  # argparse would take a text of one flag for an option
             place = words.index(FLAGS)
             words[place : place + 2] = [f"{FLAGS}={words[place + 1]}"]
@@ -42,9 +43,32 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
-def quoted(text: str) -> str:
-    """Return `text` in quotes, shortened if it is long, for a message of one line."""
-    return _QUOTES.repr(text)
+def bounded(error: object) -> str:
+    """Return a message on one line, without the long words of the command line."""
+    return one_line(str(error), _words)
+
+
+def fail(command: str, error: object, status: int = 2) -> int:
+    """Print one line that says why a command ends, and return its exit status.
+
+    command: empty for what all commands do.
+    """
+    name = f"sglang-pat {command}: error" if command else "sglang-pat"
+    print(f"{name}: {bounded(error)}", file=sys.stderr)
+    return status
+
+
+class Once(argparse.Action):
+    """An option whose second value would win silently."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        """Keep the value. The parser refuses a second one."""
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"argument {option_string}: given twice; allowed: once")
+        setattr(namespace, self.dest, values)
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -85,12 +109,12 @@ def real_number(least: float, most: float, *, or_inf: bool = False) -> Callable[
 def input_file(text: str) -> Path:
     """Return the path of a file that exists: an argparse type."""
     if not os.path.isfile(text):  # unlike Path.is_file(), False for a name that is too long
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no such file")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}: there is no such file")
     return Path(text)
 
 
 def folder_path(text: str) -> Path:
     """Return the path of a folder that exists, or of none yet: an argparse type."""
     if not text or (os.path.exists(text) and not os.path.isdir(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: the path of a folder")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: the path of a folder")
     return Path(text)

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.cli.arguments import whole_number
+from sglang_pat.cli.arguments import bounded, whole_number
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.cli.server_options import (
     CPU_ARGUMENTS,
@@ -155,7 +155,7 @@ def _conclude(
 
 
 def _refuse(error: object) -> int:
-    print(f"sglang-pat bench: {error}", file=sys.stderr)
+    print(f"sglang-pat bench: {bounded(error)}", file=sys.stderr)
     return 2
 
 

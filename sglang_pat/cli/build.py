@@ -8,7 +8,7 @@ import sys
 from itertools import product
 
 from sglang_pat import support
-from sglang_pat.cli.arguments import folder_path, quoted
+from sglang_pat.cli.arguments import bounded, folder_path, quoted
 from sglang_pat.cli.gpus import find_gpus
 
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
@@ -148,5 +148,5 @@ def _archs_here() -> list[tuple[int, int]]:
 
 
 def _fail(status: int, message: str) -> int:
-    print(f"sglang-pat build: error: {message}", file=sys.stderr)
+    print(f"sglang-pat build: error: {bounded(message)}", file=sys.stderr)
     return status

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang_pat.cli.arguments import bounded
 from sglang_pat.cli.gpus import find_gpus
 from sglang_pat.output_file import output_file
 from sglang_pat.support import LATENT_HEAD_DIMS, has_kernels
@@ -119,5 +120,5 @@ def _keep(machine: Machine, kind: str, measured: Sequence[Measurement], dry_run:
 
 
 def _fail(status: int, message: str) -> int:
-    print(f"sglang-pat calibrate: {message}", file=sys.stderr)
+    print(f"sglang-pat calibrate: {bounded(message)}", file=sys.stderr)
     return status

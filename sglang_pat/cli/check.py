@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_pat.bench import check_requests
-from sglang_pat.cli.arguments import LARGEST_SEED, input_file, whole_number
+from sglang_pat.cli.arguments import LARGEST_SEED, bounded, input_file, whole_number
 from sglang_pat.cli.server_options import (
     CPU_ARGUMENTS,
     DEFAULT,
@@ -357,5 +357,5 @@ def _table(verdict: Verdict, other: str, by: str) -> Table:
 
 
 def _refuse(error: object) -> int:
-    print(f"sglang-pat check: {error}", file=sys.stderr)
+    print(f"sglang-pat check: {bounded(error)}", file=sys.stderr)
     return 2

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_pat import support
-from sglang_pat.cli.arguments import quoted
+from sglang_pat.cli.arguments import bounded, quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
@@ -74,11 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, print which layers of this model pat decodes here, by its config.json: a "
         f"path, a name on the Hugging Face hub, or {', '.join(MODEL_NAMES)}",
     )
+    parser.add_argument(
+        "--support-table",
+        action="store_true",
+        help="instead, print what is supported, as a Markdown table",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, print a table. The exit status is 1 if a check failed, else 0."""
+    if arguments.support_table:
+        print(support.markdown_table())
+        return 0
     if arguments.model is not None:
         return _print_routes(arguments.model, arguments.json)
     with _no_warnings(), _spinner("checking; SGLang takes a few seconds to import"):
@@ -159,7 +167,7 @@ def _print_routes(model: str, report: Path | None) -> int:
         try:
             source = _loadable(model, Path(folder))
         except (ValueError, OSError) as error:
-            print(f"sglang-pat doctor: {_in_one_line(error)}", file=sys.stderr)
+            print(f"sglang-pat doctor: {bounded(error)}", file=sys.stderr)
             return 2
         try:
             with _no_warnings(), _spinner("building the model without weights"):
@@ -248,11 +256,7 @@ def worst(checks: Sequence[Check]) -> Status:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {_in_one_line(error)}"
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return f"{type(error).__name__}: {bounded(error)}"
 
 
 def _checks_by_sglang() -> list[Check]:

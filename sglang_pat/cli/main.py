@@ -10,17 +10,27 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, NoReturn
+from contextlib import nullcontext, redirect_stdout, suppress
+from typing import Any, NoReturn, TextIO
 
 import sglang_pat
-from sglang_pat import support
-from sglang_pat.cli import advise, bench, build, calibrate, check, demo, doctor, replay, tiny_model
-from sglang_pat.cli.arguments import Parser
-from sglang_pat.output_file import STDOUT, OutputError, nothing_else_on_stdout
+from sglang_pat.cli import advise, bench, build, calibrate, check, demo, doctor
+from sglang_pat.cli.arguments import Parser, fail
+from sglang_pat.output_file import (
+    STDOUT,
+    CheckedStdout,
+    OutputError,
+    StdoutError,
+    nothing_else_on_stdout,
+)
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+_OLD_NAMES = {  # until 0.4
+    "replay": ["advise"],
+    "support": ["doctor", "--support-table"],
+    "tiny-model": ["demo", "--write-model"],
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,18 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("build", build),
         ("calibrate", calibrate),
         ("demo", demo),
-        ("tiny-model", tiny_model),
         ("bench", bench),
         ("advise", advise),
-        ("replay", replay),
         ("check", check),
     ):
         command.add_arguments(
             commands.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION)
         )
-    description = "print what is supported, as a Markdown table"
-    matrix = commands.add_parser("support", help=description, description=description)
-    matrix.set_defaults(run=_support)
     names = ", ".join(commands.choices)
     parser.set_defaults(run=lambda _: parser.error(f"give a command: {names}"))
     return parser
@@ -53,31 +58,52 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    2 for wrong input, or a file that cannot be written; 130 after Ctrl-C; 141 if nobody reads on,
-    as behind `| head`.
+    2 for wrong input, and for a file or a standard output that cannot be written; 130 after Ctrl-C;
+    141 if nobody reads on, as behind `| head`.
     """
+    if sys.stderr is None:  # closed: print() would write to stdout instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        return fail("", "standard output is closed")
+    stdout = sys.stdout
     try:
-        arguments = build_parser().parse_args(argv)
-        alone = STDOUT in vars(arguments).values()
-        with nothing_else_on_stdout() if alone else nullcontext():
-            status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        with redirect_stdout(CheckedStdout(stdout)):
+            try:
+                return _run(_by_new_name(sys.argv[1:] if argv is None else argv))
+            finally:  # of --help too
+                sys.stdout.flush()
     except OutputError as error:
-        print(f"sglang-pat: {error}", file=sys.stderr)
-        return 2
+        if isinstance(error, StdoutError):
+            _write_nowhere(stdout)
+        return fail("", error)
     except KeyboardInterrupt:
-        print("sglang-pat: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return fail("", "interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # Python flushes at its end once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_nowhere(stdout)
         return BROKEN_PIPE
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(words)
+    alone = STDOUT in vars(arguments).values()
+    with nothing_else_on_stdout() if alone else nullcontext():
+        status: int = arguments.run(arguments)
     return status
 
 
-def _support(arguments: argparse.Namespace) -> int:
-    print(support.markdown_table())
-    return 0
+def _by_new_name(words: Sequence[str]) -> list[str]:
+    """The words of a command line whose command may have an old name."""
+    if not words or words[0] not in _OLD_NAMES:
+        return list(words)
+    new = _OLD_NAMES[words[0]]
+    print(f"sglang-pat: {words[0]} is now `sglang-pat {' '.join(new)}`", file=sys.stderr)
+    return [*new, *words[1:]]
+
+
+def _write_nowhere(stdout: TextIO) -> None:
+    """Let what is still buffered vanish: Python flushes at its end once more."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 class _PrintVersion(argparse.Action):

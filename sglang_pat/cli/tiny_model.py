@@ -1,45 +1,40 @@
-"""`sglang-pat tiny-model`: a model to try a server with, written without a download."""
+"""`sglang-pat demo --write-model`: a model to try a server with, written without a download."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
-import sys
+from contextlib import suppress
 from pathlib import Path
 
-from sglang_pat.cli.arguments import folder_path
-
-DESCRIPTION = "write a tiny trained model with its tokenizer, to try a server with"
+from sglang_pat.cli.arguments import fail
 
 TRAINED = Path(__file__).parent / "trained"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's argument to `parser`, and the command itself as the default `run`."""
-    parser.add_argument(
-        "folder", type=folder_path, metavar="FOLDER", help="a new or an empty folder"
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Write the model. Returns the exit status: 0, or 2 if it cannot be written."""
-    folder: Path = arguments.folder
+def write_model(folder: Path) -> int:
+    """Write the model, all of it or nothing. Returns the exit status: 0, or 2 if it cannot."""
     try:
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            return _fail(f"{str(folder)!r} is not empty; allowed: a new or an empty folder")
-        for file in TRAINED.iterdir():
-            shutil.copyfile(file, folder / file.name)
+            return fail("demo", f"{str(folder)!r} is not empty; allowed: a new or an empty folder")
     except OSError as error:
-        return _fail(f"{str(folder)!r}: {error.strerror}")
+        return fail("demo", f"{str(folder)!r}: {error.strerror}")
+    files = [*TRAINED.iterdir()]
+    try:
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+    except BaseException as error:
+        with suppress(OSError):
+            for file in files:
+                (folder / file.name).unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        return fail("demo", f"{str(folder)!r}: {error.strerror}")
     model = shlex.quote(str(folder))
     print(f"{folder} has a tiny Llama, which continues docstrings of Python. To serve it:")
     print(f"python -m sglang_pat.sglang.cpu --model-path {model} --attention-backend pat")
     return 0
-
-
-def _fail(message: str) -> int:
-    print(f"sglang-pat tiny-model: error: {message}", file=sys.stderr)
-    return 2

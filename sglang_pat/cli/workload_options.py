@@ -1,4 +1,4 @@
-"""Options that `advise` and `replay` have in common, and the way from these to a report.
+"""Options of `advise`, and the way from these to a report.
 
 The options of a server have SGLang's names. Nothing here needs SGLang.
 """
@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.cli.arguments import real_number, whole_number
-from sglang_pat.output_file import output_or_stdout
+from sglang_pat.cli.arguments import LARGEST_SEED, Once, real_number, whole_number
+from sglang_pat.messages import quoted
+from sglang_pat.output_file import output_file, output_or_stdout
+from sglang_pat.support import POLICIES
 from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODELS
 
 if TYPE_CHECKING:
     from sglang_pat.workload.report import Report
     from sglang_pat.workload.run import Setup, Watch
-    from sglang_pat.workload.trace import Trace, TraceRequest
+    from sglang_pat.workload.trace import Progress, Trace, TraceRequest
 
 LARGEST_LIMIT = 1_000_000
 _LIMIT, _GENERATED = 20_000, 2_000
@@ -27,12 +29,16 @@ _MOST_TOKENS = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of both commands."""
+    """Add all options."""
     workload = parser.add_argument_group("the workload")
     trace = workload.add_mutually_exclusive_group(required=True)
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="a log of requests")
+    trace.add_argument(
+        "--trace", type=Path, action=Once, metavar="FILE",
+        help="a log of requests, gzip and zstd included",
+    )  # fmt: skip
     trace.add_argument(
         "--generate",
+        action=Once,
         metavar="NAME",
         help="instead of a file: conversation, toolagent, few-shot, multi-chain, multi-document, "
         "rl-rollout or no-sharing",
@@ -41,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate",
         type=real_number(1e-3, 1e6, or_inf=True),
         metavar="N",
-        help="requests a second, or inf (default: the trace's)",
+        help="requests a second, or inf (default: the trace's). A log without times needs it",
     )
     workload.add_argument(
         "--limit",
@@ -54,6 +60,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, _MOST_TOKENS),
         metavar="N",
         help="what clients ask for (default: the length of the answer, as with ignore_eos)",
+    )
+    workload.add_argument(
+        "--format",
+        metavar="NAME",
+        help="mooncake, tokens, openai, burstgpt, azure or sglang-dump (default: by the file's "
+        "first lines)",
+    )
+    workload.add_argument("--strict", action="store_true", help="stop at the first malformed line")
+    workload.add_argument(
+        "--seed",
+        type=whole_number(0, LARGEST_SEED),
+        metavar="N",
+        help="seed of what is generated (default: 0)",
+    )
+    workload.add_argument(
+        "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
     )
     server = parser.add_argument_group("the server")
     server.add_argument(
@@ -99,8 +121,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fcfs",
         help="order of the queue (default: fcfs)",
     )
+    server.add_argument(
+        "--page-size", type=whole_number(1, 1 << 16), default=1, metavar="N",
+        help="tokens a page (default: 1)",
+    )  # fmt: skip
+    server.add_argument(
+        "--chunked-prefill-size", type=whole_number(1, _MOST_TOKENS), default=8192, metavar="N",
+        help="new tokens of one pass (default: 8192)",
+    )  # fmt: skip
+    server.add_argument(
+        "--context-length", type=whole_number(1, _MOST_TOKENS), metavar="N",
+        help="longest request, in tokens (default: the model's own)",
+    )  # fmt: skip
+    server.add_argument(
+        "--tree",
+        choices=("own", "sglang"),
+        default="own",
+        help="the prefix cache: ours, or SGLang's classes, which takes seconds (default: own)",
+    )
     output = parser.add_argument_group("the answer")
     output.add_argument("--verbose", action="store_true", help="more than the verdict")
+    output.add_argument(
+        "--policies",
+        default="memory",
+        metavar="A,B",
+        help=f"packing policies to count, of {', '.join(POLICIES)}; pat takes the first "
+        "(default: memory)",
+    )
+    output.add_argument("--csv", type=output_file, metavar="FILE", help="rows of the steps, as CSV")
+    output.add_argument(
+        "--html", type=output_file, metavar="FILE", help="a report of one file, with charts"
+    )
+    output.add_argument(
+        "--forest-step",
+        type=whole_number(0, 1_000_000_000),
+        metavar="N",
+        help="keep the forest of this step (default: the one that shares most)",
+    )
     output.add_argument(
         "--json",
         type=output_or_stdout,
@@ -119,36 +176,20 @@ class Workload:
     label: str
     setup: Setup
 
-    def answered(self, watch: Watch | None = None) -> Report:
+    def answered(self, watch: Watch, progress: Progress) -> Report:
         """Serve it with both backends."""
         from sglang_pat.workload.report import Report
         from sglang_pat.workload.run import answer
         from sglang_pat.workload.verdict import verdict
 
-        found = answer(self.requests, self.setup, watch)
+        found = answer(self.requests, self.setup, watch, progress)
         return Report(
             self.model, self.label, self.trace, found, verdict(found, self.model, self.label)
         )
 
 
-def read(
-    arguments: argparse.Namespace,
-    *,
-    seed: int = 0,
-    open_trace: Callable[[Path], Trace] | None = None,
-    context_length: int | None = None,
-    chunked_prefill_size: int = 8192,
-    **more: Any,
-) -> Workload:
-    """The workload that the options describe. ValueError for what cannot be served.
-
-    Parameters
-    ----------
-    context_length
-        None: the model's own.
-    more
-        Of `Setup`.
-    """
+def read(arguments: argparse.Namespace, progress: Progress) -> Workload:
+    """The workload that the options describe. ValueError for what cannot be served."""
     from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.model_reader import read_model
     from sglang_pat.workload.models import context_length_of
@@ -160,29 +201,28 @@ def read(
     name, gpu = model.label, GPUS[arguments.gpu]
     try:
         time = StepTime.of(model.config, gpu, arguments.tp, model.layers, model.weights)
-        if context_length is None:
-            context_length = context_length_of(model.config)
+        context_length = arguments.context_length or context_length_of(model.config)
         pool = arguments.kv_tokens
         if pool is None:
             given = arguments.kv_pool_gb
             pool = time.pool_tokens(None if given is None else given * 1e9)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    page = more.get("page_size", 1)
+    page, chunk = arguments.page_size, arguments.chunked_prefill_size
+    policies = _policies(arguments.policies)
     if pool < 2 * page:
         raise ValueError(f"a KV pool of {pool:,} tokens; at least two pages of {page} are needed")
-    if chunked_prefill_size < page:
-        raise ValueError(f"--chunked-prefill-size {chunked_prefill_size}; a page is {page} tokens")
-    trace = _open(arguments, seed, open_trace)
-    limit = arguments.limit or _LIMIT
-    requests = trace.first(limit)
+    if chunk < page:
+        raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
+    trace = _open(arguments)
+    requests = trace.first(arguments.limit or _LIMIT, progress)
 
     # Imports numpy's and the scheduler's parts: wrong input has been refused by now.
     from sglang_pat.workload.run import Setup
 
     rules = Rules(
         max_running_requests=arguments.max_running_requests,
-        chunked_prefill_size=chunked_prefill_size,
+        chunked_prefill_size=chunk,
         context_length=context_length,
         max_new_tokens=arguments.max_new_tokens,
         ignore_eos=arguments.max_new_tokens is None,
@@ -193,20 +233,51 @@ def read(
     if trace.requests is not None and trace.requests > len(requests) + trace.errors.count:
         label = f"{trace.name}: the first {len(requests):,} of {trace.requests:,} requests"
     label += f", {per_second}"
-    return Workload(name, trace, requests, label, Setup(time, pool, rules, **more))
+    trees = {"new_tree": _sglang_tree()} if arguments.tree == "sglang" else {}
+    setup = Setup(time, pool, rules, page_size=page, policies=policies, **trees)
+    return Workload(name, trace, requests, label, setup)
 
 
-def _open(
-    arguments: argparse.Namespace, seed: int, open_file: Callable[[Path], Trace] | None
-) -> Trace:
+def _open(arguments: argparse.Namespace) -> Trace:
+    """The trace that is asked for. ValueError for an option about traces of the other kind."""
     from sglang_pat.workload.formats import open_trace
     from sglang_pat.workload.generate import WORKLOADS, generate
 
-    if arguments.trace is not None:
-        return (open_file or open_trace)(arguments.trace)
+    path = arguments.trace
+    for name in ("seed", "save") if path is not None else ("format", "strict"):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            source = path or arguments.generate
+            raise ValueError(f"--{name} {value} has no effect on {source}: leave it out")
+    if path is not None:
+        is_timed = arguments.rate is None
+        format = arguments.format or "auto"
+        return open_trace(path, format, strict=arguments.strict, untimed=not is_timed)
     if arguments.generate not in WORKLOADS:
-        raise ValueError(f"workload {arguments.generate!r}; allowed: {', '.join(WORKLOADS)}")
-    return generate(arguments.generate, requests=arguments.limit or _GENERATED, seed=seed)
+        raise ValueError(f"workload {quoted(arguments.generate)}; allowed: {', '.join(WORKLOADS)}")
+    limit = arguments.limit or _GENERATED
+    return generate(arguments.generate, requests=limit, seed=arguments.seed or 0)
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    policies = tuple(text.split(","))
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ValueError(f"--policies {quoted(policy)}; allowed: {', '.join(POLICIES)}")
+    if len(set(policies)) < len(policies):
+        raise ValueError(f"--policies {text}: each is named once")
+    return policies
+
+
+def _sglang_tree() -> Any:
+    from sglang_pat.sglang.cpu import enable_cpu_engine
+
+    print("Loading SGLang, which takes some seconds ...", file=sys.stderr)
+    enable_cpu_engine()
+    warnings.simplefilter("ignore")  # of SGLang's imports
+    from sglang_pat.sglang.offline.simulated_cache import new_tree
+
+    return new_tree
 
 
 def _at_rate(requests: list[TraceRequest], rate: float | None) -> tuple[list[TraceRequest], str]:
@@ -232,8 +303,3 @@ def inputs(arguments: argparse.Namespace) -> list[Path]:
     if trace is not None:
         found += dump_files(trace) if trace.is_dir() else [trace]
     return found
-
-
-def show(report: Report, verbose: bool) -> None:
-    """Print the verdict, and details if they are asked for."""
-    print("\n".join(report.lines() + (report.details() if verbose else [])))

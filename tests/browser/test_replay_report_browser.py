@@ -50,7 +50,7 @@ def show(browser: webdriver.Chrome, tmp_path: Path) -> Open:
 
     def opened(name: str = "shared", width: int = 1600, scheme: str = "light") -> webdriver.Chrome:
         page = tmp_path / "report.html"
-        assert main(["replay", *WORKLOADS[name], "--html", str(page)]) == 0
+        assert main(["advise", *WORKLOADS[name], "--html", str(page)]) == 0
         # A window has a least width; a phone is narrower.
         metrics = {"width": width, "height": 1200, "deviceScaleFactor": 1, "mobile": width < 640}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

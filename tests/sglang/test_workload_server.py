@@ -94,7 +94,7 @@ def test_the_verdict_is_that_of_sglangs_tree(name: str, tmp_path: Path) -> None:
     words = [*source, "--limit", "60", "--kv-tokens", "60000", "--max-running-requests", "64"]
     found = []
     for tree in ("own", "sglang"):
-        assert main(["replay", *words, "--tree", tree, "--json", str(tmp_path / tree)]) == 0
+        assert main(["advise", *words, "--tree", tree, "--json", str(tmp_path / tree)]) == 0
         found.append(json.loads((tmp_path / tree).read_text()))
         del found[-1]["meta"]
     assert found[0]["verdict"] == found[1]["verdict"]

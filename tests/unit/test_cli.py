@@ -36,9 +36,9 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
     [
         (
             "",
-            "give a command: doctor, build, calibrate, demo, tiny-model, bench, advise, ",
+            "give a command: doctor, build, calibrate, demo, bench, advise, check",
         ),
-        ("serve", "'serve' (choose from 'doctor', 'build', 'calibrate', 'demo', 'tiny-model', "),
+        ("serve", "'serve' (choose from 'doctor', 'build', 'calibrate', 'demo', 'bench', "),
         ("--verbose", "unknown argument '--verbose'; allowed: --help, --version"),
         ("doctor --jsn f", "unknown argument '--jsn'; allowed: --help, --json"),
         ("doctor --js f", "unknown argument '--js'; allowed: --help, --json"),
@@ -66,9 +66,9 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
         ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
-        ("tiny-model", "the following arguments are required: FOLDER"),
-        ("tiny-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
-        ("tiny-model /etc/passwd", "'/etc/passwd'; allowed: the path of a folder"),
+        ("demo --write-model", "--write-model: expected one argument"),
+        ("demo --write-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
+        ("demo --write-model /etc/passwd", "'/etc/passwd'; allowed: the path of a folder"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),
         ("advise --model gpt --generate toolagent", "model 'gpt'; allowed: llama-3.1-8b, "),
         ("advise --model qwen3-8b --generate nope", "workload 'nope'; allowed: conversation, "),
@@ -81,31 +81,29 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
             "--kv-pool-gb: '1e300'; allowed: a number from 0.001 to 1,000,000",
         ),
         ("calibrate --samples /no/f", "--samples: '/no/f': its folder /no does not exist"),
-        ("support rows", "unknown argument 'rows'; allowed: --help"),
-        ("replay", "one of the arguments --trace --generate is required"),
-        ("replay --limit x", "--limit: 'x'; allowed: a whole number"),
-        ("replay --rate x", "--rate: 'x'; allowed: a number"),
+        ("doctor --support-table rows", "unknown argument 'rows'; allowed: --help"),
+        ("advise --limit x", "--limit: 'x'; allowed: a whole number"),
+        ("advise --rate x", "--rate: 'x'; allowed: a number"),
         (
-            "replay --generate toolagent --page 1",
+            "advise --generate toolagent --page 1",
             "unknown argument '--page'; allowed: --help, --trace",
         ),
-        ("replay --html /no/f", "--html: '/no/f': its folder /no does not exist"),
-        ("replay --generate toolagent --model nope", "model 'nope'; allowed: "),
-        ("replay --generate nope", "'nope'; allowed: conversation, toolagent, "),
+        ("advise --html /no/f", "--html: '/no/f': its folder /no does not exist"),
+        ("advise --generate toolagent --model nope", "model 'nope'; allowed: "),
+        ("advise --generate nope", "'nope'; allowed: conversation, toolagent, "),
         (
-            "replay --generate toolagent --policies best",
+            "advise --generate toolagent --policies best",
             "'best'; allowed: memory, paper, compute, ",
         ),
-        ("replay --generate toolagent --limit 100000000000", "to 1,000,000"),
-        ("advise --model qwen3-8b --generate toolagent --limit 100000000000", "to 1,000,000"),
-        ("replay --generate toolagent --limit 0", "--limit: '0'; allowed: a whole number from 1"),
-        ("replay --generate toolagent --rate -1", "--rate: '-1'; allowed: a number from 0.001 "),
-        ("replay --generate toolagent --kv-pool-gb nan", "'nan'; allowed: a number from 0.001"),
-        ("replay --generate toolagent --forest-step -1", "'-1'; allowed: a whole number from 0"),
-        ("replay --trace /no/trace", "/no/trace: there is no such file"),
-        ("replay --trace /etc/passwd --format nope", "'nope'; allowed: auto, mooncake, "),
-        ("replay --trace /etc/passwd", "/etc/passwd: no known format: "),
-        ("replay --trace /etc/passwd --json /etc/passwd", "would overwrite the input /etc/passwd"),
+        ("advise --generate toolagent --limit 100000000000", "to 1,000,000"),
+        ("advise --generate toolagent --limit 0", "--limit: '0'; allowed: a whole number from 1"),
+        ("advise --generate toolagent --rate -1", "--rate: '-1'; allowed: a number from 0.001 "),
+        ("advise --generate toolagent --kv-pool-gb nan", "'nan'; allowed: a number from 0.001"),
+        ("advise --generate toolagent --forest-step -1", "'-1'; allowed: a whole number from 0"),
+        ("advise --trace /no/trace", "/no/trace: there is no such file"),
+        ("advise --trace /etc/passwd --format nope", "'nope'; allowed: auto, mooncake, "),
+        ("advise --trace /etc/passwd", "/etc/passwd: no known format: "),
+        ("advise --trace /etc/passwd --json /etc/passwd", "would overwrite the input /etc/passwd"),
     ],
 )
 def test_wrong_input_is_answered_at_once_in_one_line(words: str, message: str) -> None:
@@ -170,7 +168,7 @@ def test_ctrl_c_is_no_error(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(support, "markdown_table", interrupt)
-    assert main.main(["support"]) == 130
+    assert main.main(["doctor", "--support-table"]) == 130
     assert capsys.readouterr().err == "sglang-pat: interrupted\n"
 
 
@@ -178,9 +176,9 @@ def test_ctrl_c_is_no_error(
 def test_a_reader_that_has_enough_is_no_error(
     unbuffered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`sglang-pat support | head -1`: the reader is gone before the first line."""
+    """`sglang-pat doctor --support-table | head -1`: the reader is gone before the first line."""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    for words in ("support", "advise --model qwen3-8b --generate toolagent --limit 5"):
+    for words in ("doctor --support-table", "advise --generate toolagent --limit 5"):
         command = [sys.executable, "-m", "sglang_pat", *words.split()]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdout is not None
@@ -206,13 +204,13 @@ def _options(command: str) -> list[Any]:
     return [action for action in commands[command]._actions if action.option_strings]
 
 
-@pytest.mark.parametrize("command", ["build", "demo", "replay"])
+@pytest.mark.parametrize("command", ["build", "demo", "advise"])
 def test_help_tells_the_real_defaults(command: str) -> None:
     """A number or a name in `(default: X)` is what the program does."""
     actual = {
         "build": {"dtype": build.DEFAULT_DTYPE, "head_dim": build.DEFAULT_HEAD_DIM},
         "demo": {},
-        "replay": {each.dest: each.default for each in _options("replay")},
+        "advise": {each.dest: each.default for each in _options("advise")},
     }[command]
     told = {}
     for option in _options(command):
@@ -221,7 +219,7 @@ def test_help_tells_the_real_defaults(command: str) -> None:
             told[option.dest] = default[1]
     told = {name: value for name, value in told.items() if actual.get(name) is not None}
     assert {name: str(actual[name]).removesuffix(".0") for name in told} == told
-    assert len(told) >= {"build": 2, "demo": 0, "replay": 8}[command]
+    assert len(told) >= {"build": 2, "demo": 0, "advise": 8}[command]
 
 
 # --- build ---

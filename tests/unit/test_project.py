@@ -75,7 +75,9 @@ def test_the_support_table_is_documented_once() -> None:
     assert page.count(head) == 1
     lines = page[page.index(head) :].splitlines()
     table = "\n".join(takewhile(lambda line: line.startswith("|"), lines))
-    assert table == support.markdown_table(), "copy the output of: sglang-pat support"
+    assert table == support.markdown_table(), (
+        "copy the output of: sglang-pat doctor --support-table"
+    )
 
 
 def test_the_support_table_holds_every_row() -> None:

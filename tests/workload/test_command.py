@@ -1,4 +1,4 @@
-"""`advise` and `replay` as a user meets them: what they write and refuse."""
+"""`advise` as a user meets it: what it writes and refuses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglang_pat.workload.record import COLUMNS
 TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
 
 
-def replay(*words: object) -> int:
-    return main(["replay", *map(str, words)])
+def advise(*words: object) -> int:
+    return main(["advise", *map(str, words)])
 
 
 def trace(*words: object) -> int:
-    return replay("--trace", TRACE, *words)
+    return advise("--trace", TRACE, *words)
 
 
 class Page(html.parser.HTMLParser):
@@ -77,7 +77,7 @@ def test_every_output_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_text_of_others_is_text_in_the_report(tmp_path: Path) -> None:
     nasty = tmp_path / "<img src=x onerror=alert(1)>.jsonl"
     nasty.write_bytes(TRACE.read_bytes())
-    assert replay("--trace", nasty, "--limit", 5, "--html", tmp_path / "page") == 0
+    assert advise("--trace", nasty, "--limit", 5, "--html", tmp_path / "page") == 0
     page = Page(tmp_path / "page")
     assert "img" not in page.count
     assert "onerror=alert(1)>.jsonl" in page.text
@@ -86,13 +86,13 @@ def test_text_of_others_is_text_in_the_report(tmp_path: Path) -> None:
 def test_large_reports_stay_small(tmp_path: Path) -> None:
     words = ["--generate", "few-shot", "--limit", 2000, "--rate", "inf"]
     more = ["--max-running-requests", 2000, "--kv-tokens", 4_000_000]
-    assert replay(*words, *more, "--html", tmp_path / "page") == 0
+    assert advise(*words, *more, "--html", tmp_path / "page") == 0
     assert (tmp_path / "page").stat().st_size < 1_000_000
 
 
 def test_the_forest_is_that_of_the_step_that_was_asked_for(tmp_path: Path) -> None:
     words = ["--generate", "few-shot", "--limit", 20, "--rate", "inf", "--json", tmp_path / "x"]
-    assert replay(*words, "--forest-step", 7) == 0
+    assert advise(*words, "--forest-step", 7) == 0
     forest = json.loads((tmp_path / "x").read_text())["forest"]
     assert (forest["step"], forest["batch"]) == (7, 20)
     nodes = forest["nodes"]
@@ -105,10 +105,10 @@ def test_the_forest_is_that_of_the_step_that_was_asked_for(tmp_path: Path) -> No
 def test_the_command_in_the_result_repeats_it(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     given = ["--generate", "rl-rollout", "--limit", "20", "--seed", "9", "--page-size", "16"]
-    assert replay(*given, "--json", first) == 0
+    assert advise(*given, "--json", first) == 0
     words = shlex.split(json.loads(first.read_text())["meta"]["command"])
-    assert words[:2] == ["sglang-pat", "replay"]
-    assert replay(*words[2:], "--json", second) == 0
+    assert words[:2] == ["sglang-pat", "advise"]
+    assert advise(*words[2:], "--json", second) == 0
     assert first.read_text() == second.read_text()
 
 
@@ -116,9 +116,9 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
     mine, result = tmp_path / "my trace; rm -rf.jsonl", tmp_path / "result.json"
     mine.write_bytes(TRACE.read_bytes())
     given = ["--trace", mine, "--limit", 3, "--gpu", "h200", "--tp", 2]
-    assert replay(*given, "--json", result) == 0
+    assert advise(*given, "--json", result) == 0
     command = json.loads(result.read_text())["meta"]["command"]
-    expected = ["sglang-pat", "replay", *map(str, given)]
+    expected = ["sglang-pat", "advise", *map(str, given)]
     expected[expected.index("h200")] = "H200"
     assert sorted(shlex.split(command)) == sorted(expected)
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_done_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert replay(*words) == 2
+    assert advise(*words) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -201,7 +201,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert trace("--html", "x") == 2
-    error = "sglang-pat replay needs jinja2: pip install '.[replay]' in a clone\n"
+    error = "sglang-pat advise: error: it needs jinja2: pip install '.[replay]' in a clone\n"
     assert capsys.readouterr().err == error
 
 
@@ -209,13 +209,11 @@ def test_neither_sglang_nor_torch_is_needed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['sglang'] = sys.modules['torch'] = None\n"
         "from sglang_pat.cli.main import main\n"
-        "for command in ('advise', 'replay'):\n"
-        "    status = main([command, '--generate', 'toolagent', '--limit', '20'])\n"
-        "    assert status == 0\n"
+        "assert main(['advise', '--generate', 'toolagent', '--limit', '20']) == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ms per output token") == 2
+    assert done.stdout.count("ms per output token") == 1
 
 
 def test_the_trace_survives_its_own_name_as_output(tmp_path: Path) -> None:
@@ -224,12 +222,12 @@ def test_the_trace_survives_its_own_name_as_output(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(mine)
     for option in ("--json", "--csv", "--html"):
         for name in ("trace.jsonl", "link"):
-            assert replay("--trace", mine, option, tmp_path / name) == 2
+            assert advise("--trace", mine, option, tmp_path / name) == 2
     assert main(["advise", "--trace", str(mine), "--json", str(mine)]) == 2
     assert mine.read_bytes() == TRACE.read_bytes()
     config = tmp_path / "config.json"
     config.write_text("{}")
-    assert replay("--trace", mine, "--model", tmp_path, "--json", config) == 2
+    assert advise("--trace", mine, "--model", tmp_path, "--json", config) == 2
     assert config.read_text() == "{}"
 
 
@@ -270,14 +268,3 @@ def test_a_large_trace_takes_seconds(tmp_path: Path) -> None:
     begun = time.process_time()
     assert main(["advise", "--trace", str(mine)]) == 0
     assert time.process_time() - begun < 10
-
-
-def test_options_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """replay has every option of advise, with the same help."""
-    found = []
-    for command in ("advise", "replay"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        out = capsys.readouterr().out
-        found.append({word.strip(",]") for word in out.split() if word.startswith("--")})
-    assert found[0] < found[1]

@@ -202,9 +202,9 @@ def test_a_share_of_lines_that_are_not_understood_is_too_much(
     if format not in ("azure", "burstgpt"):
         draws.shuffle(lines)
     (tmp_path / "trace").write_text("\n".join(lines) + "\n")
-    words = ["--trace", str(tmp_path / "trace")]
+    words = ["advise", "--trace", str(tmp_path / "trace")]
     # Where the first lines are garbage, the format is named.
-    status = main(["replay", *words, "--format", format] if bad == 3000 else ["advise", *words])
+    status = main([*words, "--format", format] if bad == 3000 else words)
     found = capsys.readouterr()
     assert found.err.count(SECRET.strip()) + found.out.count(SECRET.strip()) <= 200 / len(SECRET)
     if bad == 5:

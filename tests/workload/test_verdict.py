@@ -27,22 +27,16 @@ def setup(pool: int = 400_000, **rules: Any) -> Setup:
     return Setup(StepTime.of(config, GPUS["H100"]), pool, Rules(**rules))
 
 
-def answered(command: str, words: list[str], file: Path) -> dict[str, Any]:
-    assert main([command, *words, "--json", str(file)]) == 0
+def answered(words: list[str], file: Path) -> dict[str, Any]:
+    assert main(["advise", *words, "--json", str(file)]) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
 @pytest.mark.parametrize("name", [*WORKLOADS, "the trace"])
-def test_both_commands_give_the_same_answer(name: str, tmp_path: Path) -> None:
+def test_every_workload_has_an_answer(name: str, tmp_path: Path) -> None:
     source = ["--trace", str(TRACE)] if name == "the trace" else ["--generate", name]
-    words = [*source, "--limit", "60", *SMALL]
-    advise, replay = (
-        answered(command, words, tmp_path / command) for command in ("advise", "replay")
-    )
-    # All of it, and not the verdict alone.
-    assert advise == {key: replay[key] for key in advise}
-    found = advise["verdict"]
+    found = answered([*source, "--limit", "60", *SMALL], tmp_path / "found")["verdict"]
     assert set(found) >= {"tpot_ms", "requests_per_second", "error", "says"}
     for quantity in ("tpot_ms", "requests_per_second"):
         assert set(found[quantity]) == {"default", "pat"}
@@ -51,16 +45,15 @@ def test_both_commands_give_the_same_answer(name: str, tmp_path: Path) -> None:
 
 
 def test_the_verdict_comes_first_and_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--limit", "300", "--generate"]
-    for command in ("advise", "replay"):
-        assert main([command, *words, "few-shot"]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith("pat pays: ")
-        assert len(out.splitlines()) <= 15
-        assert main([command, *words, "no-sharing"]) == 0
-        assert capsys.readouterr().out.startswith("pat does not pay: ")
-        assert main([command, *words, "few-shot", "--verbose"]) == 0
-        assert "ms of a decode step" in capsys.readouterr().out
+    words = ["advise", "--limit", "300", "--generate"]
+    assert main([*words, "few-shot"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("pat pays: ")
+    assert len(out.splitlines()) <= 15
+    assert main([*words, "no-sharing"]) == 0
+    assert capsys.readouterr().out.startswith("pat does not pay: ")
+    assert main([*words, "few-shot", "--verbose"]) == 0
+    assert "ms of a decode step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -116,9 +109,7 @@ def test_a_server_that_is_never_starved_gives_its_most() -> None:
 
 def test_the_rate_of_the_trace_is_the_users(tmp_path: Path) -> None:
     words = ["--generate", "conversation", "--limit", "100", "--rate"]
-    slow, fast, most = (
-        answered("advise", [*words, rate], tmp_path / "x") for rate in ("2", "200", "inf")
-    )
+    slow, fast, most = (answered([*words, rate], tmp_path / "x") for rate in ("2", "200", "inf"))
     assert slow["pat"]["tpot_ms"] < fast["pat"]["tpot_ms"]
     assert slow["pat"]["seconds"] == pytest.approx(50, rel=0.1)
     assert "2 a second" in slow["verdict"]["basis"]
@@ -182,7 +173,7 @@ def test_starcoder_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "query heads per KV head 48: FA3" in out
 
 
-def test_a_partly_accelerated_model_is_taken_by_both(tmp_path: Path) -> None:
+def test_a_partly_accelerated_model_is_taken(tmp_path: Path) -> None:
     """gpt-oss: every second layer has a window."""
     kinds = ["sliding_attention", "full_attention"] * 18
     config = {
@@ -194,8 +185,7 @@ def test_a_partly_accelerated_model_is_taken_by_both(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--model", str(tmp_path), "--generate", "few-shot", "--limit", "60"]
-    for command in ("advise", "replay"):
-        found = answered(command, words, tmp_path / command)
-        assert "18 of 36 layers accelerated" in found["verdict"]["why"]
-        assert found["verdict"]["error"]["tpot_ms"] == 0.25
-        assert "mixtures of experts" in found["verdict"]["basis"]
+    found = answered(words, tmp_path / "found")
+    assert "18 of 36 layers accelerated" in found["verdict"]["why"]
+    assert found["verdict"]["error"]["tpot_ms"] == 0.25
+    assert "mixtures of experts" in found["verdict"]["basis"]

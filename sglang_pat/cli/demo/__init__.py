@@ -1,7 +1,7 @@
 """The demo: one live workload through SGLang twice, decoded by pat and by SGLang's own backend.
 
 The shortest way to see everything at work: a real engine, its scheduler and its radix tree, on the
-tiny trained model of `sglang-pat tiny-model`. Every token is compared, and some answers are shown.
+tiny trained model that `--write-model` writes. Every token is compared, and some answers are shown.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import importlib.util
 import os
 import sys
 
-from sglang_pat.cli.arguments import whole_number
+from sglang_pat.cli.arguments import fail, folder_path, whole_number
 from sglang_pat.cli.demo.session import run_in_session
+from sglang_pat.cli.tiny_model import write_model
 from sglang_pat.output_file import output_file
 
 DESCRIPTION = "serve a live workload through pat and through SGLang's own backend, and compare"
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the result as JSON"
     )
+    parser.add_argument(
+        "--write-model",
+        type=folder_path,
+        metavar="DIR",
+        help="instead, write the demo's model with its tokenizer into a new or an empty folder, to "
+        "try a server with",
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,21 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
     Returns the exit status: 0 if every token is equal, 1 if one is not, 2 if a package is missing
     or a variable is wrong.
     """
+    if arguments.write_model is not None:
+        return write_model(arguments.write_model)
     missing = [name for name in ("sglang", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         needed = " and ".join(missing)
-        print(
-            f"sglang-pat demo: error: {needed} missing: pip install '.[sglang]' in a clone",
-            file=sys.stderr,
-        )
-        return 2
+        return fail("demo", f"{needed} missing: pip install '.[sglang]' in a clone")
     from sglang_pat.sglang.start.environment import Environment
 
     try:
         Environment.read()
     except ValueError as error:
-        print(f"sglang-pat demo: error: {error}", file=sys.stderr)
-        return 2
+        return fail("demo", error)
     _quieten()
     command = [sys.executable, "-m", "sglang_pat.cli.demo.comparison", str(arguments.requests)]
     return run_in_session(command if arguments.json is None else [*command, str(arguments.json)])
