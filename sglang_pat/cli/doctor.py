@@ -34,7 +34,7 @@ from sglang_pat.sglang.plugin import (
     missing_touchpoints,
     unwrapped_backends,
 )
-from sglang_pat.workload.models import MODEL_NAMES, read_whole_config
+from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
@@ -71,8 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="instead, print which layers of this model pat decodes here, by its config.json: a "
-        f"path, a name on the Hugging Face hub, or {', '.join(MODEL_NAMES)}",
+        help=f"instead, print which layers of this model pat decodes here: {MODELS}",
     )
     parser.add_argument(
         "--support-table",
@@ -144,8 +143,6 @@ def _print(checks: list[Check]) -> None:
 
 # --- a model ---
 
-_MODELS = f"{', '.join(MODEL_NAMES)}, a config.json, its folder, or a name on the Hugging Face hub"
-_HUB_SECONDS = 3
 _NOT_KNOWN = (
     "Of one rank with default options; what only a running server knows is not considered: its "
     "options, its KV cache, and arguments that the model passes in its first step."
@@ -211,28 +208,11 @@ def _loadable(model: str, folder: Path) -> str:
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) is None:
-        raise ValueError(f"--model {quoted(model)}: no file; allowed: {_MODELS}")
+        raise ValueError(f"--model {quoted(model)}: no file; allowed: {MODELS}")
     if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true"):
         with _spinner(f"{model} is no path: asking the Hugging Face hub"):
-            _ask_hub(model)
+            ask_hub(model)
     return model
-
-
-def _ask_hub(model: str) -> None:
-    """ValueError if the hub has no configuration of this name, or cannot be reached."""
-    try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    except ImportError:  # comes with SGLang, whose absence is reported next
-        return
-    try:
-        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
-            get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)
-    except Exception as error:  # of the hub's client, or of its HTTP library
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"--model {quoted(model)}: no file, and the Hugging Face hub gives no config.json of "
-            f"that name ({reason}); allowed: {_MODELS}"
-        ) from None
 
 
 # --- the checks ---

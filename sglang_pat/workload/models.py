@@ -109,7 +109,7 @@ _LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
 _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 _HUB_SECONDS = 3
-_MOST_TOLD = 200  # characters of input in a message
+_MOST_TOLD = 80  # characters of input in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,24 +238,42 @@ def _in_cache(name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def ask_hub(name: str) -> None:
+    """ValueError if neither the local cache nor the hub has a `config.json` of this name.
+
+    Without the hub's client, which comes with SGLang, nothing is asked.
+    """
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    except ImportError:
+        return
+    if _in_cache(name) is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, _CONFIG), timeout=_HUB_SECONDS)
+    except Exception as error:  # of the hub's client, or of its HTTP library
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise _not_on_hub(name, reason) from None
+
+
+def _not_on_hub(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"model {_told(name)}: no file, and the Hugging Face hub gives no config.json of that name "
+        f"({reason[:_MOST_TOLD]}); allowed: {MODELS}"
+    )
+
+
 def _from_hub(name: str) -> Path:
     """Get the `config.json` of a model from the hub. ValueError if that cannot be done."""
+    ask_hub(name)  # at once, where a download tries again and again
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        reason = "huggingface_hub is not installed"
-    else:
-        try:
-            path = Path(hf_hub_download(name, _CONFIG, etag_timeout=_HUB_SECONDS))
-            with contextlib.suppress(Exception):  # few models have it
-                hf_hub_download(name, _QUANTISATION, etag_timeout=_HUB_SECONDS)
-            return path
-        except Exception as error:  # of the hub's client, or of its HTTP library
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    raise ValueError(
-        f"model {_told(name)}: no file, not in the local cache of the Hugging Face hub, and the "
-        f"hub gives no config.json of that name ({reason[:200]}); allowed: {MODELS}"
-    )
+        raise _not_on_hub(name, "huggingface_hub is not installed") from None
+    path = Path(hf_hub_download(name, _CONFIG))
+    with contextlib.suppress(Exception):  # few models have it
+        hf_hub_download(name, _QUANTISATION)
+    return path
 
 
 def _told(name: object) -> str:

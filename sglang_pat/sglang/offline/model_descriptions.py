@@ -20,6 +20,10 @@ from sglang_pat.sglang.cpu import enable_cpu_engine
 if TYPE_CHECKING:
     import torch
 
+# Names of modules with attention or a state, and of MLPs in them.
+_ATTENTION = re.compile(r"attn|attention|mixer|mamba|\bconv\b|qkv_proj|\b[qo]_proj")
+_MLP = re.compile(r"mlp|expert")
+
 
 def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     """The layers and the parameters of a model, for JSON. See `routes_of_model`.
@@ -75,13 +79,13 @@ def _parameters(model: torch.nn.Module) -> dict[str, int]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLMHead):
             kind = "head"
-        elif isinstance(module, VocabParallelEmbedding):
+        elif isinstance(module, VocabParallelEmbedding) or name.endswith("embed_tokens"):
             kind = "embedding"
         elif any(name == each or name.startswith(each + ".") for each in experts):
             kind = "experts"
         else:
             kind = "dense" if name.startswith(decoder) else "encoders"
-            if kind == "dense" and re.search(r"attn|attention|mixer|mamba|\bconv\b", name):
+            if kind == "dense" and _ATTENTION.search(name) and not _MLP.search(name):
                 kind = "attention"
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:

@@ -1,0 +1,30 @@
+"""Modules of SGLang's models that need not be imported to build one class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.sglang.offline import model_modules
+from sglang_pat.sglang.offline.model_modules import modules_without
+
+
+def test_modules_that_do_not_define_a_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "srt/models"
+    folder.mkdir(parents=True)
+    (folder / "llama.py").write_text("class LlamaForCausalLM(nn.Module):\n    pass\n")
+    (folder / "qwen2.py").write_text("from x import LlamaForCausalLM\nclass Qwen2ForCausalLM: ...")
+    (folder / "phi3.py").write_text("class Phi3ForCausalLM(LlamaForCausalLM): ...")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(model_modules, "find_spec", lambda name: package)
+    assert modules_without({"LlamaForCausalLM"}) == ["phi3", "qwen2"]
+    assert modules_without({"LlamaForCausalLM", "Phi3ForCausalLM"}) == ["qwen2"]
+    # A class under another name, or none: all are imported.
+    assert modules_without({"Llama"}) == []
+    assert modules_without(()) == []
+    monkeypatch.setattr(model_modules, "find_spec", lambda name: None)
+    assert modules_without({"LlamaForCausalLM"}) == []
