@@ -1,6 +1,6 @@
 """SGLang's own test kits, which come with its wheel, against servers with `pat` on the CPU.
 
-docs/kits.md lists all kits: which run here, which on a GPU, and why the others do not.
+tests/KITS.md lists all kits: which run here, which on a GPU, and why the others do not.
 """
 
 from __future__ import annotations

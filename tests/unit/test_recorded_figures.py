@@ -27,9 +27,7 @@ def test_every_block_is_shown_and_no_marker_is_broken() -> None:
 
 
 # Pages of evidence, limits and constants name the source of each number themselves.
-EVIDENCE = re.compile(
-    r"docs/(results|recorded-runs|kernels|kernels-log|measuring|check|advise|design/.*)\.md"
-)
+EVIDENCE = re.compile(r"docs/(results|kernels|check|advise|design/.*)\.md")
 _NUMBER = r"\b\d[\d,]*(?:\.\d+)?"
 _UNIT = r"x\b|%| (?:us|ms|s|seconds|minutes|TB/s)\b| (?:tokens|requests) (?:a|per) s"
 _TIMES = r"(?:\b\d+\.\d+ times|(?:\b\d+|two|three|four|five|ten) times as|twice as)\b"
