@@ -50,6 +50,8 @@ _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache hold
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches
+# Of launches more: what chooses and sorts experts, projects latent attention, and keeps a state.
+_EXPERTS_SECONDS, _LATENT_SECONDS, _STATE_SECONDS = 35e-6, 70e-6, 40e-6
 _PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and MLPs
 _PREFILL_ATTENTION_SHARE = 350 / 989
 _PREFILL_SECONDS = 0.002  # of every pass
@@ -63,7 +65,7 @@ _ALL_REDUCE_SECONDS = 10e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
 _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of its weight
-_STATE_BYTES_PER_REQUEST = 1 << 20  # of a layer that keeps a state: read and written in every step
+_STATE_BYTES_PER_REQUEST = 4 << 20  # of a layer that keeps a state: read and written in every step
 
 
 class Reads(NamedTuple):
@@ -204,7 +206,27 @@ class StepTime:
         computed = flops / gpu.flops_per_second / _FLOPS_SHARE
         moved = self._states * batch * _STATE_BYTES_PER_REQUEST / self.tp
         fixed = len(self.layers) * (_LAYER_SECONDS + self._all_reduces(batch))
+        fixed += len(self.layers) * _EXPERTS_SECONDS * (weights.experts > 0)
+        fixed += self._states * _STATE_SECONDS + self._latent * _LATENT_SECONDS
         return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
+
+    def busy_sms(self, requests: int) -> float:
+        """Part of the SMs that work while query-centric attention goes over the KV heads.
+
+        A block of threads goes over the KV of one request and head. Fewer blocks than SMs are
+        split into equal parts, as many as find an SM; more blocks take turns, and in the last turn
+        some SMs have none.
+        """
+        heads = max(
+            (self.kv_heads(layer) for layer in self.layers if layer.kind == FULL), default=0
+        )
+        blocks, sms = requests * heads, self.gpu.num_sms
+        if not blocks:
+            return 1.0
+        if blocks < sms:
+            return blocks * (sms // blocks) / sms
+        turns = blocks / sms
+        return turns / math.ceil(turns)
 
     def attention(self, layer: Layer, reads: Reads) -> float:
         """Seconds of one layer's attention."""
@@ -277,6 +299,11 @@ class StepTime:
     def _states(self) -> int:
         """Layers with a state."""
         return sum(layer.kind == STATE for layer in self.layers)
+
+    @cached_property
+    def _latent(self) -> int:
+        """Layers with latent attention."""
+        return sum(layer.kind == LATENT for layer in self.layers)
 
     @cached_property
     def _active(self) -> float:

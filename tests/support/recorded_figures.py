@@ -767,6 +767,59 @@ def server_table(name: str, meta: dict[str, Any], cases: list[Case]) -> str:
     return f"{source}\n\n{table(columns, rows)}"
 
 
+COMPARED_MODELS = {
+    "llama-3-8b": "8B",
+    "llama-3-8b-whole": "8B",
+    "llama-3-70b": "70B",
+    "llama-3-70b-rank": "70B, a rank of 8",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "qwen3-next": "Qwen3-Next",
+    "qwen3.6": "Qwen3.6's attention",
+    "glm-4.6": "GLM-4.6",
+    "k2-rank": "K2, a rank of 8",
+    "v3-rank": "V3, a rank of 8",
+    "k2": "K2",
+    "v3": "V3",
+    "deepseek-v2-lite": "V2-Lite",
+}
+
+
+def compared_servers() -> str:
+    """Times and ratios of benchmarks/server compare, with the answers that part without a tie."""
+    rows, sources = [], []
+    for path in sorted(RESULTS.glob("compare-*.json")):
+        result = read(path.name)
+        sources.append(f"`{path.parent.name}/{path.name}` (commit {result['meta']['commit']})")
+        for case in result["cases"]:
+            scenario = result["scenarios"][case["scenario"]]
+            ranks = scenario["arguments"].get("tp_size", 1)
+            layers = scenario["config"]["num_hidden_layers"]
+            name = f"{COMPARED_MODELS[case['model']]}, {layers} layers"
+            name += f", TP {ranks}" if ranks > 1 else ""
+            name += ", fp8 KV" if "kv_cache_dtype" in scenario["arguments"] else ""
+            times = case["tpot_ms"]
+            others = [each for each in times if each != case["pat"]]
+            own = case.get("own_answers", {})
+            partings = {
+                other: f"{len(found['errors'])} of {found['requests']}"
+                + (f", from itself {len(own[other]['errors'])}" if other in own else "")
+                for other, found in case["answers"].items()
+            }
+            rows += [
+                [
+                    f"{name}: {case['case']}",
+                    f"{times[case['pat']]:.2f}",
+                    f"{other} {times[other]:.2f}",
+                    f"{case['over_pat'][other]['median']:.3f}" if case["over_pat"] else "",
+                    partings.get(other, ""),
+                ]
+                for other in others
+            ]
+    columns = ("model: requests x tokens", "pat", "other", "other / pat", "answers apart, no tie")
+    told = wrapped(f"Milliseconds per output token. Sources: {', '.join(sources)}.")
+    return f"{told}\n\n{table(columns, rows)}"
+
+
 SERVED_MODELS = {
     "deepseek-v2-lite": "DeepSeek-V2-Lite, {} of 27 layers",
     "glm-4.7-flash": "GLM-4.7-Flash, {} of 47 layers",
@@ -960,6 +1013,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         routing,
         server_tables,
         servers_without_sharing,
+        compared_servers,
         kernel_suites,
         kernel_gates,
         kernel_losses,

@@ -89,6 +89,32 @@ def test_recorded_steps_are_predicted(gpu: str) -> None:
             assert stats.step_ms == expected, (name, model["hidden_size"], batch["batch"], key)
 
 
+COMPARED = sorted(RESULTS.glob("*/compare-*.json"))
+
+
+@pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.stem)
+def test_compared_servers_are_predicted(path: Path) -> None:
+    """Long prefixes, hybrid models and experts, latent attention, several GPUs.
+
+    Weights of unit scale: experts are chosen as evenly as in a trained model.
+    """
+    data = json.loads(path.read_text())
+    asked = 0
+    for case in data["cases"]:
+        scenario = data["scenarios"][case["scenario"]]
+        if "kv_cache_dtype" in scenario["arguments"] or "ragged" in case["case"]:
+            continue
+        gpu = GPUS[path.parent.name.upper()]
+        time = StepTime.of(scenario["config"], gpu, scenario["arguments"].get("tp_size", 1))
+        for backend, names in ((PAT, ("pat", "pat-64")), (DEFAULT, ("fa3", "default"))):
+            for name in case["tpot_ms"].keys() & {*names}:
+                asked += 1
+                stats = serve(batch_of(case), Setup(time, 8_000_000), backend)
+                expected = pytest.approx(case["tpot_ms"][name], rel=0.15)
+                assert stats.step_ms == expected, (case["scenario"], case["case"], name)
+    assert asked
+
+
 TRAFFIC = [run for run in recorded("h100/serving.json")["serving"]
            if run["backend"] in ("pat", "fa3")]  # fmt: skip
 
