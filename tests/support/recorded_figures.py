@@ -298,8 +298,7 @@ def _beside_flashmla(cases: Sequence[Case]) -> str:
 
 
 def _errors_beside_flashmla(cases: Iterable[Case]) -> str:
-    errors = (case["mean_error"] for case in cases)
-    ratio = geomean(each["flashmla"] / each["pat"] for each in errors)
+    ratio = _error_over_pat(cases, "flashmla")
     return f"Its mean error is {ratio:.2g} times that of `pat`, geometric mean."
 
 
@@ -519,7 +518,16 @@ def one_byte_gains() -> str:
 
 
 def one_byte_losses() -> str:
-    return kernel_losses(RESULTS, "fp8.json")
+    cases = read("fp8.json")["cases"]
+    errors = " and ".join(f"{_error_over_pat(cases, name):.2g}" for name in ("xqa", "fa3"))
+    told = f"XQA and FA3 round queries to fp8: their mean errors are {errors} times that of `pat`."
+    return f"{kernel_losses(RESULTS, 'fp8.json')}\n\n{wrapped(told)}"
+
+
+def _error_over_pat(cases: Iterable[Case], name: str) -> float:
+    """The geometric mean of the ratios of mean errors."""
+    errors = [case["mean_error"] for case in cases]
+    return geomean(each[name] / each["pat"] for each in errors if name in each)
 
 
 def batch_invariance() -> str:
