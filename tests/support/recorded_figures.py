@@ -47,7 +47,8 @@ PAGES = (
 )
 WIDTH = 120
 PEERS = {"flashinfer": "FlashInfer", "fa3": "FA3", "cascade": "cascade", "xqa": "XQA"}
-KERNELS = ("kernels.json", "kernels-pages.json", "kernels-long.json")  # runs of kernel attention
+# Runs of kernel attention; each suite is taken from the first that has it.
+KERNELS = ("kernels.json", "kernels-pages.json", "kernels-long.json", "kernels-ranks.json")
 # suite of the kernel benchmark, whether something is shared -> what it is called
 SUITES = {
     ("pat-20", True): "PAT's trees, shared",
@@ -112,7 +113,10 @@ def kernel_cases(
 ) -> list[Case]:
     """name: the run, if not all of `kernel_runs`."""
     runs = kernel_runs(folder).values() if name is None else [read(name, folder)]
-    cases: list[Case] = [case for run in runs for case in run["cases"]]
+    cases: list[Case] = []
+    for run in runs:
+        known = {case["suite"] for case in cases}
+        cases += [case for case in run["cases"] if case["suite"] not in known]
     return [case for case in cases if suite in (None, case["suite"])]
 
 
