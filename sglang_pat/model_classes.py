@@ -18,8 +18,8 @@ def _names(text: str) -> frozenset[str]:
 # Each layer attends to all tokens of its request, whatever windows the configuration names.
 PLAIN = _names(
     """
-    ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM BailingMoeForCausalLM
-    BailingMoEForCausalLM BailingMoeV2ForCausalLM ChatGLMModel CohereForCausalLM DbrxForCausalLM
+    ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM BailingMoEForCausalLM
+    BailingMoeForCausalLM BailingMoeV2ForCausalLM ChatGLMModel CohereForCausalLM DbrxForCausalLM
     DeciLMForCausalLM DeepseekForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM
     DeepseekV3ForCausalLM DeepseekVL2ForCausalLM DotsOCRForCausalLM DotsVLMForCausalLM
     Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration
@@ -35,8 +35,8 @@ PLAIN = _names(
     LongcatFlashForCausalLM MiDashengLMModel MiMoForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM
     MiniCPMO MiniCPMV MiniMaxM2ForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration
     MistralForCausalLM MistralLarge3ForCausalLM MixtralForCausalLM MultiModalityCausalLM
-    NanbeigeForCausalLM NVILAForConditionalGeneration NVILALiteForConditionalGeneration
-    Olmo2ForCausalLM OlmoeForCausalLM OlmoForCausalLM OPTForCausalLM OrionForCausalLM
+    NVILAForConditionalGeneration NVILALiteForConditionalGeneration Olmo2ForCausalLM
+    OlmoeForCausalLM OlmoForCausalLM OPTForCausalLM OrionForCausalLM
     PaddleOCRVLForConditionalGeneration PersimmonForCausalLM Phi3ForCausalLM Phi3SmallForCausalLM
     Phi4MMForCausalLM PhiForCausalLM PhiMoEForCausalLM PixtralForConditionalGeneration
     POINTSV15ChatModel QuantMixtralForCausalLM Qwen2_5_VLForConditionalGeneration

@@ -85,6 +85,7 @@ _NAMES = {
     "n_inner": "intermediate_size",
     "ffn_hidden_size": "intermediate_size",
     "ff_intermediate_size": "intermediate_size",
+    "ffn_dim": "intermediate_size",
     "block_ff_dim": "intermediate_size",
     "n_positions": "max_position_embeddings",
     "max_seq_len": "max_position_embeddings",
@@ -282,7 +283,8 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
     for part in (config, *parts):
         for old, new in _NAMES.items():
-            if part.get(old) is not None and named.get(new) is None:
+            is_off = old == "multi_query_group_num" and not config.get("multi_query_attention")
+            if part.get(old) is not None and named.get(new) is None and not is_off:
                 named[new] = part[old]
     width = config.get("n_embd")
     if isinstance(width, int) and named.get("intermediate_size") is None:

@@ -228,6 +228,21 @@ def test_starcoder_as_its_config_is_written() -> None:
     assert decoder_config({**STARCODER, "n_inner": 1000})["intermediate_size"] == 1000
 
 
+@pytest.mark.parametrize(("grouped", "kv_heads"), [(True, 2), (False, 32)])
+def test_chatglm_as_its_config_is_written(grouped: bool, kv_heads: int) -> None:
+    config = {
+        "architectures": ["ChatGLMModel"],
+        "num_layers": 28,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "multi_query_attention": grouped,
+        "multi_query_group_num": 2,
+    }
+    layers = read_layers(config)
+    assert len(layers) == 28
+    assert {(layer.num_kv_heads, layer.head_dim) for layer in layers} == {(kv_heads, 128)}
+
+
 def test_the_decoder_of_a_multimodal_model() -> None:
     layers = read_layers({"model_type": "vl", "text_config": PLAIN})
     assert len(layers) == 6
