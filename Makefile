@@ -20,6 +20,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
+# Runs a command, and says every few seconds that it goes on.
+SIGN_OF_LIFE := $(PYTHON) -m sglang_pat.cli.progress
 
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
@@ -142,12 +144,13 @@ setup: $(VENV)/.package-built
 
 $(VENV)/.package-built: $(VENV)/.dependencies-installed $(CPP_SOURCES)
 	@echo "Building the scheduler into $(VENV)"
-	@$(INSTALL) --no-deps --no-build-isolation -Cbuild-dir=build/scheduler$(VENV) --editable .
+	@$(SIGN_OF_LIFE) "Building the scheduler" $(INSTALL) --no-deps --no-build-isolation -Cbuild-dir=build/scheduler$(VENV) --editable .
 	@touch $@
 
 $(VENV)/.dependencies-installed: pyproject.toml | $(UV) $(RUN)
+	@$(PYTHON) .ci/check_python.py --compiler
 	@echo "Installing SGLang $(SGLANG) into $(VENV) (first time: several GB, a minute or more)"
-	@$(INSTALL) --requirements pyproject.toml --extra replay --extra test --extra bench --extra dev \
+	@$(SIGN_OF_LIFE) "Installing SGLang" $(INSTALL) --requirements pyproject.toml --extra replay --extra test --extra bench --extra dev \
 		--group pyproject.toml:build "sglang==$(SGLANG)"
 	@touch $@
 

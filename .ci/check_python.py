@@ -1,12 +1,25 @@
-"""Prints in one line why this Python cannot build sglang-pat.
+"""Prints in one line why this Python, or this machine's compiler, cannot build sglang-pat.
 
-The Makefile runs it first. It also runs on Pythons that are too old for the package.
+The Makefile runs it first, before anything is downloaded. With `--compiler` it looks for the C++
+compiler too, as CMake does. It also runs on Pythons that are too old for the package.
 """
 
 import importlib.util
 import os
+import shlex
+import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
+
+COMPILERS = ("c++", "g++", "clang++")
+# C++20 that the scheduler uses.
+PROGRAM = """
+#include <span>
+#include <utility>
+int main() { return std::in_range<int>(0L) ? 0 : 1; }
+"""
 
 
 def problem() -> str:
@@ -25,5 +38,38 @@ def problem() -> str:
     return ""
 
 
+def compiler_problem() -> str:
+    """Fault of the C++ compiler that CMake would take; empty if it compiles C++20."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = named or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not found:
+        return (
+            "no C++ compiler (c++, g++ or clang++), needed to build the scheduler "
+            "(Debian, Ubuntu: apt install g++)"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "program.cpp")
+        with open(source, "w") as file:
+            file.write(PROGRAM)
+        output = os.path.join(folder, "program")
+        try:
+            result = subprocess.run(
+                [*found, "-std=c++20", source, "-o", output], stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            return f"CXX={found[0]} cannot be run ({error.strerror})"
+    if result.returncode == 0:
+        return ""
+    words = result.stderr.decode(errors="replace").split("\n")
+    first = next((line for line in words if "error" in line), words[0]).strip()[:150]
+    return (
+        f"{' '.join(found)} compiles no C++20, needed to build the scheduler: {first} "
+        "(g++ 11 and clang++ 14 do; name one: CXX=g++-12 make)"
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(problem() or 0)
+    found = problem()
+    if not found and "--compiler" in sys.argv[1:]:
+        found = compiler_problem()
+    sys.exit(found or 0)

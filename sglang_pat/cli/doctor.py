@@ -25,6 +25,7 @@ from typing import Literal
 from sglang_pat import support
 from sglang_pat.cli.arguments import bounded, quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.model_layers import check_architectures
 from sglang_pat.output_file import output_or_stdout, write_output
 from sglang_pat.sglang import TOUCHPOINTS
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.model is not None:
         return _print_routes(arguments.model, arguments.json)
-    with _no_warnings(), _spinner("checking; SGLang takes a few seconds to import"):
+    with _no_warnings(), sign_of_life("checking; SGLang takes a few seconds to import"):
         checks = all_checks()
     _print(checks)
     status = worst(checks)
@@ -109,17 +110,6 @@ def _no_warnings() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-
-
-@contextmanager
-def _spinner(text: str) -> Iterator[None]:
-    try:
-        from rich.console import Console
-    except ImportError:  # check_packages reports it
-        yield
-    else:
-        with Console(stderr=True).status(text):
-            yield
 
 
 def _print(checks: list[Check]) -> None:
@@ -167,7 +157,7 @@ def _print_routes(model: str, report: Path | None) -> int:
             print(f"sglang-pat doctor: {bounded(error)}", file=sys.stderr)
             return 2
         try:
-            with _no_warnings(), _spinner("building the model without weights"):
+            with _no_warnings(), sign_of_life("building the model without weights"):
                 from sglang_pat.sglang.cpu import enable_cpu_engine
 
                 enable_cpu_engine()  # before SGLang is imported
@@ -210,8 +200,7 @@ def _loadable(model: str, folder: Path) -> str:
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) is None:
         raise ValueError(f"--model {quoted(model)}: no file; allowed: {MODELS}")
     if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true"):
-        with _spinner(f"{model} is no path: asking the Hugging Face hub"):
-            ask_hub(model)
+        ask_hub(model)
     return model
 
 
@@ -225,7 +214,7 @@ def all_checks() -> list[Check]:
     checks += [*check_kernels(gpus), *check_calibration(gpus)]
     checks += [check_environment(), sglang, check_entry_point(), check_white_list()]
     if sglang.status != "failed":
-        checks += [check_touchpoints(), *_checks_by_sglang()]
+        checks += _checks_by_sglang()
     return checks
 
 
@@ -244,10 +233,15 @@ def _checks_by_sglang() -> list[Check]:
 
     enable_cpu_engine()  # without a driver SGLang can be imported in no other way
     try:
-        import sglang_pat.sglang.tree.request_tracker  # noqa: F401
+        checks = [check_registration()]
     except Exception as error:
         return [import_failed(error)]
-    return [check_registration(), check_hooks(), check_self_test()]
+    checks.append(check_touchpoints())
+    try:
+        import sglang_pat.sglang.tree.request_tracker  # noqa: F401
+    except Exception as error:
+        return [*checks, import_failed(error)]
+    return [*checks, check_hooks(), check_self_test()]
 
 
 def check_registration() -> Check:

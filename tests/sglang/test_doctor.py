@@ -117,4 +117,5 @@ def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
         assert checks[topic]["status"] == "ok", child.stdout
     is_tested = version("sglang") in support.SGLANG_VERSIONS
     assert checks["SGLang"]["status"] == ("ok" if is_tested else "warning")
-    assert child.stderr == ""
+    said = [line for line in child.stderr.splitlines() if not line.startswith("checking; SGLang")]
+    assert said == []  # signs of life on a busy machine aside

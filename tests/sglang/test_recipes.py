@@ -11,6 +11,7 @@ import pytest
 import yaml
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat import support
 from sglang_pat.cli.main import build_parser
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.start.layer_support import Routes
@@ -88,6 +89,17 @@ def test_the_log_has_every_quoted_line(page: str, line: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
 def test_new_users_are_shown_the_line_that_says_that_it_works(page: str) -> None:
     assert log_lines(PAGES[page])
+
+
+def test_drafts_of_deepseek_v3_fall_back_as_the_recipe_says() -> None:
+    page = PAGES["docs/recipes/speculation.md"]
+    (heads, most, fewer) = re.findall(
+        r"at TP 8 has (\d+) heads a rank: .*usual (\d+) MTP draft tokens it falls back, with (\d+)",
+        " ".join(page.split()),
+    )[0]
+    assert int(heads) == 128 // 8
+    assert support.fills_tile(int(heads), int(most))
+    assert not support.fills_tile(int(heads), int(fewer))
 
 
 @pytest.mark.parametrize("prefix", ["--sglang-", "engine_kwargs.sglang."])

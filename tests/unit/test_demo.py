@@ -120,13 +120,30 @@ def test_an_exact_run_knows_no_ties() -> None:
     assert Report("torch_native", Served([[2]], 1.0), Served([[7]], 1.0), STATS).ties == []
 
 
-def test_report_names_the_first_difference(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_counts_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     Report("torch_native", Served([[1, 2]], 1.0), Served([[1, 7]], 1.0), STATS).print()
     printed = capsys.readouterr().out
     assert "1/2" in printed
-    assert "request 0, new token 1: pat gave 2, torch_native gave 7" in printed
     assert "3.00 times fewer" in printed
     assert "batch changed: 2, first: 1" in printed
+
+
+def test_the_verdict_is_one_sentence() -> None:
+    own = Served([[1, 7]], 1.0)
+    assert Report("torch_native", own, own, STATS).verdict() == (
+        "All 2 tokens are equal, and pat read 3.0 times less KV than torch_native."
+    )
+    assert Report("torch_native", Served([[1, 2]], 1.0), own, STATS).verdict() == (
+        "Tokens differ: request 0, new token 1: pat gave 2, torch_native gave 7. Please report it."
+    )
+    tied = [
+        Served([[token]], 1.0, [[[Candidate(-1, token), Candidate(-1, other)]]])
+        for token, other in ((2, 7), (7, 2))
+    ]
+    assert Report("default", *tied, STATS).verdict() == (
+        "All 1 tokens are equal (1 requests compared up to a tie of two tokens), and pat read 3.0 "
+        "times less KV than default."
+    )
 
 
 @pytest.mark.parametrize(("own_token", "status"), [(2, 0), (7, 1)])

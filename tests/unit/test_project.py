@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -330,6 +332,45 @@ def test_the_set_up_refuses_other_pythons(
     check = runpy.run_path(str(ROOT / ".ci/check_python.py"))
     monkeypatch.setattr(sys, "version_info", (*version, 1, "final", 0))
     assert ("needs Python 3.11 or 3.12" in check["problem"]()) == refused
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("/no/such/c++", "CXX=/no/such/c++ cannot be run (No such file or directory)"),
+        ("false", "false compiles no C++20, needed to build the scheduler"),
+        (None, "no C++ compiler (c++, g++ or clang++), needed to build the scheduler"),
+    ],
+)
+def test_a_missing_compiler_is_named_before_anything_is_downloaded(
+    compiler: str | None, message: str, tmp_path: Path
+) -> None:
+    """With a Makefile whose uv would say so if it was called."""
+    for name in ("Makefile", "pyproject.toml", ".ci/check_python.py", "sglang_pat/support.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("make", "bash", "sed", "grep", "tail", "find", "touch", "env"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    for program in ("build/uv/bin/uv", ".venv/bin/python"):
+        (tmp_path / program).parent.mkdir(parents=True)
+        (tmp_path / program).write_text("#!/bin/bash\necho downloads\n")
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "kernels/contract").mkdir(parents=True)
+    environment = {"PATH": str(tools) if compiler is None else os.environ["PATH"]}
+    if compiler is not None:
+        environment["CXX"] = compiler
+    command = ["make", f"PYTHON={sys.executable}", ".venv/.dependencies-installed"]
+    command[0] = str(tools / "make")
+    child = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert child.returncode == 2
+    assert "downloads" not in child.stdout + child.stderr
+    assert "Installing" not in child.stdout
+    first, *rest = child.stderr.splitlines()
+    assert message in first
+    assert all(line.startswith("make: ***") for line in rest)
 
 
 # --- one truth in several files ---

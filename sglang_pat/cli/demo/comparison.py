@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -34,6 +36,7 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
     int
         The exit status: 0 if every token is equal, else 1.
     """
+    begun = time.perf_counter()
     on_cpu = enable_cpu_engine()  # before SGLang is imported
     machine = Machine.choose(on_cpu=on_cpu)
     model = json.loads((TRAINED / "config.json").read_text())
@@ -53,9 +56,27 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
     report = Report(machine.own_backend or "SGLang's default", pat, own, pat.stats)
     report.print()
     show_answers(requests, pat.tokens)
+    style = "bold green" if report.difference is None else "bold red"
+    console.print(f"\n{report.verdict()}", style=style, markup=False)
+    console.print(
+        f"The demo took {time.perf_counter() - begun:.0f} s. Next, does it pay for your requests?",
+        f"    {_program()} advise --generate conversation    # or --trace YOUR_LOG.jsonl",
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
+    )
     if result_file is not None:
         result_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     return 0 if report.difference is None else 1
+
+
+def _program() -> str:
+    """Return how a user types `sglang-pat` here: by its path, if PATH has another one or none."""
+    script = Path(sys.executable).with_name("sglang-pat")
+    found = shutil.which("sglang-pat")
+    if found is not None and Path(found).absolute() == script.absolute():
+        return "sglang-pat"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 # Guarded: the engine's processes are spawned and import the main module again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli.demo.report import Served, console
 from sglang_pat.cli.demo.workload import Request
+from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.sglang.report.stats_file import read_stats
 
 MAX_RUNNING_REQUESTS = 32
@@ -75,7 +77,7 @@ def serve(
     from sglang_pat.sglang.cpu import KV_POOL_TOKENS, new_engine
 
     console.print(f"Starting sglang.Engine(attention_backend={backend!r}, ...)")
-    with console.status("loading SGLang and the model"):
+    with sign_of_life("loading SGLang and the model"):
         began = time.perf_counter()
         engine = new_engine(
             model_path=str(model_path),
@@ -118,7 +120,12 @@ async def _send(
         TextColumn("requests"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    progress = Progress(*columns, console=console)
+
+    def served() -> str:
+        return f"{title.strip()}, {progress.tasks[0].completed:.0f} of {len(requests)} requests"
+
+    with progress, nullcontext() if console.is_terminal else sign_of_life(served):
         bar = progress.add_task(title, total=len(requests))
         logprobs = {} if machine.exact else {"return_logprob": True, "top_logprobs_num": 2}
 

@@ -124,7 +124,7 @@ class Report:
         return steps
 
     def print(self) -> None:
-        """The table, and below it the first difference if there is one."""
+        """Print the table."""
         compared = list(zip(self.pat.tokens, self.own.tokens, strict=True))
         for tie in self.ties:
             left, right = compared[tie.request]
@@ -153,19 +153,27 @@ class Report:
         table.add_row("plans reused", f"{self.stats['plans_reused']:,}", "")
         table.add_section()
         table.add_row(
-            "KV tokens, query-centric", f"{query_centric:,}", "each request reads its own"
+            "KV tokens read by SGLang", f"{query_centric:,}", "each request reads its whole prompt"
         )
         table.add_row(
-            "KV tokens, pat", f"{planned:,}", f"{query_centric / planned:.2f} times fewer"
+            "KV tokens read by pat", f"{planned:,}", f"{query_centric / planned:.2f} times fewer"
         )
         table.add_row(
-            "KV tokens, lower bound",
+            "KV tokens that are different",
             f"{lower_bound:,}",
-            f"each node once: {query_centric / lower_bound:.2f} times fewer",
+            f"reading each once: {query_centric / lower_bound:.2f} times fewer",
         )
         console.print(table)
+
+    def verdict(self) -> str:
+        """One sentence: whether all tokens are equal, and how much less KV was read."""
         if self.difference is not None:
-            console.print(f"[bold red]MISMATCH[/] {self.difference.describe(self.own_backend)}")
+            return f"Tokens differ: {self.difference.describe(self.own_backend)}. Please report it."
+        tokens = f"All {sum(map(len, self.own.tokens)):,} tokens are equal"
+        if self.ties:
+            tokens += f" ({len(self.ties)} requests compared up to a tie of two tokens)"
+        ratio = self.stats["kv_tokens_query_centric"] / self.stats["kv_tokens_planned"]
+        return f"{tokens}, and pat read {ratio:.1f} times less KV than {self.own_backend}."
 
     def as_dict(self) -> dict[str, Any]:
         """The result and where it was obtained, ready for JSON."""
@@ -179,6 +187,7 @@ class Report:
             "tokens": sum(map(len, self.own.tokens)),
             "first_difference": asdict(self.difference) if self.difference else None,
             "ties": [asdict(tie) for tie in self.ties],
+            "verdict": self.verdict(),
             "decode_steps": self.decode_steps,
             "stats": self.stats,
             "seconds": {"pat": self.pat.seconds, self.own_backend: self.own.seconds},

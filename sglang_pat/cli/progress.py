@@ -1,0 +1,74 @@
+"""Signs of life on stderr while a command works for long and has nothing else to say.
+
+`python -m sglang_pat.cli.progress TEXT COMMAND...` runs a command so. The Makefile does, with a
+Python that has no other package.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+SECONDS = 8.0  # between two lines where stderr is no terminal
+_TERMINAL_SECONDS = 1.0
+
+
+@contextmanager
+def sign_of_life(text: str | Callable[[], str]) -> Iterator[None]:
+    """Say on stderr what is being done, and for how long, until the block ends.
+
+    On a terminal this is one line that is rewritten, and removed at the end. Elsewhere it is a line
+    every few seconds, so that work of a few seconds says nothing.
+
+    Parameters
+    ----------
+    text
+        What is being done, without a full stop. A function is asked each time, by another thread.
+    """
+    on_terminal = sys.stderr.isatty()
+    ended = threading.Event()
+    begun = time.monotonic()
+
+    def line() -> str:
+        doing = text if isinstance(text, str) else text()
+        return f"{doing}: {time.monotonic() - begun:.0f} s"
+
+    def repeat() -> None:
+        while not ended.wait(_TERMINAL_SECONDS if on_terminal else SECONDS):
+            _write(f"\r\x1b[K{line()}" if on_terminal else f"{line()}\n")
+
+    thread = threading.Thread(target=repeat, name="sglang-pat sign of life", daemon=True)
+    if on_terminal:
+        _write(line())
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if on_terminal:
+            _write("\r\x1b[K")
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError):  # whoever has closed stderr wants no signs of life
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def run(text: str, command: Sequence[str]) -> int:
+    """Run a command with signs of life. Returns its exit status, 128 + N if signal N killed it."""
+    with sign_of_life(text):
+        status = subprocess.run(command).returncode
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1], sys.argv[2:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
