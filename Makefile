@@ -31,7 +31,7 @@ CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -nam
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
 	@echo 'make test             everything that runs without a GPU (ARGS="..." goes to pytest)'
-	@echo 'make test-fast        tests/unit only: no SGLang, under a minute'
+	@echo 'make test-fast        tests/unit only: no SGLang, two minutes on two cores'
 	@echo 'make test-sglang      what depends on SGLang: the adapter, and one file of engine tests'
 	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
 	@echo 'make fuzz             10,000 random plans and a million forest operations'

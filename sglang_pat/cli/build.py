@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+import tempfile
 from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_pat import support
 from sglang_pat.cli.arguments import bounded, folder_path, quoted
 from sglang_pat.cli.gpus import find_gpus
+from sglang_pat.cli.progress import sign_of_life
+from sglang_pat.cli.served_model import add_model_options, loadable, server_words
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.offline.model_support import KernelNeeds
 
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
 
@@ -19,6 +28,11 @@ DEFAULT_HEAD_DIM = "128"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and the command itself as the default `run`."""
+    add_model_options(
+        parser,
+        "compile what a server of this model needs, by its config.json and in place of --dtype, "
+        "--kv-dtype and --head-dim",
+    )
     parser.add_argument(
         "--arch",
         action="append",
@@ -67,6 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
+    try:
+        words = server_words(arguments)
+        if arguments.model is not None:
+            _check_alone(arguments)
+    except ValueError as error:
+        return _fail(2, str(error))
     archs = arguments.arch or _archs_here()
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)
@@ -85,6 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
         from sglang_pat.executors import jit
     except Exception as error:  # a broken installation may raise anything
         return _fail(1, f"torch cannot be imported ({error}): install it: pip install torch")
+    dtypes, kv_dtypes = arguments.dtype or [DEFAULT_DTYPE], arguments.kv_dtype or [None]
+    head_dims = arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)]
+    if arguments.model is not None:
+        needs = _needs_of(arguments.model, words)
+        if isinstance(needs, int):
+            return needs
+        dtypes, kv_dtypes, head_dims = [needs.dtype], needs.kv_dtypes, needs.head_dims
     try:
         configs = [
             jit.KernelConfig(
@@ -95,10 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
                 None if kv_dtype is None else getattr(torch, kv_dtype),
             )
             for arch, dtype, kv_dtype, (head_dim, v_head_dim) in product(
-                archs,
-                arguments.dtype or [DEFAULT_DTYPE],
-                arguments.kv_dtype or [None],
-                arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)],
+                archs, dtypes, kv_dtypes, head_dims
             )
         ]
     except ValueError as error:  # of a kind of layer that not all GPUs have kernels for
@@ -111,6 +135,45 @@ def run(arguments: argparse.Namespace) -> int:
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
         return _fail(1, _advised(error, arguments))
     return 0
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """ValueError for an option that a model decides."""
+    for name in ("dtype", "kv_dtype", "head_dim"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
+
+
+def _needs_of(model: str, words: list[str]) -> KernelNeeds | int:
+    """Return the needs of a server with these arguments, or the exit status."""
+    with tempfile.TemporaryDirectory(prefix="sglang-pat-build-") as folder:
+        try:
+            source = loadable(model, Path(folder))
+        except (ValueError, OSError) as error:
+            return _fail(2, bounded(error))
+        try:
+            with sign_of_life("building the model without weights"):
+                from sglang_pat.sglang.cpu import enable_cpu_engine
+
+                enable_cpu_engine()  # before SGLang is imported
+                logging.disable(logging.WARNING)
+                from sglang_pat.sglang.offline.model_support import kernels_of_model
+
+                needs, routes = kernels_of_model(source, words)
+        except Exception as error:  # SGLang may raise anything
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            return _fail(1, f"SGLang cannot build {quoted(model)} in this process: {said[:300]}")
+        finally:
+            logging.disable(logging.NOTSET)
+    if not needs.head_dims:
+        return _fail(1, f"{quoted(model)} needs no kernels: {routes}")
+    if needs.dtype not in support.KERNEL_DTYPES:
+        return _fail(
+            1, f"no kernels for {needs.dtype}; supported: {', '.join(support.KERNEL_DTYPES)}"
+        )
+    if any(word.startswith("--speculative-draft-model") for word in words):
+        print("a draft model may need others: sglang-pat build --model DRAFT", file=sys.stderr)
+    return needs
 
 
 def _advised(error: Exception, arguments: argparse.Namespace) -> str:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 import tempfile
 import warnings
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_pat import support
-from sglang_pat.cli.arguments import bounded, quoted
+from sglang_pat.cli.arguments import bounded
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.progress import sign_of_life
-from sglang_pat.model_layers import check_architectures
+from sglang_pat.cli.served_model import add_model_options, loadable, server_words
 from sglang_pat.output_file import output_or_stdout, write_output
 from sglang_pat.sglang import TOUCHPOINTS
 from sglang_pat.sglang.offline.launch_flags import PLUGIN_GROUP
@@ -35,7 +36,6 @@ from sglang_pat.sglang.plugin import (
     missing_touchpoints,
     unwrapped_backends,
 )
-from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
@@ -69,11 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the checks as JSON; -: to stdout, and all else to stderr",
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"instead, print which layers of this model pat decodes here: {MODELS}",
-    )
+    add_model_options(parser, "instead, print which layers of this model pat decodes here")
     parser.add_argument(
         "--support-table",
         action="store_true",
@@ -87,8 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.support_table:
         print(support.markdown_table())
         return 0
+    try:
+        words = server_words(arguments)
+    except ValueError as error:
+        return _refuse(error)
     if arguments.model is not None:
-        return _print_routes(arguments.model, arguments.json)
+        return _print_routes(arguments.model, words, arguments.json)
     with _no_warnings(), sign_of_life("checking; SGLang takes a few seconds to import"):
         checks = all_checks()
     _print(checks)
@@ -133,11 +133,11 @@ def _print(checks: list[Check]) -> None:
 
 # --- a model ---
 
+_ASSUMED = "Assumed: one GPU and default options of the server; give yours by --tp, --server-args."
 _NOT_KNOWN = (
-    "Of one rank with default options; what only a running server knows is not considered: its "
-    "options, its KV cache, and arguments that the model passes in its first step."
+    "Not considered, since only a running server shows it: its KV pool, and arguments that the "
+    "model passes in its first step."
 )
-
 _AS_A_DRAFT_MODEL = (
     "As a draft model of speculative decoding, pat decodes the same layers, and reads in them what "
     "was verified; {} reads its prompts."
@@ -145,17 +145,16 @@ _AS_A_DRAFT_MODEL = (
 _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 
-def _print_routes(model: str, report: Path | None) -> int:
-    """Print the routes of a model.
+def _print_routes(model: str, words: list[str], report: Path | None) -> int:
+    """Print the routes of a model. words: of the server's arguments.
 
     Returns the exit status: 1 if SGLang cannot build the model here, 2 for wrong input.
     """
     with tempfile.TemporaryDirectory(prefix="sglang-pat-doctor-") as folder:
         try:
-            source = _loadable(model, Path(folder))
+            source = loadable(model, Path(folder))
         except (ValueError, OSError) as error:
-            print(f"sglang-pat doctor: {bounded(error)}", file=sys.stderr)
-            return 2
+            return _refuse(error)
         try:
             with _no_warnings(), sign_of_life("building the model without weights"):
                 from sglang_pat.sglang.cpu import enable_cpu_engine
@@ -163,45 +162,30 @@ def _print_routes(model: str, report: Path | None) -> int:
                 enable_cpu_engine()  # before SGLang is imported
                 from sglang_pat.sglang.offline.model_support import routes_of_model
 
-                routes = routes_of_model(source)
+                routes = routes_of_model(source, words)
         except Exception as error:  # SGLang may raise anything
-            told = f"SGLang cannot build {model} in this process: {_describe(error)}"
-            print(told, file=sys.stderr)
+            under = f" with {shlex.join(words)}" if words else ""
+            told = f"SGLang cannot build {model}{under} in this process: {_describe(error)}"
+            print(bounded(told), file=sys.stderr)
             return 1
     print(routes)
     for layers, route, reason in routes.table():
         print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
+    print(bounded(f"With {shlex.join(words)}, on one of its GPUs.") if words else _ASSUMED)
     print(_NOT_KNOWN)
     if routes.shapes:
         print(_AS_A_DRAFT_MODEL.format(routes.default))
         drafts = support.row_of("speculative decoding")
         print(_DRAFTS.format(drafts.supported, drafts.everything_else))
     if report is not None:
-        write_output("--json", report, json.dumps(routes.as_json(), indent=2) + "\n")
+        found = routes.as_json() | {"server_args": words}
+        write_output("--json", report, json.dumps(found, indent=2) + "\n")
     return 0
 
 
-def _loadable(model: str, folder: Path) -> str:
-    """Return what SGLang loads the configuration of `model` from: a folder, or a hub's name.
-
-    A configuration that is not in a folder of its own is written into `folder`. ValueError or
-    OSError for what is neither a configuration nor on the hub.
-    """
-    if os.path.exists(model) or model in MODEL_NAMES:
-        label, config = read_whole_config(model)
-        try:
-            check_architectures(config)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
-        if os.path.isdir(model):
-            return model
-        (folder / "config.json").write_text(json.dumps(config))
-        return str(folder)
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) is None:
-        raise ValueError(f"--model {quoted(model)}: no file; allowed: {MODELS}")
-    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true"):
-        ask_hub(model)
-    return model
+def _refuse(error: Exception) -> int:
+    print(f"sglang-pat doctor: {bounded(error)}", file=sys.stderr)
+    return 2
 
 
 # --- the checks ---

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.bench.stand_ins import refuse_stand_ins
-from sglang_pat.cli.arguments import FLAGS
+from sglang_pat.cli.arguments import FLAGS, quoted
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.output_file import output_or_stdout
 from sglang_pat.sglang.offline.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
@@ -39,6 +39,9 @@ _OWN_FLAGS = (
     *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
     *("--host", "--port", "--help"),
 )
+
+
+_BACKEND_OPTION = "--against names the other backend"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +81,9 @@ def check_server_options(arguments: argparse.Namespace) -> None:
         words = server_flags(arguments)
     except ValueError as error:
         raise ValueError(
-            f"--server-args {arguments.server_args!r}: {error}; allowed: words as in a shell"
+            f"--server-args {quoted(arguments.server_args)}: {error}; allowed: words as in a shell"
         ) from None
-    _check_flags(words)
+    check_flags(words)
     refuse_stand_ins()
 
 
@@ -103,25 +106,28 @@ def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
     return gpus
 
 
-def _check_flags(words: Sequence[str]) -> None:
-    """ValueError for flags that SGLang does not know, or that the command itself sets."""
+def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
+    """ValueError for flags that SGLang does not know, or that the command itself sets.
+
+    backend: what is to be said of a flag that names one.
+    """
     if words and not words[0].startswith("-"):
-        raise ValueError(f"--server-args: {words[0]!r} is no flag; allowed: flags of SGLang")
+        raise ValueError(f"--server-args: {quoted(words[0])} is no flag; allowed: flags of SGLang")
     known = launch_flags()
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
         # SGLang takes the beginning of a flag for the flag.
         own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
         if own is not None and (flag == own or flag not in known):
-            instead = "--against names the other backend" if "backend" in own else "it is set here"
+            instead = backend if "backend" in own else "it is set here"
             raise ValueError(f"--server-args must not hold {flag}; {instead}")
         name = flag.replace("--no-", "--", 1)
         if known and not any(each.startswith((flag, name)) for each in known):
-            raise ValueError(f"--server-args: {flag!r} is no flag of the installed SGLang")
+            raise ValueError(f"--server-args: {quoted(flag)} is no flag of the installed SGLang")
     for word, following in pairwise([*words, ""]):
         flag, _, value = word.partition("=")
         file = value or following
         if flag == "--config" and not Path(file).is_file():
-            raise ValueError(f"--server-args: --config {file}: there is no such file")
+            raise ValueError(f"--server-args: --config {quoted(file)}: there is no such file")
 
 
 def server_flags(arguments: argparse.Namespace) -> list[str]:

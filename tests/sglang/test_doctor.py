@@ -44,7 +44,7 @@ def run_doctor(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [script, "doctor", "--model", model, *options]
     # Engine tests of the same process leave out all models but two.
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.mark.nightly
@@ -52,7 +52,8 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     model, report = FAMILIES["gemma-3"].write(tmp_path / "model"), tmp_path / "report.json"
     child = run_doctor(model, "--json", str(report))
     assert child.returncode == 0, child.stderr
-    head, *rows, _, as_a_draft_model, drafts = child.stdout.splitlines()
+    head, *rows, assumed, _, as_a_draft_model, drafts = child.stdout.splitlines()
+    assert assumed.startswith("Assumed: one GPU and default options")
     assert f"those of {support.row_of('speculative decoding').supported}. Otherwise" in drafts
     assert "pat decodes the same layers" in as_a_draft_model
     assert as_a_draft_model.endswith("torch_native reads its prompts.")
@@ -66,6 +67,36 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
         ["3", "pat"],
     ]
     assert json.loads(report.read_text())["default_layers"] == {"sliding window 31": 2}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "flags", "expected"),
+    [
+        ("gpt-oss", "", "('bfloat16', (None,), ((64, 64),))"),
+        ("gemma-3", "--kv-cache-dtype fp8_e5m2", "('bfloat16', ('float8_e5m2',), ((256, 256),))"),
+    ],
+)
+def test_kernels_that_a_server_needs(
+    family: str, flags: str, expected: str, tmp_path: Path
+) -> None:
+    model = FAMILIES[family].write(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        part.pop("torch_dtype", None)
+        part["dtype"] = "bfloat16"
+    (model / "config.json").write_text(json.dumps(config))
+    code = f"""
+from sglang_pat.sglang.cpu import enable_cpu_engine
+enable_cpu_engine()
+from sglang_pat.sglang.offline.model_support import kernels_of_model
+print(tuple(kernels_of_model({str(model)!r}, {flags.split()!r})[0]))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment
+    )
+    assert child.stdout.splitlines()[-1:] == [expected], child.stderr
 
 
 @pytest.mark.nightly

@@ -61,9 +61,9 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--server-args", "tp 2"], "'tp' is no flag; allowed: flags of SGLang"),
         (
             ["--server-args", "--config /no/such.yaml"],
-            "--config /no/such.yaml: there is no such file",
+            "--config '/no/such.yaml': there is no such file",
         ),
-        (["--server-args=--config=/no/such.yaml"], "--config /no/such.yaml: there is no"),
+        (["--server-args=--config=/no/such.yaml"], "--config '/no/such.yaml': there is no"),
         (["--against", "nosuch"], "--against 'nosuch'; allowed: default, fa3, triton"),
         (["--model", "/nowhere"], "model '/nowhere'; allowed: llama-3.1-8b, llama-3-8b, "),
         (["--model", "9" * 5000], f"model '{'9' * 80}...'; allowed: llama-3.1-8b"),

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,6 +272,66 @@ def test_build_compiles_every_combination(
     assert all(options == {"cache": tmp_path, "force": True} for _, options in built)
     lines = [line for n in names for line in (f"registers of {n}", f"{tmp_path}/{n}")]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.fixture
+def needs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Needs of a model's server, which a test may change; and the arguments asked for."""
+    found: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_dtypes": (None, "float8_e4m3fn"),
+        "head_dims": ((64, 64), (128, 128)),
+    }
+
+    def kernels_of_model(source: str, words: list[str]) -> tuple[Any, str]:
+        found["asked"] = words
+        return SimpleNamespace(**found), "pat decodes nothing: sliding window 128"
+
+    module = SimpleNamespace(kernels_of_model=kernels_of_model)
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
+    return found
+
+
+def test_build_compiles_what_a_server_needs(
+    built: list[Any], needs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"build --arch 9.0 --model qwen3-8b --tp 8 --cache {tmp_path}".split()
+    assert main.main([*words, "--server-args", "--speculative-draft-model-path /draft"]) == 0
+    names = [config.name for config, _ in built]
+    assert names == [
+        f"bf16{kv}_{head_dim}_sm90" for kv in ("", "_e4m3") for head_dim in ("d64", "d128")
+    ]
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"{tmp_path}/{name}" for name in names]
+    assert err == "a draft model may need others: sglang-pat build --model DRAFT\n"
+    assert needs["asked"] == ["--tp", "8", "--speculative-draft-model-path", "/draft"]
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "status", "message"),
+    [
+        (["--dtype", "float16"], {}, 2, "--dtype: allowed: without --model, which says it"),
+        (["--head-dim", "64"], {}, 2, "--head-dim: allowed: without --model, which says it"),
+        ([], {"head_dims": ()}, 1, "'qwen3-8b' needs no kernels: pat decodes nothing: sliding win"),
+        ([], {"dtype": "float32"}, 1, "no kernels for float32; supported: float16, bfloat16"),
+        (["--server-args", "tp 8"], {}, 2, "--server-args: 'tp' is no flag; allowed: flags of SG"),
+    ],
+)
+def test_build_says_in_one_line_what_it_cannot_compile(
+    options: list[str],
+    changed: dict[str, Any],
+    status: int,
+    message: str,
+    built: list[Any],
+    needs: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    needs |= changed
+    assert main.main(["build", "--arch", "9.0", "--model", "qwen3-8b", *options]) == status
+    out, err = capsys.readouterr()
+    assert err.startswith(f"sglang-pat build: error: {message}")
+    assert err.count("\n") == 1
+    assert (out, built) == ("", [])
 
 
 def test_build_asks_the_gpus_at_hand(built: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import sglang_pat
-from sglang_pat.cli import doctor, gpus, main
+from sglang_pat.cli import doctor, gpus, main, server_options
 from sglang_pat.cli.doctor import Check, worst
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.executors import kernel_cache
@@ -358,6 +359,7 @@ def test_white_list(monkeypatch: pytest.MonkeyPatch, given: str, status: str) ->
 def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sglang_pat, "sglang_doctor", raising=False)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.tree.request_tracker", None)
+    monkeypatch.setattr(doctor, "check_registration", lambda: Check("registration", "ok", ""))
     *_, check = doctor._checks_by_sglang()
     assert check.status == "failed"
     assert check.topic == "import of SGLang"
@@ -369,7 +371,7 @@ def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_sglang_says_of_a_model_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(model: str) -> None:
+    def refuse(model: str, words: list[str]) -> None:
         raise ValueError("num_attention_heads:\n    expected int,\tgot str")
 
     routes = SimpleNamespace(routes_of_model=refuse)
@@ -386,7 +388,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The configurations that SGLang is asked to build."""
     asked = []
 
-    def routes_of_model(source: str) -> None:
+    def routes_of_model(source: str, words: list[str]) -> None:
         asked.append(json.loads(Path(source, "config.json").read_text()))
         raise ValueError("built")
 
@@ -468,12 +470,101 @@ def test_a_model_is_a_path_or_a_name(
     assert routes[3]["architectures"] == ["Qwen3ForCausalLM"]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", "8"], ["--tp", "8"]),
+        (["--server-args", "--tp 8"], ["--tp", "8"]),
+        (["--tp", "2", "--server-args", "--x 'a b'"], ["--tp", "2", "--x", "a b"]),
+        (["--server-args", "--attention-backend pat --tp-size=4"], ["--tp-size=4"]),
+        (["--server-args=--attention-backend=pat"], []),
+    ],
+)
+def test_a_model_is_built_as_the_server_would_build_it(
+    options: list[str],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    class Routes:
+        default, shapes = "fa3", ()
+
+        def __str__(self) -> str:
+            return "pat decodes 60 of 61 layers"
+
+        def table(self) -> list[tuple[str, str, str]]:
+            return [("0-59", "pat", "")]
+
+        def as_json(self) -> dict[str, int]:
+            return {"pat_layers": 60}
+
+    asked = []
+    module = SimpleNamespace(routes_of_model=lambda source, words: asked.append(words) or Routes())
+    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
+    monkeypatch.setattr(server_options, "launch_flags", lambda: {"--tp", "--tp-size", "--x"})
+    report = tmp_path / "report.json"
+    command = ["doctor", "--model", "qwen3-8b", *options, "--json", str(report)]
+    assert main.main(command) == 0
+    assert asked == [words]
+    printed = capsys.readouterr().out
+    assert ("Assumed: one GPU and default options" in printed) == (not words)
+    if words:
+        assert f"With {shlex.join(words)}, on one of its GPUs." in printed
+    assert json.loads(report.read_text()) == {"pat_layers": 60, "server_args": words}
+
+
+@pytest.mark.parametrize("command", ["doctor", "build"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "8"], "--tp '8': allowed: with --model"),
+        (["--server-args", "--tp 8"], "--server-args '--tp 8': allowed: with --model"),
+        (["--model", "qwen3-8b", "--tp", "0"], "argument --tp: '0'; allowed: a whole number from"),
+        (
+            ["--model", "qwen3-8b", "--tp", "2", "--server-args", "--tp-size=4"],
+            "--tp 2 and --tp-size=4 in --server-args; allowed: one of them",
+        ),
+        (
+            ["--model", "qwen3-8b", "--server-args", "--attention-backend fa3"],
+            "--server-args must not hold --attention-backend; the command is about pat",
+        ),
+        (
+            ["--model", "qwen3-8b", "--server-args", f"--{'x' * 5000}"],
+            "is no flag of the installed SGLang",
+        ),
+        (["--model", "qwen3-8b", "--server-args", "--x '"], "No closing quotation; allowed: as in"),
+    ],
+)
+def test_options_of_a_server_that_cannot_be(
+    command: str,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        server_options, "launch_flags", lambda: {"--tp-size", "--attention-backend", "--x"}
+    )
+    try:
+        status = main.main([command, *options])
+    except SystemExit as error:  # of argparse
+        status = int(error.code or 0)
+    assert status == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith(f"sglang-pat {command}: ")
+    assert err.count("\n") == 1
+    assert len(err) < 300
+    assert out == ""
+
+
 @pytest.mark.parametrize(("answer", "cached"), [(None, False), (OSError("offline"), True)])
 def test_a_name_on_the_hub_is_loaded_by_sglang(
     answer: Exception | None, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    module = SimpleNamespace(routes_of_model=lambda source: asked.append(source) or 1 / 0)
+    module = SimpleNamespace(routes_of_model=lambda source, words: asked.append(source) or 1 / 0)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
     ask_hub(monkeypatch, answer, cached=cached)
     assert main.main(["doctor", "--model", "some/model"]) == 1

@@ -12,11 +12,12 @@ import io
 import logging
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_pat.model_layers import has_float8_cache
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_support import (
     Routes,
@@ -29,6 +30,8 @@ from sglang_pat.sglang.start.layer_support import (
 from sglang_pat.sglang.start.server_options import Reason, attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
 
+# By the values of --kv-cache-dtype.
+_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _CAPABILITY = (9, 0)  # where there is no GPU to ask: that of an H100
 
 
@@ -55,7 +58,39 @@ def routes_of_model(path: str, flags: Sequence[str] = ()) -> Routes:
 def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, Routes]:
     """The model on torch's meta device, and its routes. See `routes_of_model`."""
     with without_gpu():
-        return _build(path, flags)
+        return _build(path, flags)[:2]
+
+
+class KernelNeeds(NamedTuple):
+    """Properties that the kernels of a server are compiled for. Names of dtypes are those of torch.
+
+    Attributes
+    ----------
+    dtype
+        Of queries.
+    kv_dtypes
+        Of the KV cache, if it is another; None: that of the queries. Two where versions of SGLang
+        take different ones for a checkpoint that asks for fp8.
+    head_dims
+        (head_dim, v_head_dim) of the layers that pat decodes.
+    """
+
+    dtype: str
+    kv_dtypes: tuple[str | None, ...]
+    head_dims: tuple[tuple[int, int], ...]
+
+
+def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds, Routes]:
+    """The kernels that a server needs, and its routes. See `routes_of_model`."""
+    with without_gpu():
+        _, routes, runner, config = _build(path, flags)
+    shapes = {(shape.head_dim, shape.v_head_dim) for shape in routes.shapes.values()}
+    name = compat.resolved(runner.server_args, "kv_cache_dtype")
+    kv_dtypes: tuple[str | None, ...] = (_KV_DTYPES.get(name),)
+    if name == "auto" and has_float8_cache(config.hf_config.to_dict()):
+        kv_dtypes = (None, _KV_DTYPES["fp8_e4m3"])
+    dtype = str(runner.dtype).removeprefix("torch.")
+    return KernelNeeds(dtype, kv_dtypes, tuple(sorted(shapes))), routes
 
 
 @contextlib.contextmanager
@@ -95,7 +130,8 @@ def without_gpu() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes]:
+def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes, Any, Any]:
+    """The model, its routes, what is known of its runner, and SGLang's ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
 
@@ -125,7 +161,7 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes]:
 
     routes = Routes.of_model(model, default, whole, reason_of)
     routes.prefill = prefill
-    return model, routes
+    return model, routes, runner, config
 
 
 def _server_arguments(path: str, flags: Sequence[str]) -> Any:

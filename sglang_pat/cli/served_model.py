@@ -1,0 +1,103 @@
+"""The model and options of a server that is not there, for commands that ask SGLang's class.
+
+`doctor` and `build` share them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+from sglang_pat.cli.arguments import FLAGS, quoted, whole_number
+from sglang_pat.cli.server_options import check_flags
+from sglang_pat.model_layers import check_architectures
+from sglang_pat.support import BACKEND
+from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config
+
+_TP = ("--tp", "--tp-size", "--tensor-parallel-size")
+_MOST_GPUS = 4096
+_FLAG = "--attention-backend"
+
+
+def add_model_options(parser: argparse.ArgumentParser, does: str) -> None:
+    """Add --model, --tp and --server-args to `parser`. does: what the command does with a model."""
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"{does}: {MODELS}",
+    )
+    parser.add_argument(
+        "--tp",
+        type=whole_number(1, _MOST_GPUS),
+        metavar="N",
+        help="with --model: GPUs that share it (default: 1)",
+    )
+    parser.add_argument(
+        FLAGS,
+        metavar="ARGS",
+        help="with --model: more arguments of the server, as one text: '--kv-cache-dtype fp8_e4m3'",
+    )
+
+
+def server_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the server's arguments, as words.
+
+    ValueError for options without a model, for what is no flag of SGLang's, and for one that is
+    given twice.
+    """
+    given = arguments.server_args
+    if arguments.model is None:
+        for option, value in (("--tp", arguments.tp), (FLAGS, given)):
+            if value is not None:
+                raise ValueError(f"{option} {quoted(str(value))}: allowed: with --model")
+        return []
+    try:
+        words = shlex.split(given or "")
+    except ValueError as error:
+        raise ValueError(f"{FLAGS} {quoted(given)}: {error}; allowed: as in a shell") from None
+    words = _without_pat(words)
+    check_flags(words, f"the command is about {BACKEND}")
+    if arguments.tp is None:
+        return words
+    twice = next((word for word in words if word.partition("=")[0] in _TP), None)
+    if twice is not None:
+        raise ValueError(f"--tp {arguments.tp} and {twice} in {FLAGS}; allowed: one of them")
+    return ["--tp", str(arguments.tp), *words]
+
+
+def _without_pat(words: list[str]) -> list[str]:
+    """Leave out the flag that asks for pat: users give the arguments that they start with."""
+    kept: list[str] = []
+    for word in words:
+        if word == BACKEND and kept[-1:] == [_FLAG]:
+            kept.pop()
+        elif word != f"{_FLAG}={BACKEND}":
+            kept.append(word)
+    return kept
+
+
+def loadable(model: str, folder: Path) -> str:
+    """Return what SGLang loads the configuration of `model` from: a folder, or a hub's name.
+
+    A configuration that is not in a folder of its own is written into `folder`. ValueError or
+    OSError for what is neither a configuration nor on the hub.
+    """
+    if os.path.exists(model) or model in MODEL_NAMES:
+        label, config = read_whole_config(model)
+        try:
+            check_architectures(config)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        if os.path.isdir(model):
+            return model
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) is None:
+        raise ValueError(f"--model {quoted(model)}: no file; allowed: {MODELS}")
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true"):
+        ask_hub(model)
+    return model
