@@ -46,7 +46,7 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("doctor everything", "unknown argument 'everything'; allowed: --help, --json"),
         ("doctor --json /no/f", "--json: '/no/f': its folder /no does not exist"),
         ("doctor --json", "--json: expected one argument"),
-        ("doctor --model nofile", "--model 'nofile': no file, and the Hugging Face hub gives no "),
+        ("doctor --model nofile", "model 'nofile': no file, and the Hugging Face hub gives no "),
         ("doctor --model /etc/passwd", "/etc/passwd: not a config.json: "),
         ("build --arch 8.5", "--arch: '8.5'; allowed: 8.0, 8.6, 8.7, 8.9, 9.0, 10.0"),
         ("build --arch sm_90", "--arch: 'sm_90'; allowed: 8.0,"),
