@@ -317,21 +317,26 @@ def compare(
     sampled: bool = False,
 ) -> float | None:
     """Ask both servers at once. Returns pat's KV read ratio. done: is given what was found."""
-    (_, pat), (other, _) = pair.items()  # the order of Scale.backends
+    pat = pair["pat"]
     before = pat.server.stats()
     found = of_both(pair, partial(of_answers, asked=asked, probes=probes, sampled=sampled))
     ratio = read_ratio(difference(pat.server.stats(), before))
     alone = [found[name].pop("alone") for name in pair]
-    changed, most = (max(found[name]["different"].values()) for name in pair)
-    odd = sum(found[name]["not_finite"] for name in pair)
     found["same_tokens_alone"] = sum(one == two for one, two in zip(*alone, strict=True))
     found["kv_read_ratio"] = ratio
-    gates = {
-        f"{case}: requests with several answers, at most {other}'s": at_most(changed, most),
+    done("answers", case, found, gates_of(case, found, *pair))
+    return ratio
+
+
+def gates_of(case: str, found: Mapping[str, Any], name: str, other: str) -> dict[str, Any]:
+    """Judge a case: `name` may change no more requests than `other`, in any of the batches."""
+    mine, theirs = (found[each]["different"] for each in (name, other))
+    more = max(mine[batch] - theirs[batch] for batch in mine)
+    odd = sum(found[each]["not_finite"] for each in (name, other))
+    return {
+        f"{case}: requests with several answers, beyond those of {other}": at_most(more, 0),
         f"{case}: log-probabilities that are not finite": at_most(odd, 0),
     }
-    done("answers", case, found, gates)
-    return ratio
 
 
 def answers(pair: Mapping[str, Member], scale: Scale, done: Done) -> None:

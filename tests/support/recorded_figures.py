@@ -366,6 +366,57 @@ def trained_model() -> str:
     return "\n\n".join((source, table(columns, rows), accepted, verdict))
 
 
+def deterministic_servers() -> str:
+    """Times and bits of servers with SGLang's deterministic inference."""
+    found = _of_either_gpu("deterministic.json")
+    if found is None:
+        return "Not yet run."
+    where, result = found
+    times = [
+        [
+            case,
+            *(f"{each['tpot_ms'][name]:.2f}" for name in ("pat", "fa3")),
+            f"{each['fa3_over_pat']:.3f}",
+        ]
+        for case, each in result["times"].items()
+    ]
+    bits = [
+        [
+            case,
+            *(
+                f"{mine} ({theirs})"
+                for mine, theirs in zip(
+                    *(each[name]["different"].values() for name in ("pat", "fa3")), strict=True
+                )
+            ),
+            f"{each['pat']['prompts']}",
+        ]
+        for case, each in result["answers"].items()
+    ]
+    odd = sum(
+        each[name]["not_finite"] for each in result["answers"].values() for name in ("pat", "fa3")
+    )
+    source = wrapped(
+        f"ms per token. Source: `{where}` (`benchmarks/check deterministic`, SGLang "
+        f"{result['meta']['versions']['sglang']}, commit {result['meta']['commit']})."
+    )
+    explained = wrapped(
+        "Requests with other bits in a batch than alone with an empty cache, in the server of pat "
+        f"(and of FA3), of those asked. {odd} log-probabilities were no finite number."
+    )
+    columns = ["case", "alone, cached", "some together", "all together", "all, cached", "asked"]
+    met = sum(gate["met"] for gate in result["gates"].values())
+    verdict = f"{met} of {len(result['gates'])} rules held (`gates` in the file)."
+    parts = (
+        source,
+        table(["case", "pat", "FA3", "FA3 / pat"], times),
+        explained,
+        table(columns, bits),
+        verdict,
+    )
+    return "\n\n".join(parts)
+
+
 def roll_outs_and_trainer() -> str:
     """Mismatch of the log-probabilities of servers and trainer in a loop."""
     found = _of_either_gpu("rl.json")
@@ -1046,6 +1097,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         latent_one_byte_kernels,
         latent_losses,
         trained_model,
+        deterministic_servers,
         roll_outs_and_trainer,
         planted_errors,
         latent_servers,
