@@ -10,7 +10,7 @@ the page, and it must be what the JMESPath query finds in the file, rounded to t
     -->
 
 `<=` and `>=` say that the number is a bound of what is found ("at least 2.2x"). `geomean(numbers)`
-is added to the functions of JMESPath.
+and `divide(a, b)` are added to the functions of JMESPath.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class _Functions(Functions):  # type: ignore[misc]
     @signature({"types": ["array-number"]})
     def _func_geomean(self, numbers: list[float]) -> float:
         return geometric_mean(numbers)
+
+    @signature({"types": ["number"]}, {"types": ["number"]})
+    def _func_divide(self, a: float, b: float) -> float:
+        return a / b
 
 
 _OPTIONS = jmespath.Options(custom_functions=_Functions())

@@ -135,6 +135,20 @@ def test_example_of_latent_attention_runs_and_is_right() -> None:
         torch.testing.assert_close(found, weights @ keys[:, :512], rtol=0, atol=1e-5)
 
 
+def test_the_plan_of_six_requests_is_the_one_that_the_page_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs/design/deep-dive.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    described = capsys.readouterr().out
+    lines = re.findall(r"^(?:plan v|KV tokens: |ticket \d|merge request \d).*", page, re.M)
+    assert len(lines) == 7
+    for line in lines:
+        shown = line.partition(", requests ...")[0].partition(" ...")[0]
+        assert f"\n{shown}" in f"\n{described}"
+
+
 def test_the_readme_is_short_and_begins_with_what_to_run() -> None:
     lines = README.splitlines()
     assert len(lines) <= 100

@@ -41,6 +41,7 @@ def page(*lines: str) -> str:
         ("At most 20.1.", "20.1 >= max(cases[].ms)", None),
         ("At most 20.", "20 >= max(cases[].ms)", "has 20.05"),
         ("On average 13.8", "13.8 = geomean(cases[].ms)", None),
+        ("2.1 times", "2.1 = divide(cases[1].ms, cases[0].ms)", None),
         ("47% fewer", "47% = saved", None),
         ("about 1,200 steps", "1,200 = steps", None),
         ("9.5", "9.5 = cases[?name=='c'].ms", "finds no number"),
