@@ -72,13 +72,15 @@ class Reads(NamedTuple):
     """KV that the attention of one layer reads in a step, in tokens of one KV head.
 
     once: each distinct token, from memory. again: from memory, by another request of the batch.
-    cached: again, but from the L2 cache. partials: of one query row.
+    cached: again, but from the L2 cache. partials: of one query row. cache_speed: of the reads from
+    the cache, over that of all SMs that do nothing else.
     """
 
     once: float
     again: float = 0.0
     cached: float = 0.0
     partials: float = 0.0
+    cache_speed: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -241,7 +243,7 @@ class StepTime:
             flops = 2 * tiles * MAX_LATENT_GROUP_SIZE * (layer.head_dim + layer.v_head_dim)
             computed = reads.tokens * flops / gpu.flops_per_second / _LATENT_FLOPS_SHARE
             return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
-        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM
+        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
         return _ATTENTION_SECONDS + memory + cached + merge
 
     def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
