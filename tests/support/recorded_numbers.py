@@ -1,9 +1,10 @@
 """Check that numbers in prose follow the recorded runs.
 
-A page ends with comments of this form, one number per line. The number must occur in the text of
-the page, and it must be what the JMESPath query finds in the file, rounded to the shown digits:
+A page ends with comments of this form. Each number must occur in the text of the page, and it must
+be what the JMESPath query finds in the file, rounded to the shown digits:
 
     <!-- recorded in benchmarks/results/h100/kernels.json:
+    9.5 30.1 = cases[?name=='shared'].[ms.pat, ms.fa3]
     4.3 = geomean(cases[?shared].over_best)
     2.2 <= min(cases[].over_best)
     18% >= max(cases[].error)
@@ -26,7 +27,7 @@ from jmespath.functions import Functions, signature
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"<!-- recorded in (\S+):\n(.*?)-->", re.DOTALL)
-LINE = re.compile(r"(?P<shown>[\d.,]+%?) (?P<relation>=|<=|>=) (?P<query>.+)")
+LINE = re.compile(r"(?P<shown>[\d.,]+%?(?: [\d.,]+%?)*) (?P<relation>=|<=|>=) (?P<query>.+)")
 
 
 class _Functions(Functions):  # type: ignore[misc]
@@ -45,7 +46,8 @@ _OPTIONS = jmespath.Options(custom_functions=_Functions())
 def shown_numbers(text: str) -> set[str]:
     """Return the numbers of a page that its comments trace to a record."""
     lines = [line for _, body in BLOCK.findall(text) for line in body.splitlines()]
-    return {found["shown"] for line in lines if (found := LINE.fullmatch(line))}
+    found = [match["shown"] for line in lines if (match := LINE.fullmatch(line))]
+    return {number for each in found for number in each.split()}
 
 
 def wrong_numbers(text: str, root: Path = ROOT) -> list[str]:
@@ -59,22 +61,29 @@ def wrong_numbers(text: str, root: Path = ROOT) -> list[str]:
             if found is None:
                 wrong.append(f"{line!r}: expected NUMBER = QUERY")
                 continue
-            shown, relation, query = found["shown"], found["relation"], found["query"]
-            value = _value(record, query)
-            if not re.search(rf"(?<![\d.,]){re.escape(shown)}(?![\d%]|[.,]\d)", prose):
-                wrong.append(f"{line}: the text does not show {shown}")
-            if value is None:
-                wrong.append(f"{line}: finds no number in {name}")
-            elif not _holds(shown, relation, value):
-                wrong.append(f"{line}: {name} has {value:.6g}")
+            numbers, values = found["shown"].split(), _values(record, found["query"])
+            for number in numbers:
+                if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d%]|[.,]\d)", prose):
+                    wrong.append(f"{line}: the text does not show {number}")
+            if len(values) != len(numbers):
+                wrong.append(f"{line}: {len(numbers)} numbers, but {name} has {values}")
+                continue
+            for number, value in zip(numbers, values, strict=True):
+                if not _holds(number, found["relation"], value):
+                    wrong.append(f"{line}: {name} has {value:.6g}")
     return wrong
 
 
-def _value(record: dict[str, Any], query: str) -> float | None:
-    value = jmespath.search(query, record, _OPTIONS)
-    if isinstance(value, list) and len(value) == 1:
-        (value,) = value
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _values(record: dict[str, Any], query: str) -> list[float]:
+    """Return the numbers that a query finds, of lists within lists, too."""
+
+    def flat(value: Any) -> list[float]:
+        if isinstance(value, list):
+            return [number for each in value for number in flat(each)]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return [value] if is_number else []
+
+    return flat(jmespath.search(query, record, _OPTIONS))
 
 
 def _holds(shown: str, relation: str, value: float) -> bool:
