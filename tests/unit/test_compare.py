@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from server.kernel_times import kernel_times
 from server.scenarios import BACKENDS, SCENARIOS, Scenario, alone, shared
 from sglang_pat.bench.answers import Answer, Candidate
 from sglang_pat.bench.cases import Case
+from sglang_pat.bench.decoding import DecodeRun
 
 GIGABYTE = 1e9
 
@@ -134,6 +136,64 @@ def test_answers_that_part_and_prompts_that_were_not_cached_fail() -> None:
     for cached, met in ((0.95, True), (0.5, False)):
         found = gates({}, [case(3.0, prefix=64, share_of_prompts_cached={"pat": cached})])
         assert found["s, c: part of the prompts in the cache"]["met"] is met
+
+
+class StubServer:
+    """Answers each prompt with its last token; `wrong`: with another one."""
+
+    def __init__(self, *, wrong: bool = False) -> None:
+        self.wrong = wrong
+        self.batches: list[int] = []
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def generate(self, prompts: Any, sampling: Any, **more: Any) -> list[dict[str, Any]]:
+        self.batches.append(len(prompts))
+        return [self._answer(prompt[-1] + self.wrong) for prompt in prompts]
+
+    def _answer(self, token: int) -> dict[str, Any]:
+        top = [[-0.5, token, None], [-0.9, token + 1, None]]
+        return {"output_ids": [token], "meta_info": {"output_top_logprobs": [top]}}
+
+
+def test_servers_of_a_batch_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(members: list[Any], prompts: Any, tokens: int, rounds: int) -> dict[str, Any]:
+        times = {"pat": 2.0, "fa3": 6.0, "xqa": 4.0}
+        slices = {each.name: dict.fromkeys((8, 16, 24), times[each.name]) for each in members}
+        return {name: [DecodeRun(each, 1.0, 1.0, [])] * rounds for name, each in slices.items()}
+
+    monkeypatch.setattr(compare, "ask_in_turn", ask)
+    monkeypatch.setattr(compare, "fill_all", lambda *_: None)
+    servers = {"pat": StubServer(), "fa3": StubServer(), "xqa": StubServer(wrong=True)}
+    members: Any = {
+        name: SimpleNamespace(name=name, server=server, failure=None)
+        for name, server in servers.items()
+    }
+    batch = shared(5, 128, 64, 2.5)
+    of = Scenario("llama-3-8b", ("pat", "fa3", "xqa"), (batch,))
+    measured = compare.Measured("s", of)
+    # Those of another group come later, and are compared with what is known by then.
+    measured.measure(batch, {"pat": members["pat"]}, 2)
+    assert measured.cases()[0]["over_pat"] == {}
+    measured.measure(batch, {name: members[name] for name in ("fa3", "xqa")}, 2)
+    (found,) = measured.cases()
+    assert {name: each["median"] for name, each in found["over_pat"].items()} == {
+        "fa3": 3.0,
+        "xqa": 2.0,
+    }
+    assert [found["answers"][name]["equal"] for name in ("fa3", "xqa")] == [5, 0]
+    assert found["own_answers"]["fa3"]["equal"] == 5
+    assert servers["fa3"].batches == [5, 2, 3]
+    assert servers["pat"].batches == servers["xqa"].batches == [5]
+    met = {name: gate["met"] for name, gate in gates({}, [found]).items()}
+    assert met == {
+        "s, 5 x (128 shared) + 64: fa3 / pat": True,
+        "s, 5 x (128 shared) + 64: xqa / pat": False,
+        "s, 5 x (128 shared) + 64: answers that part from fa3's, no tie": True,
+        "s, 5 x (128 shared) + 64: answers that part from xqa's, no tie": False,
+        "s, 5 x (128 shared) + 64: part of the prompts in the cache": True,
+    }
 
 
 @pytest.mark.parametrize(("layers", "met"), [(16, True), (8, False), (0, False)])
