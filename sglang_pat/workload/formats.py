@@ -28,6 +28,7 @@ import csv
 import gzip
 import hashlib
 import heapq
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -340,10 +341,24 @@ def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
 def _decoded(line: bytes) -> dict[str, Any]:
     """The object of a line of a log, which may begin with a time and more."""
     part, before = _json_part(line)
-    found = _decode_object(part)
+    try:
+        found = _decode_object(part)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = _lenient(part)
+        if found is None:
+            raise ValueError(str(error)) from None
     if before and (time := _PREFIX_TIME.search(before)):
         found.setdefault("logtime", time[0].decode().replace(",", "."))
     return found
+
+
+def _lenient(part: bytes) -> dict[str, Any] | None:
+    """The object of a line that is JSON only for Python: with NaN, say, or half a character."""
+    try:
+        found = json.loads(part.decode(errors="replace"))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 _PREFIX_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
@@ -360,7 +375,7 @@ def _json_part(line: bytes) -> tuple[bytes, bytes]:
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         return _decoded(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 

@@ -124,10 +124,10 @@ def _first_token(content: int) -> int:
 
 
 class TraceError(ValueError):
-    """A malformed line of a trace: `FILE:LINE: reason`."""
+    """A malformed line of a trace: `FILE:LINE: reason`; line 0 is the whole file."""
 
     def __init__(self, file: str, line: int, reason: str) -> None:
-        super().__init__(f"{file}:{line}: {reason}")
+        super().__init__(f"{file}:{line}: {reason}" if line else f"{file}: {reason}")
         self.file = file
         self.line = line
         self.reason = reason

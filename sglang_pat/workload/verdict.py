@@ -114,8 +114,14 @@ def _says(tpot: dict[str, float], rate: dict[str, float], error: dict[str, float
 
 def _sentence(says: str, tpot: dict[str, float], rate: dict[str, float]) -> str:
     gains = _gains(tpot, rate)
-    change = f"{-gains[TPOT]:+.0%}" if gains[TPOT] else "0%"
-    per_token = f"{tpot[PAT]:.1f} instead of {tpot[DEFAULT]:.1f} ms per output token ({change})"
+    ours, other = (f"{tpot[name]:.1f}" for name in (PAT, DEFAULT))
+    if ours == other:
+        ours, other = (f"{tpot[name]:.2f}" for name in (PAT, DEFAULT))
+    per_token = (
+        f"{ours} instead of {other} ms per output token ({-gains[TPOT]:+.0%})"
+        if gains[TPOT]
+        else f"the same {tpot[DEFAULT]:.1f} ms per output token"
+    )
     before, after = (f"{rate[name]:.3g}" for name in (DEFAULT, PAT))
     if gains[RATE] == 0:
         return f"pat {says}: {per_token}, and the same {after} requests per second at most."

@@ -141,6 +141,25 @@ def test_greedy_answers_part_at_near_ties_only() -> None:
     assert verdict.as_dict()["first_divergence"]["request"] == 5
 
 
+def test_answers_that_part_within_the_rounding_of_the_type_tie() -> None:
+    """The other backend may be as good as exact; bfloat16 still rounds."""
+    floor = ROUNDING["bfloat16"]
+    exact = [np.full(TOKENS - 1, floor / 1000)] * PROMPTS
+    for gap, is_tie in ((1.9 * floor, True), (2.1 * floor, False)):
+        verdict = judged(exact, exact, of_pat=replies(9, gap), of_other=replies(gap=gap))
+        assert verdict.is_close == is_tie
+
+
+def test_an_answer_of_one_token_hides_no_worse_one() -> None:
+    """It has no distance, and the mean of none is no number, which would be beyond no limit."""
+    pat = noise(0)
+    pat[0] = np.zeros(0)
+    pat[17][20:] += 12 * NOISE
+    verdict = judged(pat, noise(1))
+    assert names(verdict) == {"worst answer"}
+    assert all(math.isfinite(each.pat) for each in verdict.measures)
+
+
 def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="dtype 'float64'; allowed: float32, float16, bfloat16"):
         judged(noise(0), noise(1), dtype="float64")

@@ -250,6 +250,39 @@ def test_malformed_lines_are_counted_and_shown(
     assert capsys.readouterr().out.startswith("Not replayed: 1 malformed lines (trace.jsonl:")
 
 
+def test_long_work_tells_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sglang_pat.cli.advise._QUIET_SECONDS", 0)
+    monkeypatch.setattr("sglang_pat.cli.advise._EVERY_SECONDS", 0)
+    assert advise("--generate", "toolagent", "--limit", 40) == 0
+    told = capsys.readouterr().err.splitlines()
+    for stage in ("reading", "serving with default", "serving with pat"):
+        found = [line for line in told if line.startswith(f"{stage}: ")]
+        assert len(found) > 5
+        assert found[-1].endswith(" of 40 requests")
+    monkeypatch.undo()
+    assert advise("--generate", "toolagent", "--limit", 2) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_requests_that_do_not_fit_leave_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    for long, status in ((4, 0), (6, 2)):
+        rows = [f"{i},{5000 if i < long else 50},9\n" for i in range(10)]
+        (tmp_path / "trace").write_text(header + "".join(rows))
+        words = ("--trace", tmp_path / "trace", "--context-length", 4096)
+        assert advise(*words) == status
+        told = capsys.readouterr()
+        if status:
+            assert "6 of 10 requests are longer than the context of 4,096" in told.err
+            assert told.out == ""
+        else:
+            assert told.out.startswith("Not replayed: 4 requests longer than the context.\n")
+
+
 def test_a_large_trace_takes_seconds(tmp_path: Path) -> None:
     """12,031 requests of 12,000 tokens must stay under 15 s on an idle machine."""
     lines = (

@@ -59,6 +59,9 @@ SHAPES = {
     "array with byte order mark": "\ufeff" + json.dumps(RECORDS),
     "times before the lines": LINES.replace('{"timestamp"', '[2026-03-01 00:00:00] {"timestamp"'),
     "no end of line": LINES.rstrip(),
+    "numbers and characters that only Python writes": LINES.replace(
+        '"usage"', '"logprob": NaN, "least": -Infinity, "text": "\\ud83d", "usage"'
+    ),
 }
 
 

@@ -185,3 +185,27 @@ def test_the_log_of_a_server_tells_all_that_trees_decide() -> None:
         ("prefill", [(0, 350, 0), (1, 350, 0), (2, 350, 0)], 1550),
         ("decode", 2, [351, 351, 351], 1544),
     ]
+
+
+def test_a_prompt_of_which_no_page_fits_lets_go_of_its_prefix() -> None:
+    """A pass of 100 tokens with 90 new ones has 4 left of 7 pages of 16: too few for a page."""
+    prefix = Segment(1, 64)
+    stream = [
+        TraceRequest(0.0, (prefix, Segment(2, 8)), 2),
+        TraceRequest(9.0, (Segment(3, 90),), 2),
+        TraceRequest(9.0, (prefix, Segment(4, 40)), 2),
+    ]
+    events, server = served(stream, pool=800, page=16, chunked_prefill_size=100)
+    assert [e.new for e in events if isinstance(e, Prefill)] == [72, 90, 40]
+    assert server.tree.reachable == server.tree.size, "a prefix stayed locked"
+
+
+def test_nobody_is_admitted_into_a_full_batch_before_somebody_leaves() -> None:
+    """A running request is expected to need less than a new one: there would be room at once."""
+    lengths = ((50, 10), (50, 100), (200, 20))
+    stream = [
+        TraceRequest(0.0, (Segment(i, prompt),), answer)
+        for i, (prompt, answer) in enumerate(lengths)
+    ]
+    events, _ = served(stream, pool=300, max_new_tokens=100)
+    assert [type(event) for event in events] == [Prefill, Decode] * 3
