@@ -42,7 +42,7 @@ PAGES = (
     "docs/recipes/rollouts.md",
     "docs/recipes/router.md",
     "docs/related-work.md",
-    "docs/results.md",
+    "benchmarks/results/TABLES.md",
     "docs/when-it-does-not-pay.md",
 )
 WIDTH = 120
