@@ -102,7 +102,7 @@ def _of_sglang(
         return None
     with tempfile.TemporaryDirectory(prefix="sglang-pat-model-") as folder:
         Path(folder, "config.json").write_text(json.dumps(whole))
-        asked = [{"path": folder}]
+        asked: list[dict[str, Any]] = [{"path": folder}]
         if tp > 1:
             asked.append({"path": folder, "flags": ["--tp", str(tp)]})
         # One class is imported in a fraction of the time, if it needs no other by name.

@@ -6,6 +6,7 @@ A nightly test compares the parameters with those of SGLang's own classes.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -215,11 +216,13 @@ def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
     """True if the MLP of a layer is a mixture of experts."""
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and index < len(kinds):
-        return kinds[index] != "dense"
+        return bool(kinds[index] != "dense")
     listed = config.get("moe_layers_enum")  # Step, as text
     if listed:
         numbers = listed.split(",") if isinstance(listed, str) else listed
-        return index in [int(each) for each in numbers]
+        if not isinstance(numbers, list):
+            raise ValueError(f"moe_layers_enum={reprlib.repr(listed)}; allowed: layers, as 3,4,5")
+        return str(index) in [str(each).strip() for each in numbers]
     if isinstance(config.get("moe_layers"), list):
         return index in config["moe_layers"]
     if step := count(config, "interleave_moe_layer_step"):  # Llama 4
@@ -232,7 +235,8 @@ def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
     frequency = config.get("moe_layer_freq", config.get("moe_layer_interval"))
     if isinstance(frequency, list):
         return bool(frequency[index]) if index < len(frequency) else True
-    return index >= first and index % max(1, frequency or 1) == 0
+    every = count({"moe_layer_freq": frequency}, "moe_layer_freq") or 1
+    return index >= first and index % every == 0
 
 
 def _shared_width(config: Mapping[str, Any], width: int) -> int:
@@ -321,13 +325,15 @@ def _encoder(config: Mapping[str, Any], hidden: int) -> int:
     if config.get("model_type") in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"):
         width = _any(config, "hidden_size")
     inner = _any(config, "intermediate_size", "encoder_ffn_dim")
-    inner = inner or int(width * float(config.get("mlp_ratio") or 4))
+    ratio = config.get("mlp_ratio")
+    inner = inner or int(width * (ratio if isinstance(ratio, int | float) and ratio > 0 else 4))
     is_gated = config.get("model_type") == "qwen2_5_vl" or config.get("hidden_act") == "silu"
     found = layers * (4 * width * width + (3 if is_gated else 2) * width * inner)
     merge = _any(config, "spatial_merge_size")
     if merge:  # of patches, into tokens of the decoder
         merged = width * merge * merge
-        mergers = 1 + len(config.get("deepstack_visual_indexes") or ())
+        deep = config.get("deepstack_visual_indexes")
+        mergers = 1 + (len(deep) if isinstance(deep, list) else 0)
         found += mergers * merged * (merged + (_any(config, "out_hidden_size") or hidden))
     return found
 
@@ -408,7 +414,7 @@ def _skips(quantisation: Mapping[str, Any], *modules: str) -> bool:
     """True if a module of these names is not quantised in most layers."""
     patterns = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
     layers = set()
-    for pattern in map(str, patterns):
+    for pattern in map(str, patterns if isinstance(patterns, list) else [patterns]):
         path = pattern.removeprefix("re:").replace("\\", "")
         for module in modules:
             if re.search(rf"(?:^|[.*]){module}\b", path) is None:

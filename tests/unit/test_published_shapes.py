@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from published_shapes import PublishedShape, by_rules, read_shapes
 
 from sglang_pat.model_layers import decoder_config, read_layers
-from sglang_pat.workload.weights import read_weights
+from sglang_pat.workload.weights import read_weights, weight_bytes
 
 SHAPES = read_shapes()
 # Their weights are not within 10%: two embeddings beside that of the words, which count here as an
@@ -17,6 +19,22 @@ OTHER_WEIGHTS = {"BAAI/bge-large"}
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_layers_are_those_of_sglangs_class(shape: PublishedShape) -> None:
     assert by_rules(shape.config) == shape.layers
+
+
+WRONG = (None, 0, -1, "x", "", [], {}, [1], ["a"], {"a": 1}, 1.5, True, 10**12, [None], [{}])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_wrong_values_are_refused_by_name(shape: PublishedShape) -> None:
+    """A key of another type is read as missing, or it is a ValueError: nothing else."""
+    others = ("quantization_config", "moe_layers_enum", "mlp_layer_types", "moe_layer_freq")
+    for key in (*shape.config, *others):
+        for value in WRONG:
+            config = {**shape.config, key: value}
+            with contextlib.suppress(ValueError):
+                decoder = decoder_config(config)
+                read_weights(decoder, read_layers(config, 2))
+                weight_bytes(decoder)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -104,7 +104,7 @@ def without_gpu() -> Iterator[None]:
         yield
         return
 
-    class Kernels(torch._ops._OpNamespace):  # type: ignore[misc]
+    class Kernels(torch._ops._OpNamespace):
         def __getattr__(self, name: str) -> Any:
             try:
                 return super().__getattr__(name)
@@ -220,7 +220,8 @@ def _groups_without_others() -> Iterator[None]:
         return make_group(ranks, backend="fake")
 
     make_group, coordinator = torch.distributed.new_group, parallel_state.GroupCoordinator
-    torch.distributed.new_group, parallel_state.GroupCoordinator = new_group, Group
+    setattr(torch.distributed, "new_group", new_group)  # noqa: B010  # other arguments
+    parallel_state.GroupCoordinator = Group
     try:
         yield
     finally:
