@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.terminal import console, show_failure
 from sglang_pat.bench.cases import Case
@@ -46,6 +46,7 @@ _POLL_SECONDS = 0.3
 _ERROR = re.compile(r"^(?:\[.*?\] )?([\w.]*(?:Error|Exception|Refused\w*): .*)$", re.MULTILINE)
 
 Prompts = Sequence[Sequence[int]]
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Member:
@@ -88,31 +89,28 @@ class Member:
         return found | {"start_seconds": self.start_seconds}
 
 
-def groups_that_fit(
-    needs: Mapping[str, float], gigabytes: float, *, servers_each: int
-) -> list[list[str]]:
+def groups_that_fit(needs: Mapping[Name, tuple[int, float]], memory: float) -> list[list[Name]]:
     """Divide what is to be measured into groups whose servers start together.
 
     Parameters
     ----------
     needs : mapping
-        Gigabytes that the servers of each take on the GPU, in the order of the measurement.
-    gigabytes : float
-        What is free there.
-    servers_each : int
-        Servers of each.
+        Number of servers and the memory that they take on the GPU, by name, in the order of the
+        measurement.
+    memory : float
+        Free on the GPU, in the same unit.
 
     Returns
     -------
-    list of list of str
+    list of list
         Names, in order. One that fits nowhere has a group of its own.
     """
-    groups: list[list[str]] = []
-    for name, need in needs.items():
-        last = groups[-1] if groups else []
-        fits = sum(needs[each] for each in last) + need <= gigabytes
-        if last and fits and (len(last) + 1) * servers_each <= MOST_AT_ONCE:
-            last.append(name)
+    groups: list[list[Name]] = []
+    for name, (count, need) in needs.items():
+        last = [needs[each] for each in groups[-1]] if groups else []
+        servers = sum(servers for servers, _ in last) + count
+        if last and servers <= MOST_AT_ONCE and sum(used for _, used in last) + need <= memory:
+            groups[-1].append(name)
         else:
             groups.append([name])
     return groups

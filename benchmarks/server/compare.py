@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ import torch
 from common import random_weights
 from common.counters import difference, with_ratio
 from common.fleet import (
-    MOST_AT_ONCE,
     SHARED_GPU,
     Member,
     ask_in_turn,
     fill_all,
     fleet,
+    groups_that_fit,
     heads_of,
     report_starts,
     times_of,
@@ -124,24 +125,21 @@ def server_bytes(scenario: Scenario) -> float:
 Group = list[tuple[str, tuple[str, ...]]]  # scenarios, and backends whose servers start together
 
 
-def groups_that_fit(scenarios: Mapping[str, Scenario], memory: float) -> list[Group]:
+def groups_of(scenarios: Mapping[str, Scenario], memory: float) -> list[Group]:
     """Divide the servers into groups that start together, in the order of the scenarios.
 
-    memory: of a GPU, in bytes. A scenario whose servers do not fit at once has a group for each.
+    memory: of a GPU, in bytes. The servers of a scenario that do not fit at once are taken apart.
     """
     groups: list[Group] = []
-    room, free, gpus = 0, 0.0, 0
-    for name, scenario in scenarios.items():
-        count, need = len(scenario.backends), server_bytes(scenario)
-        if count * need > memory:
-            groups += [[(name, (backend,))] for backend in scenario.backends]
-            room = 0
-        elif count <= room and count * need <= free and scenario.gpus == gpus:
-            groups[-1].append((name, scenario.backends))
-            room, free = room - count, free - count * need
-        else:
-            groups.append([(name, scenario.backends)])
-            room, free, gpus = MOST_AT_ONCE - count, memory - count * need, scenario.gpus
+    for _, several in groupby(scenarios.items(), lambda each: each[1].gpus):
+        needs: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+        for name, scenario in several:
+            count, need = len(scenario.backends), server_bytes(scenario)
+            if count * need <= memory:
+                needs[name, scenario.backends] = count, count * need
+            else:
+                needs |= {(name, (backend,)): (1, need) for backend in scenario.backends}
+        groups += groups_that_fit(needs, memory)
     return groups
 
 
@@ -363,7 +361,7 @@ class _Session:
         memory = float(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 1e18
         scenarios = {name: each.scenario for name, each in self.measured.items()}
         environment = _ENVIRONMENT | random_weights.install(folder)
-        for number, group in enumerate(groups_that_fit(scenarios, _SHARE * memory)):
+        for number, group in enumerate(groups_of(scenarios, _SHARE * memory)):
             if self._is_late(", ".join(name for name, _ in group)):
                 continue
             path = folder / str(number)

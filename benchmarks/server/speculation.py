@@ -451,10 +451,14 @@ def run(args: argparse.Namespace) -> int:
 
         slots = arguments["max_total_tokens"]
         needs = {
-            each: gigabytes(shape, each, layers[each], args.draft_layers, slots) for each in drafts
+            each: (
+                len(BACKENDS),
+                gigabytes(shape, each, layers[each], args.draft_layers, slots),
+            )
+            for each in drafts
         }
         free = _FREE * _free_gigabytes() if args.quick else 0.0
-        groups = groups_that_fit(needs, free, servers_each=len(BACKENDS))
+        groups = groups_that_fit(needs, free)
         for group in groups:
             if time.monotonic() - begun > args.seconds:
                 late = f"not begun: {args.seconds:.0f} s were over"

@@ -70,11 +70,12 @@ def test_a_failure_names_the_last_error_of_the_log(tmp_path: Path) -> None:
 
 
 def test_servers_start_together_as_far_as_the_memory_goes() -> None:
-    needs = {"a": 30.0, "b": 30.0, "c": 30.0, "d": 90.0, "e": 10.0}
-    assert groups_that_fit(needs, 80, servers_each=2) == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert groups_that_fit(needs, 0, servers_each=2) == [[each] for each in needs]
+    gigabytes = {"a": 30.0, "b": 30.0, "c": 30.0, "d": 90.0, "e": 10.0}
+    needs = {name: (2, need) for name, need in gigabytes.items()}
+    assert groups_that_fit(needs, 80) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert groups_that_fit(needs, 0) == [[each] for each in needs]
     # No more than eight servers, whatever the memory.
-    assert groups_that_fit(needs, 1e6, servers_each=2) == [["a", "b", "c", "d"], ["e"]]
+    assert groups_that_fit(needs, 1e6) == [["a", "b", "c", "d"], ["e"]]
 
 
 def test_an_error_is_the_failure_of_servers_that_do_not_answer(tmp_path: Path) -> None:
