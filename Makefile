@@ -37,7 +37,7 @@ help:
 	@echo 'make fuzz             10,000 random plans and a million forest operations'
 	@echo 'make mutants          mistakes in the code, which the tests must notice (ARGS="words" runs some)'
 	@echo 'make lint             ruff, mypy, import-linter, clang-format, the words of docstrings and docs'
-	@echo 'make lint-workflows   the workflows against their schema, the one of releases by zizmor'
+	@echo 'make lint-workflows   workflows and the Kubernetes file against their schemas, releases by zizmor'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
 	@echo 'make results          write tables and pictures of the docs from benchmarks/results'
@@ -105,6 +105,7 @@ lint-words: setup
 lint-workflows: | $(UV)
 	$(UV) tool run --from check-jsonschema==0.35.0 check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(UV) tool run zizmor==1.32.0 --offline --quiet .github/workflows/release.yml
+	$(UV) tool run --from kubernetes-validate==1.37.0 kubernetes-validate --strict --quiet docs/operate/deploy/kubernetes.yaml
 
 format: setup
 	$(RUN) -m ruff check --fix
