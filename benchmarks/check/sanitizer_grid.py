@@ -362,7 +362,7 @@ def _poison(*tensors: torch.Tensor) -> None:
 def _check(case: Case, result: tuple[torch.Tensor, torch.Tensor], exact: Sequence[Any]) -> None:
     """That the kernels have computed what they should; how well is for tests/gpu to say."""
     out_close = {"rtol": 0.02, "atol": 0.02}
-    # Sums of products over fp8 keys keep 13 bits of mantissa (docs/kernels.md).
+    # Sums of products over fp8 keys keep 13 bits of mantissa (kernels/README.md).
     exactness = 2e-5 if case.kv_dtype is None else 5e-3
     lse_close = {"rtol": 0.0, "atol": exactness + 1e-3 * case.logit_cap}
     for name, got, expected, close in zip(

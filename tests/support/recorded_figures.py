@@ -34,7 +34,7 @@ ON_CPU = ROOT / "benchmarks/results/cpu"
 COMMAND = "python tests/support/recorded_figures.py"
 PAGES = (
     "docs/bench.md",
-    "docs/kernels.md",
+    "kernels/README.md",
     "docs/numerics.md",
     "docs/recipes/agents.md",
     "docs/recipes/fp8.md",

@@ -27,7 +27,7 @@ def test_every_block_is_shown_and_no_marker_is_broken() -> None:
 
 
 # Pages of evidence, limits and constants name the source of each number themselves.
-EVIDENCE = re.compile(r"docs/(results|kernels|check|advise|design/.*)\.md")
+EVIDENCE = re.compile(r"docs/(results|check|advise|design/.*)\.md")
 _NUMBER = r"\b\d[\d,]*(?:\.\d+)?"
 _UNIT = r"x\b|%| (?:us|ms|s|seconds|minutes|TB/s)\b| (?:tokens|requests) (?:a|per) s"
 _TIMES = r"(?:\b\d+\.\d+ times|(?:\b\d+|two|three|four|five|ten) times as|twice as)\b"
@@ -103,7 +103,7 @@ def test_other_results_give_other_figures(
     assert f"in {slower} of the {len(cases)} cases" in told
     monkeypatch.setattr("sys.argv", ["recorded_figures.py", "--check"])
     assert recorded_figures.main() == 1
-    assert "docs/kernels.md" in capsys.readouterr().err
+    assert "kernels/README.md" in capsys.readouterr().err
 
 
 def test_figures_follow_runs_that_are_recorded_later(
