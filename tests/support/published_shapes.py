@@ -70,9 +70,10 @@ def alike(
     layers: Sequence[tuple[Sequence[int], str | None]],
 ) -> tuple[tuple[int, int, int, int, int, str | None], ...]:
     """(shape, reason) of each layer, as `PublishedShape.layers` has them."""
-    counts = Counter((tuple(shape), reason) for shape, reason in layers)
-    found = [(count, *shape, reason) for (shape, reason), count in counts.items()]
-    return tuple(sorted(found, key=str))
+    counts: Counter[tuple[int, int, int, int, str | None]] = Counter()
+    for (heads, kv_heads, head_dim, v_head_dim), reason in layers:
+        counts[heads, kv_heads, head_dim, v_head_dim, reason] += 1
+    return tuple(sorted(((count, *alike) for alike, count in counts.items()), key=str))
 
 
 def by_rules(config: dict[str, Any], tp: int = 1) -> tuple[Any, ...]:
