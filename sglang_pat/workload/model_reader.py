@@ -1,6 +1,6 @@
 """A model's layers and weights: by SGLang's own class where SGLang is installed, else by rules.
 
-`advise` and `replay` read models here, `doctor --model` asks the same class. The rules
+`advise` reads models here, `doctor --model` asks the same class. The rules
 (`model_layers.py`, `weights.py`) serve machines without SGLang, the models that are known by name,
 and models that SGLang cannot build on this machine; then the answer says so.
 """
