@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_pat import support
-from sglang_pat.cli.arguments import bounded, folder_path, quoted
+from sglang_pat.cli.arguments import bounded, folder_path
 from sglang_pat.cli.gpus import find_gpus
 from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.cli.served_model import add_model_options, loadable, server_words
+from sglang_pat.messages import quoted
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.offline.model_support import KernelNeeds

@@ -12,8 +12,9 @@ import re
 import shlex
 from pathlib import Path
 
-from sglang_pat.cli.arguments import FLAGS, quoted, whole_number
+from sglang_pat.cli.arguments import FLAGS, whole_number
 from sglang_pat.cli.server_options import check_flags
+from sglang_pat.messages import quoted
 from sglang_pat.model_layers import check_architectures
 from sglang_pat.support import BACKEND
 from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.bench.stand_ins import refuse_stand_ins
-from sglang_pat.cli.arguments import FLAGS, quoted
+from sglang_pat.cli.arguments import FLAGS
 from sglang_pat.cli.gpus import Gpu, find_gpus
+from sglang_pat.messages import quoted
 from sglang_pat.output_file import output_or_stdout
 from sglang_pat.sglang.offline.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
 

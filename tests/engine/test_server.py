@@ -195,3 +195,25 @@ def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
     (steps,) = counted["private_steps"].values()
     assert steps == counted["plans_built"] + counted["plans_reused"] > 0
     assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]
+
+
+@pytest.mark.nightly
+def test_a_server_that_falls_back_whole_says_so_on_its_page(
+    workload: Workload, tmp_path: Path
+) -> None:
+    """The alert PatFallsBack reads the only metric of pat that there is."""
+    model = TinyModel(head_dim=32)
+    arguments = {
+        "attention_backend": "pat",
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+        "enable_metrics": True,
+    }
+    folder = model.write(tmp_path / "model")
+    with running_server(LAUNCH_SERVER, folder, tmp_path / "log", **arguments) as server:
+        server.generate(workload.three_levels[0])
+        found = [each for each in server.metrics() if each.name.startswith("sglang:pat_")]
+    (layers,) = found
+    assert (layers.name, layers.value) == ("sglang:pat_layers", model.num_layers)
+    assert layers.labels["route"] == "default"
+    assert layers.labels["reason"] == "head_dim 32"
