@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.arguments import LARGEST_SEED, Once, real_number, whole_number
+from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.messages import quoted
 from sglang_pat.output_file import output_file, output_or_stdout
 from sglang_pat.support import POLICIES
@@ -195,7 +196,8 @@ def read(arguments: argparse.Namespace, progress: Progress) -> Workload:
     from sglang_pat.workload.models import context_length_of
     from sglang_pat.workload.server import Rules
 
-    model = read_model(arguments.model, arguments.tp)
+    with sign_of_life("reading the model, by SGLang's class where SGLang is installed"):
+        model = read_model(arguments.model, arguments.tp)
     if model.note:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
     name, gpu = model.label, GPUS[arguments.gpu]

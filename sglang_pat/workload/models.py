@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.messages import quoted
 from sglang_pat.model_layers import decoder_config, positive
 from sglang_pat.support import KERNEL_DTYPES
 from sglang_pat.workload.weights import read_weights as read_weights
@@ -109,7 +110,6 @@ _LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
 _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 _HUB_SECONDS = 3
-_MOST_TOLD = 80  # characters of input in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
     if not os.path.isfile(path):  # unlike Path, it takes names that are too long
-        raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
+        raise ValueError(f"model {quoted(str(name))}; allowed: {MODELS}")
     try:
         size = path.stat().st_size
         if size > _LARGEST_CONFIG:
@@ -258,8 +258,8 @@ def ask_hub(name: str) -> None:
 
 def _not_on_hub(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"model {_told(name)}: no file, and the Hugging Face hub gives no config.json of that name "
-        f"({reason[:_MOST_TOLD]}); allowed: {MODELS}"
+        f"model {quoted(name)}: no file, and the Hugging Face hub gives no config.json of that "
+        f"name ({reason[:200]}); allowed: {MODELS}"
     )
 
 
@@ -274,12 +274,6 @@ def _from_hub(name: str) -> Path:
     with contextlib.suppress(Exception):  # few models have it
         hf_hub_download(name, _QUANTISATION)
     return path
-
-
-def _told(name: object) -> str:
-    """A name from the command line, for a message."""
-    text = str(name)
-    return repr(text if len(text) <= _MOST_TOLD else text[:_MOST_TOLD] + "...")
 
 
 def context_length_of(config: Mapping[str, Any]) -> int | None:

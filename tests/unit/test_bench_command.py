@@ -66,7 +66,7 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--server-args=--config=/no/such.yaml"], "--config '/no/such.yaml': there is no"),
         (["--against", "nosuch"], "--against 'nosuch'; allowed: default, fa3, triton"),
         (["--model", "/nowhere"], "model '/nowhere'; allowed: llama-3.1-8b, llama-3-8b, "),
-        (["--model", "9" * 5000], f"model '{'9' * 80}...'; allowed: llama-3.1-8b"),
+        (["--model", "9" * 5000], "9'; allowed: llama-3.1-8b, "),
         (["--model", "qwen3-8b", "--weights"], "--weights: qwen3-8b has none; allowed: with a "),
         (["--model", "{folder}/broken"], "/broken: not a config.json: "),
         (["--json", "{folder}/config.json"], "would overwrite the input"),

@@ -190,5 +190,5 @@ def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="huggingface_hub is not installed"):
         models.read_whole_config("org/model")
-    with pytest.raises(ValueError, match=r"model 'm{80}\.\.\.'; allowed: llama"):
+    with pytest.raises(ValueError, match=r"model 'm{20,40}\.\.\.m{20,40}'; allowed: llama"):
         models.read_whole_config("m" * 5000)
