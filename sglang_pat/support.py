@@ -10,6 +10,7 @@ promise the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BACKEND = "pat"  # the name of the attention backend in SGLang
 # Those that are tested (docs/sglang-versions.json): the oldest and the newest on each change.
@@ -204,6 +205,21 @@ def unsupported(topic: str, value: object) -> ValueError:
     return ValueError(
         f"pat does not support {topic} = {value}; supported: {_BY_TOPIC[topic].supported}"
     )
+
+
+class Unsupported(NamedTuple):
+    """Why pat does not decode something: a value under one of the topics of the support table."""
+
+    topic: str
+    value: object
+
+    def __str__(self) -> str:
+        alone = ("attention", "server options", "speculative decoding", "default backend")
+        return str(self.value) if self.topic in alone else f"{self.topic} {self.value}"
+
+    def refusal(self, where: str = "") -> ValueError:
+        """Return the error to raise where pat must not fall back."""
+        return unsupported(self.topic, f"{self.value}{where}")
 
 
 def markdown_table() -> str:

@@ -22,16 +22,16 @@ from sglang_pat.sglang.report.layer_report import report_routes
 from sglang_pat.sglang.speculative.attach import _Served, await_draft_model
 from sglang_pat.sglang.speculative.tree_attention import choose_masks
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.server_options import (
     TREES,
-    Reason,
     attention_backends,
     batch_invariant,
     drafts_now,
 )
 from sglang_pat.sglang.step.planner import ServedDecoder
 from sglang_pat.sglang.step.step_type import StepKind
+from sglang_pat.support import Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +61,15 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         If SGLang cannot be hooked.
     """
     environment = Environment.read()
-    routes = Routes.of_runner(model_runner, name)
+    routes = layers_of_runner(model_runner, name)
     arguments = model_runner.server_args
     routes.prefill, _ = attention_backends(arguments)
     routes.batch_invariant = batch_invariant(arguments, environment)
     pat_class = with_mixin(PatMixin, type(default))
     if routes.shapes and not can_become(default, pat_class):
-        routes.delegate_all(Reason("default backend", f"{type(default).__name__}, which is closed"))
+        routes.delegate_all(
+            Unsupported("default backend", f"{type(default).__name__}, which is closed")
+        )
     if environment.strict:
         routes.check_strict()
     decoder = None

@@ -22,10 +22,10 @@ from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
 from sglang_pat.sglang.start.layer_support import Routes
-from sglang_pat.sglang.start.server_options import Reason
 from sglang_pat.sglang.step.planner import Decoder
 from sglang_pat.sglang.step.step_type import StepKind
 from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.support import Unsupported
 
 _VERIFY = ForwardMode.TARGET_VERIFY
 
@@ -280,7 +280,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             self._leave(layer_id, reason, forward_batch)
         return layer_id in routes.shapes
 
-    def _leave(self, layer_id: int, reason: Reason, forward_batch: Any) -> None:
+    def _leave(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
         """Delegate a layer for a reason that only a step shows: the first, a warm-up."""
         if self._pat_is_strict:
             raise reason.refusal(f" (layer {layer_id})")

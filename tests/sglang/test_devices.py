@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang_fakes import KVPool, layers, runner, server_arguments
 
-from sglang_pat.sglang.start.layer_support import attention_layers, layer_reason
+from sglang_pat.sglang.start.layer_rules import attention_layers, layer_reason
 from sglang_pat.sglang.start.server_options import server_reason
 
 pytestmark = [

@@ -38,9 +38,9 @@ from sglang_fakes import (
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
-from sglang_pat.sglang.start.server_options import Reason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.support import Unsupported
 
 DRAFTS = 3
 
@@ -375,7 +375,7 @@ def test_what_is_read_is_not_captured(
     worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routes, before = inside.routes(worker.extending.backend), None
-    leave = lambda: routes.delegate(1, Reason("attention", "a test"))  # noqa: E731
+    leave = lambda: routes.delegate(1, Unsupported("attention", "a test"))  # noqa: E731
     if why == "captured":
         before = worker.cuda_graph_runner_for_draft_extend = object()
     elif why == "cpu":

@@ -18,7 +18,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.sglang.layer import kv_writes
 from sglang_pat.sglang.layer.kv_writes import KvWrites, pool_reason
-from sglang_pat.sglang.start.layer_support import Routes, are_scaled
+from sglang_pat.sglang.start.layer_rules import are_scaled, layers_of_model
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -90,7 +90,7 @@ of_both_pools = pytest.mark.parametrize("runner_of", [fp8_runner, bf16_runner], 
 
 
 def writes_of(model_runner: Any, default: str = "triton") -> KvWrites:
-    routes = Routes.of_model(model_runner.model, default, None, lambda layer: None)
+    routes = layers_of_model(model_runner.model, default, None, lambda layer: None)
     routes.are_scaled = are_scaled(model_runner, default)
     return KvWrites(model_runner, routes)
 

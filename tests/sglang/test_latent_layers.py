@@ -30,7 +30,7 @@ from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer import kv_writes
 from sglang_pat.sglang.layer.kv_writes import KvWrites
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.server_options import TREES
 
 pytestmark = pytest.mark.usefixtures("server_context")
@@ -202,7 +202,7 @@ def test_on_a_gpu_the_kernel_writes_rows(
     monkeypatch.setattr(Writer, "takes", takes)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     model_runner = latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16))
-    store = KvWrites(model_runner, Routes.of_runner(model_runner, "fa3"))
+    store = KvWrites(model_runner, layers_of_runner(model_runner, "fa3"))
     writer: Any = store._writers[0]
     assert store._writers == {0: writer, 1: writer}
     k = torch.randn(3, 1, KEYS, dtype=torch.bfloat16)
@@ -423,7 +423,7 @@ def test_models_that_are_left_to_the_default_backend(
 ) -> None:
     make_runner, reason = DELEGATED[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    routes = Routes.of_runner(make_runner(), "fa3")
+    routes = layers_of_runner(make_runner(), "fa3")
     assert {str(each) for each in routes.delegated.values()} == {reason}
     assert {each.topic for each in routes.delegated.values()} <= {
         row.topic for row in support.support_matrix()
@@ -448,7 +448,7 @@ def test_models_over_an_fp8_cache(default: str) -> None:
 
 @pytest.mark.parametrize("default", ["triton", "flashmla"])
 def test_backends_that_scale_latent_kv_keep_it(default: str) -> None:
-    routes = Routes.of_runner(fp8_runner(scale=0.5), default)
+    routes = layers_of_runner(fp8_runner(scale=0.5), default)
     reason = f"KV pool latent KV scaled by 0.5, under {default}"
     assert {str(each) for each in routes.delegated.values()} == {reason}
 
@@ -465,12 +465,12 @@ def test_scales_of_a_layer_do_not_count_over_an_fp8_cache(default: str) -> None:
 
 @pytest.mark.parametrize("drafts", [2, 4, 7])
 def test_chains_of_drafts_that_leave_room_in_a_tile(drafts: int) -> None:
-    assert [*Routes.of_runner(speculating("NEXTN", drafts), "fa3").shapes] == [0, 1]
+    assert [*layers_of_runner(speculating("NEXTN", drafts), "fa3").shapes] == [0, 1]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
 def test_a_gpu_with_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     pool = make_pool(torch.bfloat16)
-    routes = Routes.of_runner(latent_runner(**GPU, token_to_kv_pool=pool), "fa3")
+    routes = layers_of_runner(latent_runner(**GPU, token_to_kv_pool=pool), "fa3")
     assert [*routes.shapes] == [0, 1]

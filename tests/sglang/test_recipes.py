@@ -15,7 +15,7 @@ from sglang_pat import support
 from sglang_pat.cli.main import build_parser
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.start.layer_support import Routes
-from sglang_pat.sglang.start.server_options import Reason
+from sglang_pat.support import Unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -75,7 +75,7 @@ def as_logged(line: str) -> str:
     routes.shapes = dict.fromkeys(range(pat), Shape(32, 8, 128, 128))
     for layer_id in range(pat, total):
         window = re.findall(r"sliding window (\d+)", line)[0]
-        routes.delegate(layer_id, Reason("sliding window", window))
+        routes.delegate(layer_id, Unsupported("sliding window", window))
     return f"{draft}{routes}"
 
 

@@ -29,12 +29,8 @@ from sglang_fakes import (
 
 from sglang_pat import support
 from sglang_pat.sglang.report import layer_report
-from sglang_pat.sglang.start.layer_support import (
-    Routes,
-    attention_layers,
-    read_scales,
-    window_reason,
-)
+from sglang_pat.sglang.start.layer_rules import attention_layers, layers_of_runner, window_reason
+from sglang_pat.sglang.start.layer_support import read_scales
 from sglang_pat.sglang.start.server_options import (
     BLOCKS,
     CHAINS,
@@ -355,7 +351,7 @@ def test_gpus_without_kernels(
     model_runner = runner(
         device="cuda", dtype=dtype, kv_cache_dtype=dtype, token_to_kv_pool=KVPool(dtype)
     )
-    routes = Routes.of_runner(model_runner, "triton")
+    routes = layers_of_runner(model_runner, "triton")
     assert {str(each) for each in routes.delegated.values()} == ({reason} if reason else set())
 
 
@@ -367,7 +363,7 @@ def test_layers_that_no_module_registers_are_found(container: Callable[[Any], An
     """
     model = torch.nn.Module()
     model.attention_instances = container([*layers()])
-    assert [*Routes.of_runner(runner(model=model), "triton").shapes] == [0, 1]
+    assert [*layers_of_runner(runner(model=model), "triton").shapes] == [0, 1]
     model.registered = layers()
     model.attention_instances = container([*model.registered])
     assert attention_layers(model) == [*model.registered]
@@ -378,16 +374,16 @@ def test_layers_of_one_id_are_routed_together() -> None:
     same = layers(3)
     same[1].layer_id = same[2].layer_id = 0
     same[2].sliding_window_size = 16
-    routes = Routes.of_runner(runner(model=same), "triton")
+    routes = layers_of_runner(runner(model=same), "triton")
     assert routes.shapes == {}
     assert [*routes.delegated] == [0]
     same[1].layer_id = 1
-    assert [*Routes.of_runner(runner(model=same), "triton").shapes] == [1]
+    assert [*layers_of_runner(runner(model=same), "triton").shapes] == [1]
 
 
 def test_layers_of_one_id_have_one_shape() -> None:
     same = layers(2, layer_id=0, tp_q_head_num=8)
-    routes = Routes.of_runner(runner(model=same), "triton")
+    routes = layers_of_runner(runner(model=same), "triton")
     assert routes.shapes == {}
     assert str(routes.delegated[0]) == "layers of different shapes with the same id"
 
@@ -398,7 +394,7 @@ def test_a_table_joins_neighbours() -> None:
         each.sliding_window_size = 16
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 5, [pool.values[0]] * 5
-    routes = Routes.of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
+    routes = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
     assert [*routes.table()] == [
         ("0", "pat", ""),
         ("1-2", "fa3", "sliding window 16"),
@@ -446,7 +442,7 @@ def test_layers_with_sinks_are_named(name: str) -> None:
         layer.sliding_window_size = 16 if layer.layer_id == 2 else -1
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 3, [pool.values[0]] * 3
-    routes = Routes.of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
+    routes = layers_of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
     assert str(routes) == (
         "pat decodes 2 of 3 layers, 1 of them with attention sinks; 1 on fa3: sliding window 16"
     )
@@ -516,25 +512,25 @@ def test_a_plan_stream_that_does_not_wait_delegates(
 def test_every_topic_is_one_of_the_support_table() -> None:
     topics = {row.topic for row in support.support_matrix()}
     for make_runner, *_ in (OF_A_LAYER | OF_THE_MODEL).values():
-        routes = Routes.of_runner(make_runner(), "triton")
+        routes = layers_of_runner(make_runner(), "triton")
         assert {reason.topic for reason in routes.delegated.values()} <= topics
 
 
 @pytest.mark.parametrize("default", support.DEFAULT_BACKENDS)
 def test_an_fp8_pool_is_pats(default: str) -> None:
-    routes = Routes.of_runner(fp8_runner(), default)
+    routes = layers_of_runner(fp8_runner(), default)
     assert [*routes.shapes] == [0, 1]
     assert routes.are_scaled == (default != "torch_native")
 
 
 def test_scales_count_where_the_default_backend_stores_by_them() -> None:
     model_runner = fp8_runner(model=scaled_layers())
-    assert [*Routes.of_runner(model_runner, "fa3").shapes] == [0, 1]
-    assert [*Routes.of_runner(model_runner, "torch_native").shapes] == [0, 1]
-    uncertain = Routes.of_runner(model_runner, "intel_amx")
+    assert [*layers_of_runner(model_runner, "fa3").shapes] == [0, 1]
+    assert [*layers_of_runner(model_runner, "torch_native").shapes] == [0, 1]
+    uncertain = layers_of_runner(model_runner, "intel_amx")
     assert str(uncertain.delegated[1]) == "KV pool scaled, under intel_amx"
     odd = fp8_runner(model=scaled_layers(k_scale=torch.ones(2)))
-    assert [*Routes.of_runner(odd, "torch_native").shapes] == [0, 1]
+    assert [*layers_of_runner(odd, "torch_native").shapes] == [0, 1]
 
 
 def test_scales_are_those_that_the_pool_divides_by() -> None:

@@ -34,11 +34,12 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.speculative.tree_attention import DraftTrees, square_masks
-from sglang_pat.sglang.start import layer_support, server_options
+from sglang_pat.sglang.start import layer_support
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
 from sglang_pat.sglang.tree.row_groups import MAX_READ_APART, RowShape
+from sglang_pat.support import Unsupported
 
 DRAFTS = 3
 WIDTH = 128
@@ -606,7 +607,7 @@ def test_a_step_of_a_plan_stream_is_prepared_once(server: Server) -> None:
     server.backend.init_forward_metadata_out_graph(view)
     server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
     server.assert_exact(view, [25, 31], CHAIN)
-    inside.routes(server.backend).delegate(0, server_options.Reason("attention", "of a test"))
+    inside.routes(server.backend).delegate(0, Unsupported("attention", "of a test"))
     with pytest.raises(NotImplementedError):
         server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
 
@@ -683,7 +684,7 @@ def test_sglang_may_write_masks_over_the_drafts_alone(
         else:
             branching.backend.init_forward_metadata(view)
         branching.assert_exact(view, lens, reads)
-    inside.routes(branching.backend).delegate(0, server_options.Reason("attention", "of a test"))
+    inside.routes(branching.backend).delegate(0, Unsupported("attention", "of a test"))
     assert branching.backend.verify_mask is None
 
 

@@ -31,7 +31,7 @@ from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.speculative.attach import with_pat_drafts, with_pat_extend
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.server_options import Drafts
 from sglang_pat.sglang.step import planner
 from sglang_pat.sglang.step.planner import ServedDecoder
@@ -154,7 +154,7 @@ def extending_by_pat(
             runner.model_config.is_local_attention_model = False
             model = getattr(runner, "model", None)
             runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
-            routes = Routes.of_runner(runner, runner.server_args.attention_backend)
+            routes = layers_of_runner(runner, runner.server_args.attention_backend)
             planner = ServedDecoder(runner, Environment.read(), routes)
             planner.reserve(requests)
             with_pat_extend(backend, runner, planner)

@@ -24,7 +24,7 @@ from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.compat import kv_write_location, latent_write_location
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.start.layer_support import Routes, attention_layers, is_converted
+from sglang_pat.sglang.start.layer_support import Routes
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class KvWrites:
         if model_runner.device != "cuda":
             return
         # Few default backends store in fp8 without scales: some pools scale by 1 then.
-        if is_converted(model_runner) and not routes.are_scaled:
+        if routes.is_converted and not routes.are_scaled:
             return
         writers: dict[Shape, KvWriter | str] = {}
         reasons: dict[str, None] = {}
@@ -65,7 +65,7 @@ class KvWrites:
                     reason = writer
             if reason is not None:
                 reasons[reason] = None
-        for layer in attention_layers(model_runner.model):
+        for layer in routes.layers:
             known = self._writers.get(layer.layer_id)
             if known is not None:  # before a capture, in which a number cannot be prepared
                 known.scale(layer.k_scale)

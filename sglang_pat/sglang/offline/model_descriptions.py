@@ -38,7 +38,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         embedding), "embedding", "encoders". `experts`: of a layer, and those that a token takes.
     """
     from sglang_pat.sglang.offline.model_support import build_model
-    from sglang_pat.sglang.start.layer_support import attention_layers, shape_of
+    from sglang_pat.sglang.start.layer_rules import attention_layers, shape_of
 
     model, routes = build_model(path, flags)
     layers = []
@@ -67,7 +67,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, int]:
     """Count parameters by what they are; those that two modules share, once."""
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    from sglang_pat.sglang.start.layer_support import attention_layers
+    from sglang_pat.sglang.start.layer_rules import attention_layers
 
     names = {id(module): name for name, module in model.named_modules()}
     attention = [names.get(id(layer), "") for layer in attention_layers(model)]

@@ -19,16 +19,17 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.model_layers import has_float8_cache
 from sglang_pat.sglang import compat
-from sglang_pat.sglang.start.layer_support import (
-    Routes,
+from sglang_pat.sglang.start.layer_rules import (
     latent_reason,
+    layers_of_model,
     model_reason,
     shape_of,
     shape_reason,
     window_reason,
 )
-from sglang_pat.sglang.start.server_options import Reason, attention_backends, early_reason
-from sglang_pat.support import BACKEND, DEFAULT_BACKENDS
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.server_options import attention_backends, early_reason
+from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
 # By the values of --kv-cache-dtype.
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -141,7 +142,7 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes, An
     prefill, default = attention_backends(arguments)
     whole = early_reason(arguments) or model_reason(config)
     if whole is None and default not in DEFAULT_BACKENDS:
-        whole = Reason("default backend", default)
+        whole = Unsupported("default backend", default)
     _become_a_rank(arguments, config)
     model = _on_meta_device(config)
     whole = whole or window_reason(model)
@@ -153,13 +154,13 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes, An
     )
     chunk_size = getattr(config, "attention_chunk_size", None)
 
-    def reason_of(layer: RadixAttention) -> Reason | None:
+    def reason_of(layer: RadixAttention) -> Unsupported | None:
         reason = shape_reason(layer, chunk_size)
         if reason is None and shape_of(layer).is_latent:
             return latent_reason(layer, runner)
         return reason
 
-    routes = Routes.of_model(model, default, whole, reason_of)
+    routes = layers_of_model(model, default, whole, reason_of)
     routes.prefill = prefill
     return model, routes, runner, config
 

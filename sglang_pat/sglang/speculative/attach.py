@@ -19,16 +19,17 @@ from sglang_pat.sglang.speculative.steps import BranchRound, DraftBlock, DraftRo
 from sglang_pat.sglang.start.argument_rewrite import is_asked_for, named_draft_backend
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.start.server_options import (
     BLOCKS,
-    Reason,
     attention_backends,
     branches_of,
     drafts_now,
 )
 from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
 from sglang_pat.sglang.tree.request_tracker import BLOCK_WORKERS, block_hook, note_same_step
+from sglang_pat.support import Unsupported
 
 _NAMED = "speculative_draft_attention_backend"
 
@@ -195,7 +196,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> No
     closed = [type(each).__name__ for each, kind in kinds if not can_become(each, kind)]
     if routes.shapes and (closed or not backends):
         name = closed[0] if closed else type(steps).__name__
-        routes.delegate_all(Reason("default backend", f"{name}, which is closed"))
+        routes.delegate_all(Unsupported("default backend", f"{name}, which is closed"))
     if routes.shapes:
         device = model_runner.req_to_token_pool.req_to_token.device
         topk = branches_of(model_runner.server_args)
@@ -230,11 +231,11 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> N
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     name = draft_backend(model_runner) or attention_backends(arguments)[1]
-    routes = Routes.of_runner(model_runner, name, types)
+    routes = layers_of_runner(model_runner, name, types)
     kind = with_mixin(PatMixin, type(backend))
     reason = _block_reason(worker, arguments)
     if reason is None and not can_become(backend, kind):
-        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+        reason = Unsupported("default backend", f"{type(backend).__name__}, which is closed")
     if routes.shapes and reason is not None:
         routes.delegate_all(reason)
     if routes.shapes:
@@ -248,14 +249,14 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> N
     report_draft_routes(routes)
 
 
-def _block_reason(worker: Any, arguments: Any) -> Reason | None:
+def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     """Why a draft model that gives blocks is left to the default backend."""
     named = named_draft_backend(arguments)
     if named is not None:
         return _names_backend(named)
     if getattr(worker, "use_compact_draft_cache", False):  # its table of slots is its own
         size = resolved(arguments, "speculative_draft_window_size")
-        return Reason("speculative decoding", f"--speculative-draft-window-size {size}")
+        return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
     return None
 
 
@@ -275,7 +276,7 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
     kind = with_mixin(PatMixin, type(backend))
     reason = _extend_reason(model_runner, decoder)
     if reason is None and not can_become(backend, kind):
-        reason = Reason("default backend", f"{type(backend).__name__}, which is closed")
+        reason = Unsupported("default backend", f"{type(backend).__name__}, which is closed")
     if routes.shapes and reason is not None:
         routes.delegate_all(reason)
     if routes.shapes:
@@ -290,27 +291,27 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
     report_extend_routes(routes)
 
 
-def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Reason | None:
+def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Unsupported | None:
     """Why the plans of the model that is served do not serve a draft model."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
         # There SGLang may let draft models read more than was verified.
-        return Reason("speculative decoding", "--enable-multi-layer-eagle with states")
+        return Unsupported("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
     if types != decoder.dtypes:
-        return Reason("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
+        return Unsupported("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
     return None
 
 
 def _routes(model_runner: Any) -> Routes:
     arguments = model_runner.server_args
     named = draft_backend(model_runner)
-    routes = Routes.of_runner(model_runner, named or attention_backends(arguments)[1])
+    routes = layers_of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
         routes.delegate_all(_names_backend(named))
     return routes
 
 
-def _names_backend(name: str) -> Reason:
+def _names_backend(name: str) -> Unsupported:
     flag = _NAMED.replace("_", "-")
-    return Reason("speculative decoding", f"--{flag} {name}")
+    return Unsupported("speculative decoding", f"--{flag} {name}")

@@ -1,43 +1,25 @@
-"""Routes: which layers pat decodes, and why the others are left to SGLang's default backend.
+"""Which layers of a model pat decodes, and why the others fall back to SGLang's backend.
 
-Decided once, when SGLang builds the backend. What changes the meaning of all layers (options, the
-kind of model) leaves the whole model to the default backend; the rest is decided layer by layer.
-
-KV pools of another type than the queries: which of them pat reads, and how they are scaled.
-
-SGLang divides keys and values by a number per layer before it stores them. Its backends differ in
-whether they do: what the default backend stores in a prefill, decode must read, and the reverse.
+`layer_rules.py` decides it once, when SGLang builds the backend. A warm-up step may show that one
+more layer must fall back.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat import support
 from sglang_pat.executors.layer import Scale
 from sglang_pat.plan import Shape
-from sglang_pat.sglang import compat
-from sglang_pat.sglang.start.server_options import Reason, drafts_of, server_reason
+from sglang_pat.support import Unsupported
 
 PAT, DEFAULT = "pat", "default"  # the routes
-# Names that SGLang's models give to the sinks of their attention layers. Only for the log:
-# what is passed is applied.
-_SINKS = ("sinks", "attention_sink_bias")
 # Arguments that models pass to a layer beside queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
-
-
-def shape_of(layer: RadixAttention) -> Shape:
-    """The shape of a layer on this rank."""
-    return Shape(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
 
 
 class Routes:
@@ -53,80 +35,34 @@ class Routes:
         Layer id -> shape of each layer that pat decodes.
     delegated
         Layer id -> reason of each layer that the default backend decodes.
+    whole
+        The reason why the whole model falls back, even if it has no layers.
     sinks
         Ids of the layers that have attention sinks.
     batch_invariant
         Whether pat computes a request alike in any batch.
     are_scaled
         Whether the pool's KV is divided by the scales of its layer.
-    whole
-        Why pat decodes no layer at all. None: each layer has its own answer.
+    is_converted
+        Whether the pool has a type of one byte that pat converts.
+    layers
+        All attention layers.
     """
 
     def __init__(self, default: str) -> None:
         self.default = default
         self.prefill: str | None = None
         self.shapes: dict[int, Shape] = {}
-        self.delegated: dict[int, Reason] = {}
+        self.delegated: dict[int, Unsupported] = {}
         self.sinks: frozenset[int] = frozenset()
         self.batch_invariant = False
-        self.are_scaled = False
-        self.whole: Reason | None = None  # holds even for a model without layers
+        self.are_scaled = self.is_converted = False
+        self.layers: Sequence[RadixAttention] = ()
+        self.whole: Unsupported | None = None
 
-    @classmethod
-    def of_runner(
-        cls,
-        model_runner: Any,
-        default: str,
-        types: Collection[AttentionType] = (AttentionType.DECODER,),
-    ) -> Routes:
-        """Decide for all layers of a model.
-
-        Parameters
-        ----------
-        model_runner
-            SGLang's, with the model and the KV pool.
-        default
-            The name of the backend that decodes without pat.
-        types
-            Of attention layers that its steps have.
-        """
-        model = model_runner.model
-        whole = _reason_for_all(model_runner, default)
-        routes = cls.of_model(
-            model, default, whole, lambda layer: layer_reason(layer, model_runner, default, types)
-        )
-        routes.are_scaled = are_scaled(model_runner, default)
-        return routes
-
-    @classmethod
-    def of_model(
-        cls,
-        model: torch.nn.Module,
-        default: str,
-        whole: Reason | None,
-        reason_of: Callable[[RadixAttention], Reason | None],
-    ) -> Routes:
-        """Routes of a model for known reasons; see `of_runner`."""
-        layers = attention_layers(model)
-        if whole is None and not layers:
-            name = type(model).__name__
-            whole = Reason("attention", f"no attention layer (RadixAttention) in {name}")
-        routes = cls(default)
-        routes.whole = whole
-        routes.sinks = _layers_with_sinks(model)
-        for layer in layers:
-            reason = whole or reason_of(layer)
-            shape = shape_of(layer)
-            if reason is None and routes.shapes.get(layer.layer_id, shape) != shape:
-                reason = Reason("attention", "layers of different shapes with the same id")
-            if reason is not None:
-                routes.delegate(layer.layer_id, reason)
-            elif layer.layer_id not in routes.delegated:
-                routes.shapes[layer.layer_id] = shape
-        return routes
-
-    def reason_to_leave(self, layer: RadixAttention, arguments: dict[str, Any]) -> Reason | None:
+    def reason_to_leave(
+        self, layer: RadixAttention, arguments: dict[str, Any]
+    ) -> Unsupported | None:
         """Return why the default backend must attend, for a reason that only a step shows.
 
         The model passes the layer an argument that pat would ignore, or the layer was not found.
@@ -136,23 +72,25 @@ class Routes:
         shape = self.shapes.get(layer_id)
         if shape is not None:
             if shape.is_latent and layer.qk_head_dim != shape.head_dim:
-                return Reason("attention", "latent attention that is not absorbed")
+                return Unsupported("attention", "latent attention that is not absorbed")
             if not arguments:
                 return None
             known = _LATENT_ARGUMENTS if shape.is_latent else ("sinks",)
             given = sorted(name for name, value in arguments.items() if value is not None)
             unknown = [name for name in given if name not in known]
-            return Reason("attention", f"the argument {', '.join(unknown)}") if unknown else None
+            return (
+                Unsupported("attention", f"the argument {', '.join(unknown)}") if unknown else None
+            )
         if layer_id in self.delegated:
             return None
-        return Reason("attention", "a layer that was not found in the model")
+        return Unsupported("attention", "a layer that was not found in the model")
 
-    def delegate(self, layer_id: int, reason: Reason) -> None:
+    def delegate(self, layer_id: int, reason: Unsupported) -> None:
         """Leave a layer to the default backend."""
         self.shapes.pop(layer_id, None)
         self.delegated.setdefault(layer_id, reason)
 
-    def delegate_all(self, reason: Reason) -> None:
+    def delegate_all(self, reason: Unsupported) -> None:
         """Leave the model to the default backend."""
         self.whole = reason
         self.delegated |= dict.fromkeys(self.shapes, reason)
@@ -215,301 +153,6 @@ class Routes:
                 rows.append((layer_id, layer_id, route, reason))
         for first, last, route, reason in rows:
             yield (str(first) if first == last else f"{first}-{last}", route, reason)
-
-
-def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """Attention layers of a model's part on this rank.
-
-    They are its modules, and those that a module keeps in a plain list or dict, as SGLang's wrapper
-    of models of transformers does.
-
-    Of latent attention the absorbed one: its twin of the same id attends in prompts.
-    """
-    layers: dict[int, RadixAttention] = {}  # by id(): a layer may be in both
-    twins = set()
-    for module in model.modules():
-        absorbed, twin = getattr(module, "attn_mqa", None), getattr(module, "attn_mha", None)
-        if isinstance(absorbed, RadixAttention) and isinstance(twin, RadixAttention):
-            twins.add(id(twin))
-        found: list[Any] = [module]
-        for value in vars(module).values():
-            if type(value) in (list, tuple):
-                found += value
-            elif type(value) is dict:
-                found += value.values()
-        layers |= {id(each): each for each in found if isinstance(each, RadixAttention)}
-    return [each for each in layers.values() if id(each) not in twins]
-
-
-def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
-    """Ids of the attention layers whose sinks are parameters of the module around them."""
-    return frozenset(
-        layer.layer_id
-        for module in model.modules()
-        if any(getattr(module, name, None) is not None for name in _SINKS)
-        for layer in module.children()
-        if isinstance(layer, RadixAttention)
-    )
-
-
-def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
-    """Ids of the layers of latent attention whose expansion has LoRA adapters."""
-    return frozenset(
-        absorbed.layer_id
-        for module in model.modules()
-        if isinstance(absorbed := getattr(module, "attn_mqa", None), RadixAttention)
-        and hasattr(getattr(module, "kv_b_proj", None), "set_lora")
-    )
-
-
-def model_reason(config: Any) -> Reason | None:
-    """Why pat decodes nothing of a kind of model, by its ModelConfig."""
-    name = ", ".join(config.hf_config.architectures or ["unknown"])
-    if not getattr(config, "is_generation", True):
-        return Reason("attention", f"a model that answers with no tokens ({name})")
-    if config.is_encoder_decoder:
-        return Reason("attention", f"an encoder-decoder model ({name})")
-    if _is_sparse(config):
-        return Reason("attention", f"sparse attention ({name})")
-    return None
-
-
-def _is_sparse(config: Any) -> bool:
-    """True if SGLang runs the model on a sparse backend of its own.
-
-    It lies over the default backend or replaces it, so layers that pat would count never reach pat.
-    """
-    text_config = getattr(config, "hf_text_config", None)
-    is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
-    is_sparse = is_sparse or "DeepseekV4" in str(config.hf_config.architectures)
-    if is_sparse or hasattr(text_config, "wrap_attention_backend"):
-        return True
-    return compat.is_qwen_sparse(config.hf_config)
-
-
-def window_reason(model: torch.nn.Module) -> Reason | None:
-    """Reason to decode nothing of a model: its class asks for a window that its layers do not name.
-
-    Of the tokens behind the prompt, fa3 reads only the last ones there.
-    """
-    asks = getattr(model, "is_prefill_aware_swa", None)
-    return Reason("sliding window", "behind the prompt") if asks is not None and asks() else None
-
-
-def _reason_for_all(model_runner: Any, default: str) -> Reason | None:
-    reason = server_reason(model_runner.server_args)
-    reason = reason or model_reason(model_runner.model_config)
-    reason = reason or window_reason(model_runner.model)
-    if reason is not None:
-        return reason
-    if default not in support.DEFAULT_BACKENDS:
-        return Reason("default backend", default)
-    if compat.translates_slots(model_runner):
-        return Reason("KV pool", "with virtual slots")
-    return _device_reason(model_runner.device, model_runner.dtype)
-
-
-def _device_reason(device: str, dtype: torch.dtype) -> Reason | None:
-    """Say why there are no kernels for a device. A CPU needs none."""
-    if device == "cpu":
-        return None
-    if device != "cuda" or torch.version.hip is not None:
-        return Reason("device", device if torch.version.hip is None else "ROCm")
-    capability = torch.cuda.get_device_capability()
-    if capability < support.OLDEST_CAPABILITY:
-        return Reason("device", "compute capability {}.{}".format(*capability))
-    if str(dtype).removeprefix("torch.") not in support.KERNEL_DTYPES:
-        return Reason("dtype of queries and KV cache", f"{dtype} on a GPU")
-    return None
-
-
-def layer_reason(
-    layer: RadixAttention,
-    model_runner: Any,
-    default: str,
-    types: Collection[AttentionType] = (AttentionType.DECODER,),
-) -> Reason | None:
-    """Why pat does not decode a layer. types: see `Routes.of_runner`."""
-    chunk = getattr(model_runner, "attention_chunk_size", None)
-    reason = shape_reason(layer, chunk, types)
-    if reason is None and shape_of(layer).is_latent:
-        return (
-            latent_reason(layer, model_runner)
-            or _latent_pool_reason(layer, model_runner)
-            or latent_scales_reason(layer, model_runner, default)
-        )
-    reason = reason or _pool_reason(layer, model_runner)
-    return reason or scales_reason(layer, model_runner, default)
-
-
-def latent_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Why pat does not decode a layer of latent attention, by the server.
-
-    model_runner: its `server_args`, `model`, `device` and `dtype` are read.
-    """
-    drafts = drafts_of(model_runner.server_args)
-    if drafts is not None:
-        num_drafts = max(drafts.counts)
-        if support.fills_tile(layer.tp_q_head_num, num_drafts):
-            return _nothing_to_gain(layer.tp_q_head_num, num_drafts)
-        if not drafts.are_chains and model_runner.device != "cpu":
-            return Reason("attention", "trees of drafts over latent attention on a GPU")
-    if layer.layer_id in _with_lora_on_latent(model_runner.model):
-        return Reason("attention", "latent attention with LoRA on kv_b_proj")
-    if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
-        return Reason("dtype of queries and KV cache", model_runner.dtype)
-    if model_runner.device != "cpu":
-        capability = torch.cuda.get_device_capability()
-        if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
-            name = "{}.{}".format(*capability)
-            return Reason("attention", f"latent attention on compute capability {name}")
-    return None
-
-
-def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Say so if a layer's KV is not one row per slot, with values in its first columns."""
-    dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype and not is_converted(model_runner):
-        return Reason("dtype of queries and KV cache", f"a KV cache of {dtype}")
-    pool = model_runner.token_to_kv_pool
-    name = type(pool).__name__
-    if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own
-        return Reason("KV pool", name)
-    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-    is_known = (
-        keys.dtype == values.dtype == model_runner.kv_cache_dtype
-        and tuple(keys.shape[1:]) == (1, layer.qk_head_dim)
-        and keys.is_contiguous()
-        and tuple(values.shape[1:]) == (1, layer.v_head_dim)
-        and (values.data_ptr(), values.stride()) == (keys.data_ptr(), keys.stride())
-    )
-    return None if is_known else Reason("KV pool", f"{name} of {keys.dtype} {[*keys.shape[1:]]}")
-
-
-def _nothing_to_gain(num_heads: int, num_drafts: int) -> Reason:
-    rows = f"{num_heads} heads" + f" x {num_drafts} draft tokens" * (num_drafts > 1)
-    return Reason("attention", f"latent attention with nothing to gain: {rows} fill a tile")
-
-
-def shape_reason(
-    layer: RadixAttention,
-    chunk_size: int | None,
-    types: Collection[AttentionType] = (AttentionType.DECODER,),
-) -> Reason | None:
-    """Reason not to decode a layer, by its description; None: pat decodes it.
-
-    chunk_size: of the layers with RoPE in models that attend within chunks. types: see
-    `Routes.of_runner`.
-    """
-    if layer.is_cross_attention:
-        return Reason("attention", "cross attention")
-    if layer.attn_type not in types:
-        return Reason("attention", f"attention of type {layer.attn_type.value}")
-    if layer.use_irope and chunk_size:
-        return Reason("attention", f"attention within chunks of {chunk_size}")
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        return Reason("sliding window", layer.sliding_window_size)
-    head_dims = (layer.qk_head_dim, layer.v_head_dim)
-    if head_dims not in support.HEAD_DIMS:
-        return Reason("head_dim", support.head_dim_name(*head_dims))
-    heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
-    if heads % kv_heads:
-        return Reason("query heads per KV head", f"{heads}/{kv_heads}")
-    if support.is_latent(*head_dims):
-        if layer.logit_cap:
-            return Reason("attention", "latent attention with a soft-cap")
-        if support.fills_tile(heads):
-            return _nothing_to_gain(heads, 1)
-    if heads // kv_heads > support.max_group_size(*head_dims):
-        return Reason("query heads per KV head", heads // kv_heads)
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        return Reason("attention", f"a soft-cap by {layer.logit_capping_method}")
-    if layer.pos_encoding_mode != "NONE":
-        return Reason("attention", f"{layer.pos_encoding_mode} positions")
-    if layer.xai_temperature_len > 0:
-        return Reason("attention", "a temperature by position")
-    return None
-
-
-def _pool_reason(layer: RadixAttention, model_runner: Any) -> Reason | None:
-    """Say so if the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
-    dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype and not is_converted(model_runner):
-        return Reason("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
-    if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
-        return Reason("dtype of queries and KV cache", model_runner.dtype)
-    pool = model_runner.token_to_kv_pool
-    for head_dim, buffer in (
-        (layer.qk_head_dim, pool.get_key_buffer(layer.layer_id)),
-        (layer.v_head_dim, pool.get_value_buffer(layer.layer_id)),
-    ):
-        expected = (layer.tp_k_head_num, head_dim)
-        if (
-            buffer.dtype != dtype
-            or tuple(buffer.shape[1:]) != expected
-            or not buffer.is_contiguous()
-        ):
-            return Reason(
-                "KV pool", f"{type(pool).__name__} of {buffer.dtype} {[*buffer.shape[1:]]}"
-            )
-    return None
-
-
-# Stores and reads the numbers as they are, whatever scales a layer has.
-_UNSCALED = ("torch_native",)
-# Scales in some versions of SGLang only.
-_UNCERTAIN = ("intel_amx",)
-# Multiply latent KV with the scales of its layer when they read it.
-_SCALES_LATENT = ("triton", "flashmla")
-# Values of --kv-cache-dtype that have more than one scale per layer.
-_BLOCK_SCALED = ("mxfp8",)
-
-
-def is_converted(model_runner: Any) -> bool:
-    """True if the pool has a type of one byte that pat converts."""
-    name = str(model_runner.kv_cache_dtype).removeprefix("torch.")
-    return name in support.CONVERTED_KV_DTYPES
-
-
-def are_scaled(model_runner: Any, default: str) -> bool:
-    """True if the scales of the layers apply to the pool under the default backend."""
-    return is_converted(model_runner) and default not in _UNSCALED
-
-
-def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
-    """Why pat does not decode a layer for the sake of its scales. Waits for the device."""
-    if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
-        return Reason("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
-    if not are_scaled(model_runner, default):
-        return None
-    if default in _UNCERTAIN and (layer.k_scale, layer.v_scale) != (None, None):
-        return Reason("KV pool", f"scaled, under {default}")
-    for scale in read_scales(layer):
-        if isinstance(scale, torch.Tensor):
-            if scale.dtype != torch.float32 or scale.numel() != 1:
-                return Reason("KV pool", f"scaled by {scale.numel()} numbers of {scale.dtype}")
-            if scale.device.type != model_runner.device:
-                return Reason("KV pool", f"scaled by a number on {scale.device}")
-            scale = scale.item()
-        if not 0 < scale < math.inf:
-            return Reason("KV pool", f"scaled by {scale}")
-    return None
-
-
-def latent_scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Reason | None:
-    """Why pat does not decode a layer of latent attention for the sake of its scales.
-
-    SGLang stores latent KV without them. Most backends read it so; others multiply. Waits for the
-    device.
-    """
-    if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
-        return Reason("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
-    if not is_converted(model_runner) or default not in _SCALES_LATENT:
-        return None
-    for scale in (layer.k_scale, layer.v_scale):
-        if scale is not None and float(scale) != 1.0:
-            return Reason("KV pool", f"latent KV scaled by {float(scale)}, under {default}")
-    return None
 
 
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sglang_pat import support
 from sglang_pat.sglang.compat import environment_is_set, plan_stream_waits, resolved
 from sglang_pat.sglang.start.environment import Environment
+from sglang_pat.support import Unsupported
 
 # Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
 DELEGATED_ARGUMENTS = {
@@ -35,26 +35,6 @@ GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 _KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
-class Reason(NamedTuple):
-    """Why pat does not decode something: a value under one of the topics of `support`."""
-
-    topic: str
-    value: object
-
-    def __str__(self) -> str:
-        alone = self.topic in (
-            "attention",
-            "server options",
-            "speculative decoding",
-            "default backend",
-        )
-        return str(self.value) if alone else f"{self.topic} {self.value}"
-
-    def refusal(self, where: str = "") -> ValueError:
-        """The error to raise where pat must not delegate."""
-        return support.unsupported(self.topic, f"{self.value}{where}")
-
-
 def attention_backends(arguments: Any) -> tuple[str, str]:
     """The resolved names of SGLang's backends for prefill and decode."""
     base = resolved(arguments, "attention_backend")
@@ -72,24 +52,24 @@ def batch_invariant(arguments: Any, environment: Environment) -> bool:
     return environment.batch_invariant or bool(deterministic)
 
 
-def server_reason(arguments: Any) -> Reason | None:
+def server_reason(arguments: Any) -> Unsupported | None:
     """Why pat decodes nothing under these resolved server arguments."""
     for name, flag in DELEGATED_ARGUMENTS.items():
         value = resolved(arguments, name)
         if value:
-            return Reason("server options", flag if value is True else f"{flag} {value}")
+            return Unsupported("server options", flag if value is True else f"{flag} {value}")
     dcp_size = resolved(arguments, "dcp_size")
     if dcp_size is not None and dcp_size > 1:
-        return Reason("server options", f"--dcp-size {dcp_size}")
+        return Unsupported("server options", f"--dcp-size {dcp_size}")
     reason = _speculation_reason(arguments, Environment.read())
     if reason is not None:
         return reason
     if environment_is_set(GLUE_GRAPH):
-        return Reason("server options", f"{GLUE_GRAPH}=1 in the environment")
+        return Unsupported("server options", f"{GLUE_GRAPH}=1 in the environment")
     return None
 
 
-def _speculation_reason(arguments: Any, environment: Environment) -> Reason | None:
+def _speculation_reason(arguments: Any, environment: Environment) -> Unsupported | None:
     """Why pat does not verify the drafts of speculative decoding."""
     from sglang.srt.environ import envs
 
@@ -97,15 +77,15 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
     if algorithm is None:
         return None
     if algorithm not in CHAINS + BLOCKS + TREES:
-        return Reason("speculative decoding", f"--speculative-algorithm {algorithm}")
+        return Unsupported("speculative decoding", f"--speculative-algorithm {algorithm}")
     ragged = getattr(envs, RAGGED_VERIFY).get()
     if algorithm == "DSPARK" and ragged != "static":
-        return Reason("speculative decoding", f"{RAGGED_VERIFY}={ragged} in the environment")
+        return Unsupported("speculative decoding", f"{RAGGED_VERIFY}={ragged} in the environment")
     if batch_invariant(arguments, environment):
-        return Reason("speculative decoding", "in batch-invariant mode")
+        return Unsupported("speculative decoding", "in batch-invariant mode")
     prefill, decode = attention_backends(arguments)
     if prefill != decode and resolved(arguments, "speculative_attention_mode") != "decode":
-        return Reason(
+        return Unsupported(
             "speculative decoding", f"--speculative-attention-mode prefill with {prefill}"
         )
     has_draft_layers = bool(resolved(arguments, "enable_multi_layer_eagle"))
@@ -114,7 +94,7 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Reason | No
         and environment_is_set(PLAN_STREAM)
         and not plan_stream_waits(has_draft_layers=has_draft_layers)
     ):
-        return Reason("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
+        return Unsupported("speculative decoding", f"{PLAN_STREAM}=1 in the environment")
     return None
 
 
@@ -167,13 +147,13 @@ def branches_of(arguments: Any) -> int:
     return int(resolved(arguments, "speculative_eagle_topk") or 1)
 
 
-def early_reason(arguments: Any) -> Reason | None:
-    """Reason from resolved server arguments alone, before there is a model.
+def early_reason(arguments: Any) -> Unsupported | None:
+    """Unsupported from resolved server arguments alone, before there is a model.
 
     It includes `server_reason`, and what becomes each layer's reason once the KV pool is there.
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")
     if reason is None and dtype is not None and dtype not in _KV_CACHE_DTYPES:
-        reason = Reason("dtype of queries and KV cache", f"--kv-cache-dtype {dtype}")
+        reason = Unsupported("dtype of queries and KV cache", f"--kv-cache-dtype {dtype}")
     return reason
